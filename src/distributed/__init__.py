@@ -1,0 +1,60 @@
+"""Take a model that trains on one device and train it on many.
+
+The public names are resolved on first use, so importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distributed.core.config import DistributedConfig as DistributedConfig
+    from distributed.core.errors import DistributedError as DistributedError
+    from distributed.core.history import History as History
+    from distributed.trainers.ddp import PyTorchDDPTrainer as PyTorchDDPTrainer
+    from distributed.trainers.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "DistributedConfig": "distributed.core.config",
+    "DistributedError": "distributed.core.errors",
+    "History": "distributed.core.history",
+    "PyTorchDDPTrainer": "distributed.trainers.ddp",
+    "Trainer": "distributed.trainers.trainer",
+}
+__all__ = ["DistributedConfig", "DistributedError", "History", "PyTorchDDPTrainer", "Trainer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'distributed' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def dask_clash() -> str:
+    """What is wrong when Dask's scheduler, which owns the same import name, is installed beside us; else nothing."""
+    try:
+        version = metadata.version("distributed")
+    except metadata.PackageNotFoundError:
+        return ""
+    return (
+        f"Dask's package 'distributed' {version} is installed in this environment and owns the same import name as "
+        "distributed-training: one of the two is broken here. Use separate environments, or: pip uninstall distributed"
+    )
+
+
+def _warn_of_clash() -> None:
+    import warnings
+
+    clash = dask_clash()
+    if clash:
+        warnings.warn(clash, RuntimeWarning, stacklevel=3)
+
+
+_warn_of_clash()

@@ -1,0 +1,1 @@
+"""The vocabulary: typed data and errors that both halves share; no torch, no I/O."""

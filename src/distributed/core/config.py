@@ -1,0 +1,239 @@
+"""DistributedConfig: what the user asked for. Values are checked here alone; whether they can run is the planner's word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+
+from distributed.core.errors import ConfigError, Problem
+from distributed.core.registry import STRATEGIES, nearest_hint
+
+Sources = dict[str, str]
+
+
+class DistributedConfig(BaseModel):
+    """All settings of a run, checked together; every wrong one is reported at once.
+
+    >>> config = DistributedConfig(num_gpus=8, num_nodes=2, gpus_per_node=4, batch_size=32)
+    >>> config.epochs, config.source("batch_size"), config.source("epochs")
+    (1, 'argument', 'default')
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=False, protected_namespaces=())
+
+    # Resources. "GPU" means device: without CUDA, that many CPU processes.
+    num_gpus: int | None = Field(None, ge=1, description="devices in all; by default every GPU, or one CPU process")
+    num_nodes: int = Field(1, ge=1, description="machines")
+    gpus_per_node: int | None = Field(None, ge=1, description="devices on each machine")
+    node_rank: int | None = Field(None, ge=0, description="which machine this is; by default agreed at the rendezvous")
+    master_addr: str | None = Field(None, description="host where the nodes meet")
+    master_port: int | None = Field(
+        None, ge=1, le=65535, description="port where the nodes or ranks meet; by default a free one"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what to train on")
+
+    backend: str = Field("auto", description="the engine that trains: " + ", ".join(["auto", *STRATEGIES.entries]))
+
+    # Training
+    batch_size: int | None = Field(
+        None, ge=1, description="samples a device and micro-batch; by default the data loader's"
+    )
+    epochs: int = Field(1, ge=1, description="passes over the training data")
+    max_steps: int | None = Field(None, ge=1, description="stop after that many optimizer steps")
+    learning_rate: float = Field(0.001, gt=0, description="peak learning rate, before any scaling rule")
+    optimizer: Literal["adamw", "adam", "sgd"] = Field(
+        "adamw", description="used when no optimizer is passed to the trainer"
+    )
+    weight_decay: float | None = Field(
+        None, ge=0, description="for the optimizer named here; by default that optimizer's own"
+    )
+    momentum: float | None = Field(None, ge=0, lt=1, description="for sgd")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="scale the rate by global batch / base_batch_size"
+    )
+    base_batch_size: int | None = Field(
+        None, ge=1, description="the batch that learning_rate was tuned for; by default batch_size"
+    )
+    lr_schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="after the warm-up, over the whole run"
+    )
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    warmup_epochs: float = Field(0, ge=0, description="the same in epochs")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="where the decay ends, as a part of the peak rate")
+    scheduler_interval: Literal["epoch", "step"] = Field(
+        "epoch", description="when a scheduler passed to the trainer steps"
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
+    on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is not finite")
+
+    # Optimization
+    mixed_precision: bool | Literal["fp16", "bf16"] = Field(
+        False, description="True: bf16 where the device has it, else fp16"
+    )
+    gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches a step")
+    gradient_clipping: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
+    scaler_init_scale: float | None = Field(None, gt=0, description="first loss scale under fp16; by default 65536")
+    scaler_growth_interval: int | None = Field(None, ge=1, description="good steps before it doubles; by default 2000")
+    sync_batchnorm: bool = Field(
+        True, description="BatchNorm statistics over the whole global batch, as one process has them"
+    )
+
+    # Communication
+    communication_backend: Literal["auto", "nccl", "gloo", "mpi"] = Field("auto", description="library for collectives")
+    find_unused_parameters: bool = Field(False, description="for models that leave parameters out in some steps")
+    static_graph: bool = Field(False, description="tell DDP that every step uses the same parameters")
+    bucket_cap_mb: float = Field(25, gt=0, description="size of DDP's gradient buckets")
+    collective_timeout_s: float = Field(
+        600, gt=0, description="after which a collective that nobody answers is an error"
+    )
+
+    # Data
+    drop_last: bool | None = Field(
+        None, description="drop the last incomplete batch; by default as the data loader says"
+    )
+    iterable_split: Literal["share", "dataset"] = Field(
+        "share", description="streams: every rank reads all and keeps its share, or the dataset splits itself"
+    )
+
+    # Checkpoints
+    checkpoint_dir: str | None = Field(None, description="by default in the run directory")
+    checkpoint_frequency: int | None = Field(
+        None, ge=1, description="epochs between checkpoints; the last is always saved"
+    )
+    resume_from_checkpoint: bool | str = Field(
+        False, description="True: the newest in checkpoint_dir, if any; or a checkpoint's path"
+    )
+
+    # Monitoring
+    run_dir: str | None = Field(None, description="where this run writes; by default runs/<time>")
+    tensorboard: bool = Field(False, description="write TensorBoard files")
+    tensorboard_dir: str | None = Field(None, description="where; implies tensorboard")
+    mlflow_tracking: bool = Field(False, description="log to MLflow")
+    mlflow_experiment: str | None = Field(None, description="its experiment; implies mlflow_tracking")
+    mlflow_tracking_uri: str | None = Field(
+        None, description="its server; by default MLflow's own setting, else sqlite:///mlflow.db"
+    )
+    log_every_n_steps: int = Field(
+        50, ge=1, description="steps between log lines; losses stay on the device in between"
+    )
+    progress: bool = Field(True, description="show progress on the console")
+
+    _sources: Sources = PrivateAttr(default_factory=dict)
+
+    def __init__(self, _sources: Mapping[str, str] | None = None, **values: Any) -> None:
+        problems: list[Problem] = []
+        try:
+            super().__init__(**values)
+            sound = self
+        except ValidationError as invalid:
+            problems += _problems(invalid, _sources or {})
+            wrong = {str(error["loc"][0]) for error in invalid.errors()}
+            sound = type(self).model_construct(**{name: v for name, v in values.items() if name not in wrong})
+        problems += _contradictions(sound)
+        if problems:
+            raise ConfigError(problems)
+        self._sources = dict.fromkeys(values, "argument") if _sources is None else dict(_sources)
+
+    @field_validator("backend")
+    @classmethod
+    def _known_backend(cls, name: str) -> str:
+        if name != "auto" and name not in STRATEGIES.entries:
+            raise ValueError(
+                f"{name!r} is not a backend of this version; {nearest_hint(name, ['auto', *STRATEGIES.entries])}"
+            )
+        return name
+
+    def source(self, name: str) -> str:
+        """Where a value came from: 'default', 'argument', 'run.yaml:3', 'command line' …"""
+        return self._sources.get(name, "default")
+
+    def given(self, name: str) -> bool:
+        """Whether somebody set it, so that a default may not be blamed or praised."""
+        return name in self._sources
+
+    def given_values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._sources}
+
+    def merged(self, values: Mapping[str, Any], source: str) -> DistributedConfig:
+        """A config in which `values` win over these, with their source noted; None leaves a value as it is."""
+        new = {name: value for name, value in values.items() if value is not None}
+        return build_config([(self.given_values(), "", self._sources), (new, source, {})])
+
+
+Layer = tuple[Mapping[str, Any], str, Mapping[str, str]]
+
+
+def build_config(layers: list[Layer]) -> DistributedConfig:
+    """The config of several layers, later ones winning: (values, their source, a finer source by name)."""
+    values: dict[str, Any] = {}
+    sources: Sources = {}
+    for layer, source, finer in layers:
+        values |= layer
+        sources |= {name: finer.get(name, source) for name in layer}
+    return DistributedConfig(_sources=sources, **values)
+
+
+def _contradictions(config: DistributedConfig) -> list[Problem]:
+    """What no single value shows: settings that deny each other."""
+    found: list[Problem] = []
+    nodes, per_node, total = config.num_nodes, config.gpus_per_node, config.num_gpus
+    if total is not None and per_node is not None and nodes * per_node != total:
+        found.append(
+            Problem(
+                f"num_gpus={total}, but num_nodes={nodes} × gpus_per_node={per_node} is {nodes * per_node}",
+                why="num_gpus counts the devices of all nodes",
+                do=f"set num_gpus={nodes * per_node}, or leave it out",
+            )
+        )
+    elif total is not None and per_node is None and total % nodes:
+        fewer, more = total // nodes * nodes or nodes, (total // nodes + 1) * nodes
+        found.append(
+            Problem(
+                f"num_gpus={total} cannot be split over num_nodes={nodes}",
+                why="each node runs the same number of ranks",
+                do=f"set num_gpus={' or '.join(str(n) for n in sorted({fewer, more}))}",
+            )
+        )
+    if config.node_rank is not None and config.node_rank >= nodes:
+        found.append(
+            Problem(
+                f"node_rank={config.node_rank}, but there are num_nodes={nodes}",
+                why="they count from 0",
+                do=f"set node_rank to 0..{nodes - 1}",
+            )
+        )
+    if config.warmup_steps and config.warmup_epochs:
+        found.append(Problem("both warmup_steps and warmup_epochs are set", do="keep one of them"))
+    for name, useless, do in (
+        ("scaler_init_scale", config.mixed_precision in (False, "bf16"), "mixed_precision='fp16'"),
+        ("scaler_growth_interval", config.mixed_precision in (False, "bf16"), "mixed_precision='fp16'"),
+        ("base_batch_size", config.lr_scaling == "none", "lr_scaling='linear' or 'sqrt'"),
+        ("momentum", config.optimizer != "sgd", "optimizer='sgd'"),
+        ("min_lr_ratio", config.lr_schedule == "constant", "lr_schedule='cosine' or 'linear'"),
+    ):
+        if useless and getattr(config, name):
+            found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))
+    return found
+
+
+def _problems(invalid: ValidationError, sources: Mapping[str, str]) -> list[Problem]:
+    """Pydantic's findings in our words, one a setting."""
+    problems: dict[str, Problem] = {}
+    for error in invalid.errors():
+        name = str(error["loc"][0])
+        where = f" ({sources[name]})" if name in sources else ""
+        if error["type"] == "extra_forbidden":
+            hint = nearest_hint(name, DistributedConfig.model_fields)
+            problems[name] = Problem(f"there is no setting {name!r}{where}", do=hint)
+        else:  # a union reports each of its members: the last is the most telling
+            message = re.sub(r"^(Value error, |Input )", "", error["msg"])
+            problems[name] = Problem(f"{name}={error['input']!r}{where}: {message}", do=_describe(name))
+    return list(problems.values())
+
+
+def _describe(name: str) -> str:
+    field = DistributedConfig.model_fields.get(name)
+    return f"{name}: {field.description}" if field is not None and field.description else ""

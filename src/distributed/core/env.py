@@ -1,0 +1,192 @@
+"""WorkerEnv: the only environment contract between a launcher and a rank.
+
+Our launchers, torchrun, srun and mpirun each tell a process who it is in their own words; here they become one value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distributed.core.errors import ConfigError
+
+RUN_DIR = "DISTRIBUTED_RUN_DIR"  # set by our launchers: the run directory that all ranks share
+ATTEMPT = "DISTRIBUTED_ATTEMPT"
+OVERRIDES = "DISTRIBUTED_OVERRIDES"  # JSON: settings given where the run was launched; they win over the script's
+FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
+
+
+@dataclass(frozen=True)
+class WorkerEnv:
+    """Who this process is in its world, and where the world meets."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    launcher: str = "none"  # "distributed", "torchrun", "srun", "mpirun" or "none": started alone
+    run_dir: str = ""
+    attempt: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def attempt_dir(self, run_dir: str) -> str:
+        return os.path.join(run_dir, "attempts", str(self.attempt))
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that our launchers set; a plain torch script understands them through `env://`."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            RUN_DIR: self.run_dir,
+            ATTEMPT: str(self.attempt),
+        }
+
+
+def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
+    """This process's place in a world that some launcher made, or None when it was started alone.
+
+    >>> worker_env({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}).rank
+    1
+    >>> worker_env({}) is None
+    True
+    """
+    env = os.environ if environ is None else environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _from_torch(env)
+    if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return _from_slurm(env)
+    for rank, size, local_rank, local_size in _MPI_NAMES:
+        if rank in env and int(env.get(size, "1")) > 1:
+            return _from_mpi(env, rank, size, local_rank, local_size)
+    return None
+
+
+_MPI_NAMES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def _from_torch(env: Mapping[str, str]) -> WorkerEnv:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
+    world_size = int(env["WORLD_SIZE"])
+    if missing and world_size > 1:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not",
+            why="the ranks cannot find each other",
+            do="start with `distributed train` or torchrun, which set all of them, or unset RANK and WORLD_SIZE",
+        )
+    return WorkerEnv(
+        rank=int(env["RANK"]),
+        local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+        world_size=world_size,
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
+        node_rank=int(env.get("GROUP_RANK", "0")),
+        num_nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=int(env.get("MASTER_PORT", "0")),
+        launcher="distributed" if env.get(RUN_DIR) else "torchrun",
+        run_dir=env.get(RUN_DIR, ""),
+        attempt=int(env.get(ATTEMPT, env.get("TORCHELASTIC_RESTART_COUNT", "0"))),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> WorkerEnv:
+    world_size = int(env["SLURM_STEP_NUM_TASKS"])
+    num_nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
+    job = f"{env.get('SLURM_JOB_ID', '0')}.{env['SLURM_STEP_ID']}"
+    return WorkerEnv(
+        rank=int(env["SLURM_PROCID"]),
+        local_rank=int(env["SLURM_LOCALID"]),
+        world_size=world_size,
+        local_world_size=_tasks_on_node(
+            env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)), int(env["SLURM_NODEID"])
+        ),
+        node_rank=int(env["SLURM_NODEID"]),
+        num_nodes=num_nodes,
+        master_addr=env.get(
+            "MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", "")) if num_nodes > 1 else "127.0.0.1"
+        ),
+        master_port=int(env.get("MASTER_PORT", _port_of(job))),
+        launcher="srun",
+    )
+
+
+def _from_mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> WorkerEnv:
+    world_size, local_world_size = int(env[size]), int(env.get(local_size, env[size]))
+    if local_world_size < world_size and "MASTER_ADDR" not in env:
+        raise ConfigError(
+            f"mpirun started {world_size} ranks on several hosts, but MASTER_ADDR is not set",
+            why="MPI does not tell the ranks the address of rank 0",
+            do="mpirun -x MASTER_ADDR=<host of rank 0> …",
+        )
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or str(os.getppid())
+    return WorkerEnv(
+        rank=int(env[rank]),
+        local_rank=int(env.get(local_rank, env[rank])),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=int(env[rank]) // local_world_size,
+        num_nodes=-(-world_size // local_world_size),
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=int(env.get("MASTER_PORT", _port_of(job))),
+        launcher="mpirun",
+    )
+
+
+def _port_of(job: str) -> int:
+    """A port that every rank of a job derives alike, below the range that kernels hand out by themselves."""
+    return 20000 + zlib.crc32(job.encode()) % 12000
+
+
+def _first_host(nodelist: str) -> str:
+    """
+    >>> _first_host("gpu[07-09,12],login1"), _first_host("n1,n2"), _first_host("n3")
+    ('gpu07', 'n1', 'n3')
+    """
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?([^,\[\]]*)", nodelist)
+    return (match.group(1) + (match.group(2) or "")) if match else "127.0.0.1"
+
+
+def _tasks_on_node(tasks_per_node: str, node: int) -> int:
+    """
+    >>> _tasks_on_node("4(x2),1", 1), _tasks_on_node("4(x2),1", 2)
+    (4, 1)
+    """
+    counts: list[int] = []
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        assert match, tasks_per_node
+        counts += [int(match.group(1))] * int(match.group(2) or 1)
+    return counts[node]
+
+
+def overrides_in_env() -> str:
+    """The settings that were given where this run was launched, as JSON."""
+    return os.environ.get(OVERRIDES, "")
+
+
+def visible_devices() -> str | None:
+    """CUDA_VISIBLE_DEVICES, which hides devices from the count."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def inherited_environ() -> dict[str, str]:
+    """A copy of this process's environment, for the ranks that a launcher starts."""
+    return dict(os.environ)

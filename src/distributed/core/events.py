@@ -1,0 +1,126 @@
+"""What happens in a run, as values. An observer receives them and returns nothing, so it cannot steer the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """The root of all events; `time` is seconds since 1970, filled in by whoever emits it."""
+
+    time: float
+
+    def to_json(self) -> str:
+        return json.dumps({"event": type(self).__name__} | asdict(self), separators=(",", ":"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    run_dir: str
+    world_size: int
+    device: str
+    backend: str
+    epochs: int
+    steps_per_epoch: int | None  # None: a stream whose length is not known
+    total_steps: int | None
+    first_step: int = 0
+    global_batch: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    decisions: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochStarted(Event):
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnded(Event):
+    """Emitted every `log_every_n_steps`: means over the steps since the last one, over all ranks."""
+
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    samples_per_second: float
+    gradient_norm: float | None = None
+    device_utilization: float | None = None  # percent
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationEnded(Event):
+    step: int
+    epoch: int
+    seconds: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochEnded(Event):
+    epoch: int
+    step: int
+    seconds: float
+    samples: int
+    samples_per_second: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    step: int
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailed(Event):
+    rank: int
+    host: str
+    message: str
+    log_path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    status: str  # "done" or "interrupted"; a failed run ends with RankFailed
+    step: int
+    seconds: float
+    samples_per_second: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    model_path: str = ""
+
+
+class Observer(Protocol):
+    """Anything that wants to know what happened."""
+
+    def on(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
+
+
+def parse_event(line: str) -> Event | None:
+    """The event of one line of `events.jsonl`; None for a kind that this version does not know."""
+    raw = json.loads(line)
+    kind = _KINDS.get(raw.pop("event", ""))
+    if kind is None:
+        return None
+    known = {f.name for f in fields(kind)}
+    return kind(**{name: value for name, value in raw.items() if name in known})
+
+
+def event_kinds() -> dict[str, dict[str, Any]]:
+    """Every event and the types of its fields, for the reference documentation."""
+    return {name: get_type_hints(kind) for name, kind in _KINDS.items()}

@@ -1,0 +1,78 @@
+"""History: what `fit` returns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What one epoch (or the part of it that was trained) came to."""
+
+    epoch: int
+    steps: int
+    samples: int
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class History:
+    """The record of one `fit`: per-epoch metrics, time and throughput.
+
+    Metrics of training are named `loss` and as the metric is; those of validation begin with `val_`.
+
+    >>> history = History((EpochRecord(0, 10, 320, 2.0, {"loss": 0.5, "val_accuracy": 0.9}),), total_time=2.0)
+    >>> history["val_accuracy"], history.best_accuracy, history.throughput
+    ([0.9], 0.9, 160.0)
+    """
+
+    epochs: tuple[EpochRecord, ...] = ()
+    total_time: float = 0.0
+    steps: int = 0
+    world_size: int = 1
+    run_dir: str = ""
+    interrupted: bool = False
+
+    def __getitem__(self, metric: str) -> list[float]:
+        """The values of one metric, an entry an epoch in which it was measured."""
+        return [record.metrics[metric] for record in self.epochs if metric in record.metrics]
+
+    @property
+    def metrics(self) -> list[str]:
+        return sorted({name for record in self.epochs for name in record.metrics})
+
+    @property
+    def best_accuracy(self) -> float:
+        """The highest validation accuracy, or training accuracy when nothing was validated; NaN when neither was measured."""
+        return max(self["val_accuracy"] or self["accuracy"], default=float("nan"))
+
+    @property
+    def samples(self) -> int:
+        return sum(record.samples for record in self.epochs)
+
+    @property
+    def throughput(self) -> float:
+        """Training samples a second over all ranks, evaluation and saving not counted."""
+        seconds = sum(record.seconds for record in self.epochs)
+        return self.samples / seconds if seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = {"best_accuracy": self.best_accuracy, "throughput": self.throughput, "samples": self.samples}
+        return asdict(self) | derived
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> History:
+        raw = json.loads(path.read_text())
+        epochs = tuple(EpochRecord(**record) for record in raw["epochs"])
+        return History(epochs, raw["total_time"], raw["steps"], raw["world_size"], raw["run_dir"], raw["interrupted"])

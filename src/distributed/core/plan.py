@@ -1,0 +1,150 @@
+"""Plan: everything decided before a process starts, each automatic choice with its reason and the setting that overrides it.
+
+A Plan is never edited: another size is another plan.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distributed.core.mesh import MeshSpec
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One automatic choice."""
+
+    choice: str
+    reason: str
+    override: str = ""  # the setting that changes it
+
+    def __str__(self) -> str:
+        return f"{self.choice}: {self.reason}" + (f" [{self.override}]" if self.override else "")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a global batch is cut: `accumulation` micro-batches, each shared by all ranks."""
+
+    per_device: int
+    ranks: int = 1
+    accumulation: int = 1
+    drop_last: bool = False
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one micro-batch over all ranks."""
+        return self.per_device * self.ranks
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation
+
+    def steps(self, samples: int) -> int:
+        """Optimizer steps in one pass over so many samples."""
+        return samples // self.global_batch if self.drop_last else -(-samples // self.global_batch)
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    kind: str = "fp32"  # "fp32", "bf16" or "fp16"
+    scaler_init_scale: float = 65536.0
+    scaler_growth_interval: int = 2000
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """The optimizer that we make when the user passes none, and what is done to gradients under any."""
+
+    name: str = "adamw"
+    learning_rate: float = 0.001  # after the scaling rule
+    weight_decay: float | None = None
+    momentum: float | None = None
+    clip_norm: float | None = None
+    lr_factor: float = 1.0  # the scaling rule's factor, for optimizers that were passed in
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    kind: str = "constant"
+    warmup_steps: int = 0
+    warmup_epochs: float = 0.0
+    min_ratio: float = 0.0
+    interval: str = "epoch"  # of a scheduler that was passed in
+
+    @property
+    def is_constant(self) -> bool:
+        return self.kind == "constant" and not self.warmup_steps and not self.warmup_epochs
+
+
+@dataclass(frozen=True)
+class ReplicatePlan:
+    """How replicas are kept alike."""
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_cap_mb: float = 25.0
+    sync_batchnorm: bool = True
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    dir: str = ""
+    every_epochs: int | None = None
+    resume: bool | str = False
+
+
+@dataclass(frozen=True)
+class MlflowPlan:
+    experiment: str = "Default"
+    tracking_uri: str = ""
+    run_id: str = ""  # a run that the user has open
+
+
+@dataclass(frozen=True)
+class ObservePlan:
+    log_every: int = 50
+    progress: bool = True
+    tensorboard_dir: str = ""
+    mlflow: MlflowPlan | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a rank needs to know; nobody reads the config after this."""
+
+    run_dir: str
+    batch: BatchPlan
+    strategy: str = "pytorch-ddp"
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+    num_nodes: int = 1
+    device: str = "cpu"
+    collectives: str = "gloo"
+    collective_timeout_s: float = 600.0
+    threads_per_rank: int = 1
+    seed: int = 0
+    epochs: int = 1
+    max_steps: int | None = None
+    on_nan: str = "stop"
+    iterable_split: str = "share"
+    precision: PrecisionPlan = field(default_factory=PrecisionPlan)
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
+    schedule: SchedulePlan = field(default_factory=SchedulePlan)
+    replicate: ReplicatePlan = field(default_factory=ReplicatePlan)
+    checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
+    observe: ObservePlan = field(default_factory=ObservePlan)
+    settings: dict[str, Any] = field(default_factory=dict)  # what the user asked, for the record only
+    decisions: tuple[Decision, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // self.num_nodes
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"

@@ -1,0 +1,1 @@
+"""Can it run, and how: hardware and wishes become a Plan."""

@@ -1,0 +1,325 @@
+"""make_plan: from wishes to decisions. The one place that says no, with every reason at once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from distributed.core.config import DistributedConfig
+from distributed.core.env import WorkerEnv
+from distributed.core.errors import PlanError, Problem
+from distributed.core.mesh import MeshSpec
+from distributed.core.plan import (
+    BatchPlan,
+    CheckpointPlan,
+    Decision,
+    MlflowPlan,
+    ObservePlan,
+    OptimizerPlan,
+    Plan,
+    PrecisionPlan,
+    ReplicatePlan,
+    SchedulePlan,
+)
+from distributed.planner.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class JobProfile:
+    """What the planner must know of the model and the data."""
+
+    loader_batch_size: int | None = None
+    loader_drop_last: bool = False
+    samples: int | None = None  # None: a stream
+    sampling: str = ""  # how the user's own sampler is read, when that is worth saying
+    has_batchnorm: bool = False
+    owns_optimizer: bool = False  # the user passed an optimizer
+    owns_schedule: bool = False
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Where the ranks run."""
+
+    device: str
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+
+def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resources, list[Decision], list[Problem]]:
+    """How many ranks on which device; needs neither model nor data, so a launcher can ask before it starts a script."""
+    decisions: list[Decision] = []
+    problems: list[Problem] = []
+    gpus = len(hardware.gpus)
+    device = config.device if config.device != "auto" else ("cuda" if gpus else "cpu")
+    per_node = config.gpus_per_node or (config.num_gpus // config.num_nodes if config.num_gpus else None)
+    if per_node is None:
+        per_node = gpus if device == "cuda" and gpus else 1
+        if per_node > 1 or device == "cpu":
+            why = (
+                f"all {gpus} GPUs of this machine"
+                if device == "cuda"
+                else "no number was given, and there is no CUDA device"
+            )
+            decisions.append(Decision(f"{per_node} rank{'s' * (per_node > 1)} a node", why, "num_gpus"))
+    elif device == "cpu" and config.device == "auto":
+        decisions.append(
+            Decision(
+                f"{per_node} CPU process{'es' * (per_node > 1)} a node on gloo",
+                "this machine has no CUDA device, so 'GPU' means process",
+                "device",
+            )
+        )
+    asked_by = f"num_gpus ({config.source('num_gpus')}), gpus_per_node ({config.source('gpus_per_node')})"
+    problems += _too_few_gpus(device, per_node, hardware, asked_by)
+    if config.num_nodes > 1 and config.master_addr is None:
+        problems.append(
+            Problem(
+                f"num_nodes={config.num_nodes}, but no master_addr",
+                why="the nodes cannot find each other",
+                do="set master_addr (--master-addr) to the host name of one of them, the same on all",
+            )
+        )
+    if device == "cpu" and per_node > hardware.cpu_cores:
+        decisions.append(
+            Decision(
+                "more processes than cores", f"{per_node} on {hardware.cpu_cores} cores; they will share", "num_gpus"
+            )
+        )
+    return Resources(device, config.num_nodes, per_node), decisions, problems
+
+
+def _too_few_gpus(device: str, ranks: int, hardware: Hardware, asked_by: str) -> list[Problem]:
+    gpus = len(hardware.gpus)
+    if device != "cuda" or ranks <= gpus:
+        return []
+    return [
+        Problem(
+            f"{ranks} GPUs asked for on this node, but it has {gpus}",
+            why=f"asked by {asked_by}",
+            do=f"set num_gpus={gpus}" + f" or device=cpu to run {ranks} CPU processes" if gpus else "set device=cpu",
+        )
+    ]
+
+
+def make_plan(
+    config: DistributedConfig,
+    profile: JobProfile,
+    hardware: Hardware,
+    *,
+    run_dir: str,
+    world: WorkerEnv | None = None,
+    active_mlflow_run: str = "",
+) -> Plan:
+    """The plan of a run, or a PlanError with everything that stands in its way.
+
+    `world` is the world that another launcher has made already; its size wins over the config's.
+    """
+    resources, decisions, problems = plan_resources(config, hardware)
+    if world is not None:
+        if config.num_gpus not in (None, world.world_size):
+            decisions.append(
+                Decision(
+                    f"{world.world_size} ranks",
+                    f"{world.launcher} started them; num_gpus={config.num_gpus} is not used",
+                )
+            )
+        else:
+            decisions = [d for d in decisions if d.override != "num_gpus"]
+        problems = _too_few_gpus(resources.device, world.local_world_size, hardware, world.launcher)
+        resources = Resources(resources.device, world.num_nodes, -(-world.world_size // world.num_nodes))
+    world_size = world.world_size if world else resources.world_size
+
+    batch = _plan_batch(config, profile, world_size, decisions, problems)
+    plan = Plan(
+        run_dir=run_dir,
+        batch=batch,
+        strategy=_plan_strategy(config, decisions),
+        mesh=MeshSpec(dp_replicate=world_size),
+        num_nodes=resources.num_nodes,
+        device=resources.device,
+        collectives=_plan_collectives(config, resources.device, decisions, problems),
+        collective_timeout_s=config.collective_timeout_s,
+        threads_per_rank=max(1, hardware.cpu_cores // resources.ranks_per_node),
+        seed=config.seed,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        on_nan=config.on_nan,
+        iterable_split=config.iterable_split,
+        precision=_plan_precision(config, resources.device, hardware, decisions),
+        optimizer=_plan_optimizer(config, profile, batch, decisions, problems),
+        schedule=SchedulePlan(
+            config.lr_schedule,
+            config.warmup_steps,
+            config.warmup_epochs,
+            config.min_lr_ratio,
+            config.scheduler_interval,
+        ),
+        replicate=ReplicatePlan(
+            config.find_unused_parameters,
+            config.static_graph,
+            config.bucket_cap_mb,
+            config.sync_batchnorm and world_size > 1,
+        ),
+        checkpoint=_plan_checkpoints(config, run_dir),
+        observe=_plan_observers(config, run_dir, active_mlflow_run),
+        settings=config.model_dump(mode="json"),
+    )
+    if profile.has_batchnorm and world_size > 1 and config.sync_batchnorm:
+        reason = "statistics over the whole micro-batch of all ranks, so that the result is that of one process"
+        decisions.append(Decision("synchronized BatchNorm", reason, "sync_batchnorm"))
+    if not plan.schedule.is_constant and profile.owns_schedule:
+        problems.append(
+            Problem(
+                "both a scheduler and lr_schedule/warmup settings are given",
+                why="two schedules would set the same learning rate",
+                do="keep the scheduler that you pass, or the settings",
+            )
+        )
+    if config.given("scheduler_interval") and not profile.owns_schedule:
+        problems.append(
+            Problem(
+                "scheduler_interval is set, but no scheduler is passed",
+                why="it would have no effect",
+                do="leave it out",
+            )
+        )
+    if problems:
+        raise PlanError(problems)
+    return replace(plan, decisions=tuple(decisions))
+
+
+def _plan_strategy(config: DistributedConfig, decisions: list[Decision]) -> str:
+    if config.backend == "auto":
+        decisions.append(Decision("backend pytorch-ddp", "the model is replicated on every rank", "backend"))
+        return "pytorch-ddp"
+    return config.backend
+
+
+def _plan_collectives(
+    config: DistributedConfig, device: str, decisions: list[Decision], problems: list[Problem]
+) -> str:
+    asked = config.communication_backend
+    if asked == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    if asked == "nccl" and device == "cpu":
+        decisions.append(
+            Decision(
+                "gloo collectives", "communication_backend=nccl needs CUDA devices, and the ranks are CPU processes"
+            )
+        )
+        return "gloo"
+    return asked
+
+
+def _plan_batch(
+    config: DistributedConfig, profile: JobProfile, world_size: int, decisions: list[Decision], problems: list[Problem]
+) -> BatchPlan:
+    loader, asked = profile.loader_batch_size, config.batch_size
+    if asked is not None and loader not in (None, asked):
+        decisions.append(
+            Decision(f"batch of {asked} a device", f"batch_size wins over the data loader's {loader}", "batch_size")
+        )
+    if asked is None and loader is None:
+        problems.append(
+            Problem(
+                "no batch size is known",
+                why="the data loader has none and batch_size is not set",
+                do="set batch_size=32, say",
+            )
+        )
+    if profile.sampling:
+        decisions.append(Decision("sampling", profile.sampling))
+    batch = BatchPlan(
+        per_device=asked or loader or 1,
+        ranks=world_size,
+        accumulation=config.gradient_accumulation_steps,
+        drop_last=profile.loader_drop_last if config.drop_last is None else config.drop_last,
+    )
+    if profile.samples == 0:
+        problems.append(Problem("the training data is empty", do="check the dataset that you pass"))
+    elif profile.samples is not None and batch.steps(profile.samples) == 0:
+        cut = f"{batch.per_device} × {batch.ranks} ranks × {batch.accumulation} accumulated"
+        problems.append(
+            Problem(
+                f"{profile.samples} samples cannot be split into batches of {batch.global_batch}",
+                why=f"a global batch is {cut}, and drop_last=True drops an incomplete one, so there is no step to train",
+                do="set drop_last=False, or a smaller batch_size",
+            )
+        )
+    return batch
+
+
+def _plan_precision(
+    config: DistributedConfig, device: str, hardware: Hardware, decisions: list[Decision]
+) -> PrecisionPlan:
+    kind = config.mixed_precision
+    if kind is False:
+        return PrecisionPlan()
+    if kind is True:
+        has_bf16 = device == "cpu" or hardware.has_bf16
+        kind = "bf16" if has_bf16 else "fp16"
+        reason = (
+            "this device has it, and it needs no gradient scaling"
+            if has_bf16
+            else "this device has no bf16; gradients are scaled"
+        )
+        decisions.append(Decision(f"mixed precision {kind}", reason, "mixed_precision"))
+        if has_bf16 and (config.scaler_init_scale or config.scaler_growth_interval):
+            decisions.append(
+                Decision("no gradient scaler", "bf16 needs none; scaler settings are for fp16", "mixed_precision=fp16")
+            )
+    defaults = PrecisionPlan()
+    return PrecisionPlan(
+        kind,
+        config.scaler_init_scale or defaults.scaler_init_scale,
+        config.scaler_growth_interval or defaults.scaler_growth_interval,
+    )
+
+
+def _plan_optimizer(
+    config: DistributedConfig, profile: JobProfile, batch: BatchPlan, decisions: list[Decision], problems: list[Problem]
+) -> OptimizerPlan:
+    ratio = batch.global_batch / (config.base_batch_size or batch.per_device)
+    factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[config.lr_scaling]
+    if factor != 1.0:
+        base = config.base_batch_size or batch.per_device
+        reason = f"global batch {batch.global_batch} is {ratio:g} × the base batch {base}, scaled by the {config.lr_scaling} rule"
+        decisions.append(Decision(f"learning rate × {factor:.4g}", reason, "lr_scaling"))
+    if profile.owns_optimizer:
+        for name in ("learning_rate", "weight_decay", "momentum", "optimizer"):
+            if config.given(name):
+                problems.append(
+                    Problem(
+                        f"{name} is set ({config.source(name)}), but an optimizer is passed too",
+                        why="the optimizer has its own, so the setting would have no effect",
+                        do=f"leave {name} out, or pass no optimizer",
+                    )
+                )
+    return OptimizerPlan(
+        config.optimizer,
+        config.learning_rate * factor,
+        config.weight_decay,
+        config.momentum,
+        config.gradient_clipping,
+        factor,
+    )
+
+
+def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan:
+    every = config.checkpoint_frequency or (1 if config.checkpoint_dir else None)
+    return CheckpointPlan(
+        config.checkpoint_dir or os.path.join(run_dir, "checkpoints"), every, config.resume_from_checkpoint
+    )
+
+
+def _plan_observers(config: DistributedConfig, run_dir: str, active_mlflow_run: str) -> ObservePlan:
+    tensorboard_dir = config.tensorboard_dir or (os.path.join(run_dir, "tensorboard") if config.tensorboard else "")
+    mlflow = None
+    if config.mlflow_tracking or config.mlflow_experiment:
+        mlflow = MlflowPlan(config.mlflow_experiment or "Default", config.mlflow_tracking_uri or "", active_mlflow_run)
+    return ObservePlan(config.log_every_n_steps, config.progress, tensorboard_dir, mlflow)

@@ -1,0 +1,1 @@
+"""Inside one rank: the session, its collectives, heartbeats and orderly ends."""

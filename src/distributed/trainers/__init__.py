@@ -1,0 +1,1 @@
+"""The front door: Trainer and the classes named after their frameworks."""
