@@ -1,4 +1,4 @@
-"""DistributedConfig: what the user asked for. Values are checked here alone; whether they can run is the planner's word."""
+"""DistributedConfig: what the user asked for. Values are checked here; whether they can run is the planner's word."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from distributed.core.errors import ConfigError
 
 RUN_DIR = "DISTRIBUTED_RUN_DIR"  # set by our launchers: the run directory that all ranks share
 ATTEMPT = "DISTRIBUTED_ATTEMPT"
+LAUNCHER_PID = "DISTRIBUTED_LAUNCHER_PID"  # the process whose end a rank does not outlive
 OVERRIDES = "DISTRIBUTED_OVERRIDES"  # JSON: settings given where the run was launched; they win over the script's
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
 
@@ -61,7 +62,7 @@ class WorkerEnv:
 def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     """This process's place in a world that some launcher made, or None when it was started alone.
 
-    >>> worker_env({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}).rank
+    >>> worker_env({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}).rank
     1
     >>> worker_env({}) is None
     True
@@ -175,6 +176,12 @@ def _tasks_on_node(tasks_per_node: str, node: int) -> int:
         assert match, tasks_per_node
         counts += [int(match.group(1))] * int(match.group(2) or 1)
     return counts[node]
+
+
+def launcher_pid() -> int | None:
+    """The process of our launcher that started this rank. Taken out: this rank's own children do not read it."""
+    pid = os.environ.pop(LAUNCHER_PID, "")
+    return int(pid) if pid else None
 
 
 def overrides_in_env() -> str:

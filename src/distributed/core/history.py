@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class History:
     world_size: int = 1
     run_dir: str = ""
     interrupted: bool = False
+    checkpoint: str = ""  # the last one: the trained model
 
     def __getitem__(self, metric: str) -> list[float]:
         """The values of one metric, an entry an epoch in which it was measured."""
@@ -51,7 +52,7 @@ class History:
 
     @property
     def best_accuracy(self) -> float:
-        """The highest validation accuracy, or training accuracy when nothing was validated; NaN when neither was measured."""
+        """The highest validation accuracy, or training accuracy when nothing was validated; NaN without either."""
         return max(self["val_accuracy"] or self["accuracy"], default=float("nan"))
 
     @property
@@ -74,5 +75,5 @@ class History:
     @staticmethod
     def load(path: Path) -> History:
         raw = json.loads(path.read_text())
-        epochs = tuple(EpochRecord(**record) for record in raw["epochs"])
-        return History(epochs, raw["total_time"], raw["steps"], raw["world_size"], raw["run_dir"], raw["interrupted"])
+        own = {f.name: raw[f.name] for f in fields(History)}
+        return History(**own | {"epochs": tuple(EpochRecord(**record) for record in raw["epochs"])})

@@ -1,4 +1,4 @@
-"""Plan: everything decided before a process starts, each automatic choice with its reason and the setting that overrides it.
+"""Plan: everything decided before a process starts, each automatic choice with its reason and what overrides it.
 
 A Plan is never edited: another size is another plan.
 """

@@ -35,6 +35,7 @@ class JobProfile:
     has_batchnorm: bool = False
     owns_optimizer: bool = False  # the user passed an optimizer
     owns_schedule: bool = False
+    binds_schedule: bool = False  # ... and its scheduler has already read the optimizer's rates
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,14 @@ def make_plan(
                 do="keep the scheduler that you pass, or the settings",
             )
         )
+    if config.lr_scaling != "none" and profile.binds_schedule:
+        problems.append(
+            Problem(
+                f"lr_scaling={config.lr_scaling!r}, and a scheduler that is already bound to its optimizer",
+                why="the scheduler remembers the learning rates from before the scaling",
+                do="pass the scheduler as a function: scheduler=lambda optimizer: …",
+            )
+        )
     if config.given("scheduler_interval") and not profile.owns_schedule:
         problems.append(
             Problem(
@@ -247,7 +256,7 @@ def _plan_batch(
         problems.append(
             Problem(
                 f"{profile.samples} samples cannot be split into batches of {batch.global_batch}",
-                why=f"a global batch is {cut}, and drop_last=True drops an incomplete one, so there is no step to train",
+                why=f"a global batch is {cut}, and drop_last=True drops an incomplete one: no step is left",
                 do="set drop_last=False, or a smaller batch_size",
             )
         )
@@ -288,7 +297,7 @@ def _plan_optimizer(
     factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[config.lr_scaling]
     if factor != 1.0:
         base = config.base_batch_size or batch.per_device
-        reason = f"global batch {batch.global_batch} is {ratio:g} × the base batch {base}, scaled by the {config.lr_scaling} rule"
+        reason = f"the {config.lr_scaling} rule, for a global batch {batch.global_batch} of {ratio:g} × {base}"
         decisions.append(Decision(f"learning rate × {factor:.4g}", reason, "lr_scaling"))
     if profile.owns_optimizer:
         for name in ("learning_rate", "weight_decay", "momentum", "optimizer"):

@@ -1,0 +1,56 @@
+"""distributed config show: every setting, its value, and where that came from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from distributed.cli.settings import gather
+from distributed.core.config import DistributedConfig
+
+app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _config() -> None:
+    pass
+
+
+@app.command("show")
+def show(
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to add.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
+    given: Annotated[bool, typer.Option("--given", help="Only settings that were given.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """Show every setting: its value, where the value came from, what it means.
+
+    Later wins: defaults, then the file, then KEY=VALUE. (In a run, what a script passes to its Trainer
+    comes between the defaults and the file.)
+
+    \b
+    Example:
+      distributed config show --config run.yaml epochs=3
+      distributed config show --given --config run.yaml
+    """
+    chosen = gather(config, settings or [], {})
+    names = [name for name in DistributedConfig.model_fields if not given or chosen.given(name)]
+    values = chosen.model_dump(mode="json")
+    if as_json:
+        print(json.dumps({name: {"value": values[name], "source": chosen.source(name)} for name in names}, indent=2))
+        return
+    table = Table("setting", "value", "from", "meaning", box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        style = "bold" if chosen.given(name) else None
+        meaning = DistributedConfig.model_fields[name].description or ""
+        table.add_row(name, _text(values[name]), chosen.source(name), meaning, style=style)
+    Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False).print(table)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,76 @@
+"""The command line: `distributed VERB …`. A verb is a file beside this one, entered in the app here."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import distributed
+from distributed.cli import config, doctor, train
+from distributed.core.errors import DistributedError, RankFailedError
+
+# Plain help texts: their examples keep their lines, and can be copied.
+app = typer.Typer(
+    name="distributed",
+    help="Take a model that trains on one device and train it on many.",
+    epilog="Begin with: distributed doctor, then: distributed train --script train.py --num-gpus 2",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.command("doctor")(doctor.doctor)
+app.add_typer(config.app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"distributed-training {distributed.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; what follows the first `--` belongs to the user's script."""
+    own, script_arguments = split_arguments(sys.argv[1:])
+    try:
+        app(args=own, prog_name="distributed", obj=script_arguments)
+    except DistributedError as error:
+        show_error(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def split_arguments(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """
+    >>> split_arguments(["train", "--script", "a.py", "--", "--lr", "1", "--", "x"])
+    (['train', '--script', 'a.py'], ('--lr', '1', '--', 'x'))
+    """
+    if "--" not in words:
+        return words, ()
+    at = words.index("--")
+    return words[:at], tuple(words[at + 1 :])
+
+
+def show_error(error: DistributedError) -> None:
+    """The error last, where the eye is; above it the one traceback of a failed rank."""
+    sys.stdout.flush()
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if isinstance(error, RankFailedError) and error.traceback:
+        console.print(Text(error.traceback.rstrip()))
+    console.print(Text(f"{type(error).__name__}: {error}", style="red"))
+    if isinstance(error, RankFailedError) and error.log_path:
+        console.print(Text(f"log of rank {error.rank}: {error.log_path}"))

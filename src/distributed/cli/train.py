@@ -1,0 +1,216 @@
+"""distributed train: run a training script as N ranks, on this machine or on several."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distributed.cli.screen import RunScreen
+from distributed.cli.settings import gather
+from distributed.core.config import DistributedConfig
+from distributed.core.env import OVERRIDES
+from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
+from distributed.core.plan import Decision
+from distributed.launch.local import LocalLauncher
+from distributed.launch.peers import Peers
+from distributed.launch.ports import free_port
+from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
+from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.stops import Stopped
+from distributed.planner.hardware import Hardware, probe_hardware
+from distributed.planner.planning import plan_resources
+
+
+def train(
+    context: typer.Context,
+    script: Annotated[str, typer.Option(metavar="FILE", help="The Python script to run in every rank.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any setting: see `distributed config show`.")
+    ] = None,
+    num_gpus: Annotated[
+        str | None, typer.Option(metavar="N", help="Devices in all (CPU processes without CUDA).")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(metavar="NAME", help="auto or pytorch-ddp.")] = None,
+    num_nodes: Annotated[str | None, typer.Option(metavar="N", help="Machines; run the same command on each.")] = None,
+    gpus_per_node: Annotated[str | None, typer.Option(metavar="N", help="Devices on each machine.")] = None,
+    node_rank: Annotated[
+        str | None, typer.Option(metavar="R", help="Which machine this is, from 0; left out, they agree on it.")
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Where the nodes meet: the address of node 0, the same on all.")
+    ] = None,
+    master_port: Annotated[str | None, typer.Option(metavar="PORT", help="The port there; 29400 unless given.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where logs and events go; runs/<time> unless given.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start and create nothing.")] = False,
+) -> None:
+    """Run a training script as N ranks: a script that uses this library, or any torch.distributed script.
+
+    Settings given here win over those in --config, and these over what the script passes to its Trainer.
+    What follows -- goes to the script.
+
+    \b
+    Examples:
+      distributed train --script train.py --num-gpus 4
+      distributed train --script train.py --num-gpus 2 epochs=3 mixed_precision=true -- --data-dir /data
+      distributed train --script train.py --num-nodes 2 --gpus-per-node 8 --master-addr node0   (on both nodes)
+    """
+    options = {
+        "num_gpus": num_gpus,
+        "backend": backend,
+        "num_nodes": num_nodes,
+        "gpus_per_node": gpus_per_node,
+        "node_rank": node_rank,
+        "master_addr": master_addr,
+        "master_port": master_port,
+        "device": device,
+        "run_dir": run_dir,
+    }
+    arguments = tuple(context.obj or ())
+    job = _prepare(script, arguments, config, settings or [], options)
+    if dry_run:
+        _show_dry_run(job)
+        return
+    try:
+        _launch(job)
+    except Stopped as stopped:
+        typer.echo(f"{stopped}; logs and what was saved: {job.request.run_dir}", err=True)
+        raise typer.Exit(stopped.exit_code) from None
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What was asked and found sound."""
+
+    config: DistributedConfig
+    request: LaunchRequest
+    decisions: tuple[Decision, ...]
+
+
+def _prepare(
+    script: str, arguments: tuple[str, ...], config_path: str | None, words: list[str], options: dict[str, str | None]
+) -> TrainJob:
+    """Everything that can be checked without starting anything, and all that is wrong in one error."""
+    problems = check_script(script)
+    try:
+        config = gather(config_path, words, options)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    hardware = probe_hardware()
+    resources, decisions, obstacles = plan_resources(config, hardware)
+    given_dir = config.run_dir
+    target = os.path.abspath(given_dir or new_run_dir())
+    request = LaunchRequest(
+        command=(script, *arguments),
+        run_dir=target,
+        ranks_per_node=resources.ranks_per_node,
+        num_nodes=resources.num_nodes,
+        node_rank=config.node_rank,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        threads_per_rank=_threads(hardware, resources.ranks_per_node),
+        env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
+        attempt=next_attempt(target) if config.resume_from_checkpoint else 0,
+        device=resources.device,
+    )
+    launch_problems = check_port(request) + check_run_dir(target, resume=bool(config.resume_from_checkpoint))
+    _refuse(problems, obstacles, launch_problems)
+    return TrainJob(config, request, tuple(decisions))
+
+
+def _refuse(settings: list[Problem], obstacles: list[Problem], launch: list[Problem]) -> None:
+    """One error with all problems, of the kind of the first."""
+    kinds: list[tuple[type[DistributedError], list[Problem]]] = [
+        (ConfigError, settings),
+        (PlanError, obstacles),
+        (LaunchError, launch),
+    ]
+    for kind, problems in kinds:
+        if problems:
+            raise kind([*settings, *obstacles, *launch])
+
+
+def _threads(hardware: Hardware, ranks: int) -> int:
+    return max(1, hardware.cpu_cores // ranks)
+
+
+def _given(config: DistributedConfig) -> dict[str, list[object]]:
+    values = config.model_dump(mode="json")
+    return {name: [values[name], config.source(name)] for name in config.given_values()}
+
+
+def _show_dry_run(job: TrainJob) -> None:
+    request = job.request
+    for decision in job.decisions:
+        typer.echo(f"{decision}")
+    port = request.master_port or free_port()
+    if request.num_nodes == 1:
+        place = NodePlace.alone(request, port)
+        typer.echo("MASTER_PORT is chosen anew at the start" if request.master_port is None else "")
+    else:
+        host, meeting_port = request.meeting_point
+        node = request.node_rank or 0
+        place = NodePlace(
+            node,
+            request.num_nodes,
+            node * request.ranks_per_node,
+            request.num_nodes * request.ranks_per_node,
+            host,
+            port,
+        )
+        typer.echo(
+            f"the nodes meet at {host}:{meeting_port}; shown is node {node}"
+            + ("" if request.node_rank is not None else ", which is agreed there")
+            + "; MASTER_ADDR and MASTER_PORT are node 0's, chosen there"
+        )
+    typer.echo(f"run directory {request.run_dir}")
+    typer.echo(str(LocalLauncher().render(request, place)))
+
+
+def _launch(job: TrainJob) -> None:
+    request, place, peers = job.request, None, None
+    if request.num_nodes > 1:
+        request, place, peers = _meet(job)
+    attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
+    typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
+    os.makedirs(request.run_dir, exist_ok=True)
+    if place is None or place.node_rank == 0:
+        _write_config(job, request)
+    screen = RunScreen(request, enabled=job.config.progress, told=[str(decision) for decision in job.decisions])
+    try:
+        LocalLauncher().run(request, screen, place=place, peers=peers, on_stop=screen.stopping)
+    finally:
+        screen.close()
+
+
+def _meet(job: TrainJob) -> tuple[LaunchRequest, NodePlace, Peers]:
+    from distributed.launch.elastic import meet  # imports torch, which one node does not need here
+
+    host, port = job.request.meeting_point
+    typer.echo(f"waiting at {host}:{port} for {job.request.num_nodes} nodes", err=True)
+    meeting = meet(job.request, run_dir_given=job.config.run_dir is not None)
+    place = meeting.place
+    first, last = place.rank_offset, place.rank_offset + job.request.ranks_per_node - 1
+    typer.echo(
+        f"this is node {place.node_rank} of {', '.join(meeting.hosts)}, with ranks {first} to {last} of"
+        f" {place.world_size}, which meet at {place.master_addr}:{place.master_port}",
+        err=True,
+    )
+    return replace(job.request, run_dir=meeting.run_dir, attempt=meeting.attempt), place, meeting.peers
+
+
+def _write_config(job: TrainJob, request: LaunchRequest) -> None:
+    record = {
+        "script": request.command[0],
+        "arguments": list(request.command[1:]),
+        "settings": {name: {"value": value, "source": source} for name, (value, source) in _given(job.config).items()},
+    }
+    Path(request.run_dir, "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

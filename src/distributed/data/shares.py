@@ -1,0 +1,72 @@
+"""Who takes which samples: pure arithmetic over positions in the epoch's order.
+
+A step takes the next `global_batch` positions, cut into micro-batches of `per_device × ranks`, and each of these is
+shared by all ranks. The last step takes what is left, so every position is used once; where that does not divide,
+shares differ in size, and the weights make the sum of the ranks' gradients that of one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from distributed.core.plan import BatchPlan
+
+
+def share(count: int, parts: int, part: int) -> tuple[int, int]:
+    """The range that `part` of `parts` takes of `count` positions; the first ones take one more where it must be.
+
+    >>> [share(5, 3, part) for part in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    size, more = divmod(count, parts)
+    start = part * size + min(part, more)
+    return start, start + size + (part < more)
+
+
+class MicroCut(NamedTuple):
+    """One rank's part of one micro-batch."""
+
+    start: int  # positions in the epoch's order
+    stop: int
+    first: int  # the micro-batch's first position, which stands in where the share is empty
+    weight: float  # this share's part of the step's mean, times the number of ranks
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class EpochCut:
+    """One rank's shares of every step of an epoch of `samples` samples."""
+
+    samples: int
+    batch: BatchPlan
+    rank: int
+
+    @property
+    def steps(self) -> int:
+        return self.batch.steps(self.samples)
+
+    @property
+    def full_steps(self) -> int:
+        return self.samples // self.batch.global_batch
+
+    def samples_in(self, step: int) -> int:
+        """Samples of a step, over all ranks."""
+        return min(self.batch.global_batch, self.samples - step * self.batch.global_batch)
+
+    def micro_cuts(self, step: int) -> list[MicroCut]:
+        start, total = step * self.batch.global_batch, self.samples_in(step)
+        cuts = []
+        for first in range(start, start + total, self.batch.micro_batch):
+            size = min(self.batch.micro_batch, start + total - first)
+            low, high = share(size, self.batch.ranks, self.rank)
+            cuts.append(MicroCut(first + low, first + high, first, (high - low) * self.batch.ranks / total))
+        return cuts
+
+
+def stream_weights(counts: list[int], total: int, ranks: int) -> list[float]:
+    """The same weights for shares whose sizes are known only after they were read."""
+    return [count * ranks / total for count in counts]

@@ -1,0 +1,142 @@
+"""Source: what a user's DataLoader says, without its sampling, in a form that can be sent to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from distributed.core.errors import DataError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset, how to read it, and in which order: shuffled, in sequence, or as the user's own sampler draws."""
+
+    dataset: Any
+    batch_size: int | None = None
+    shuffle: bool = False
+    sampler: Iterable[int] | None = None
+    drop_last: bool = False
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    num_workers: int = 0
+    pin_memory: bool = False
+    timeout: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: str | None = None
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    sampling: str = ""  # what is worth saying of how the loader's sampling was read
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def samples(self) -> int | None:
+        """Samples an epoch; None for a stream."""
+        if self.is_stream:
+            return None
+        return len(self.sampler) if self.sampler is not None else len(self.dataset)  # type: ignore[arg-type]
+
+    def loader_options(self, *, pin_memory: bool) -> dict[str, Any]:
+        """The user's options for the DataLoader that a rank makes."""
+        options: dict[str, Any] = {
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory and pin_memory,
+            "timeout": self.timeout,
+            "worker_init_fn": self.worker_init_fn,
+        }
+        if self.num_workers:
+            options |= {
+                "prefetch_factor": self.prefetch_factor,
+                "persistent_workers": self.persistent_workers,
+                "multiprocessing_context": self.multiprocessing_context,
+            }
+        return options
+
+
+def read_source(data: object, role: str) -> Source:
+    """The Source of a DataLoader or a Dataset; `role` names it in errors."""
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, DataLoader):
+        return _read_loader(data, role)
+    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return Source(data)
+    raise DataError(
+        f"{role} is a {type(data).__name__}",
+        why="the samples are shared out among the ranks, which needs a torch DataLoader or Dataset",
+        do=f"pass {role}=DataLoader(dataset, batch_size=…)",
+    )
+
+
+def _read_loader(loader: DataLoader[Any], role: str) -> Source:
+    options: dict[str, Any] = {
+        "dataset": loader.dataset,
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "multiprocessing_context": _context_name(loader.multiprocessing_context),
+    }
+    if loader.batch_size is None:
+        _refuse_unbatched(loader, role)
+    if isinstance(loader.dataset, IterableDataset):
+        return Source(**options)
+    sampler = loader.sampler
+    if isinstance(sampler, SequentialSampler):
+        return Source(**options)
+    if (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
+        return Source(**options, shuffle=True)
+    if isinstance(sampler, DistributedSampler):
+        note = "the DistributedSampler is replaced: our shares repeat no sample and drop none"
+        return Source(**options, shuffle=sampler.shuffle, sampling=note)
+    note = f"{type(sampler).__name__} draws each epoch's order once, the same on every rank"
+    return Source(**options, sampler=sampler, sampling=note)
+
+
+def _refuse_unbatched(loader: DataLoader[Any], role: str) -> None:
+    own = type(loader.batch_sampler).__name__
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        raise DataError(
+            f"{role} has a batch sampler of its own ({own}), whose batches cannot be split over the ranks",
+            why="each step's samples are cut into equal shares, and a batch sampler hands out whole batches",
+            do="pass its sample order as DataLoader(dataset, batch_size=…, sampler=…)",
+        )
+    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+        raise DataError(
+            f"{role} has batch_size=None, so its batches cannot be split over the ranks",
+            why="automatic batching is off, and a sample cannot be cut",
+            do="pass DataLoader(dataset, batch_size=…)",
+        )
+    if loader.batch_sampler is None:
+        raise DataError(
+            f"{role} is a stream with batch_size=None, so its batches cannot be split over the ranks",
+            why="the stream makes its own batches, and only samples can be shared out",
+            do="let the dataset yield samples and pass DataLoader(dataset, batch_size=…)",
+        )
+
+
+def _context_name(context: Any) -> str | None:
+    return None if context is None else context.get_start_method()

@@ -1,0 +1,76 @@
+"""Who failed first: from how the ranks of a node ended to the one that is shown. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from distributed.core.errors import RankFailedError
+from distributed.launch.failure import FailureRecord
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank ended; `time` is when it said so itself, or else when its launcher noticed."""
+
+    rank: int
+    code: int  # as subprocess has it: negative for a signal
+    time: float
+    log_path: str
+    record: FailureRecord | None = None
+    ended_by_us: bool = False
+
+    @property
+    def is_collateral(self) -> bool:
+        return self.record is not None and self.record.collateral
+
+    def is_benign(self, stopping_with: int | None) -> bool:
+        """A good end, or the one that was asked for when the run is being stopped."""
+        if self.code == 0:
+            return True
+        if stopping_with is None:
+            return False
+        asked = {130, 128 + stopping_with, -stopping_with, -signal.SIGINT}
+        return self.code in asked or self.ended_by_us or self.is_collateral
+
+
+def first_failure(endings: Iterable[Ending]) -> Ending | None:
+    """The rank that failed of itself, first by time; one whose connection broke only if there is no other."""
+    failed = [ending for ending in endings if ending.code != 0 and not ending.ended_by_us]
+    return min(failed, key=lambda ending: (ending.is_collateral, ending.time, ending.rank), default=None)
+
+
+_SIGNAL_HINTS: dict[int, str] = {
+    signal.SIGKILL: "; the kernel does that when memory runs out",
+    signal.SIGBUS: "; a full /dev/shm can do that",
+}
+
+
+def describe(ending: Ending) -> str:
+    """The failure in one line.
+
+    >>> describe(Ending(rank=1, code=-9, time=0.0, log_path=""))
+    'killed by SIGKILL; the kernel does that when memory runs out'
+    """
+    if ending.record is not None:
+        return f"{ending.record.type}: {ending.record.message}"
+    if ending.code < 0:
+        try:
+            name = signal.Signals(-ending.code).name
+        except ValueError:
+            name = f"signal {-ending.code}"
+        return f"killed by {name}{_SIGNAL_HINTS.get(-ending.code, '')}"
+    return f"ended with exit code {ending.code} and left no error"
+
+
+def failure_error(ending: Ending, host: str, crash: str = "") -> RankFailedError:
+    """The one error that a user sees of a failed run."""
+    record = ending.record
+    return RankFailedError(
+        f"rank {ending.rank} (on {host}) failed: {describe(ending)}",
+        rank=ending.rank,
+        traceback=record.traceback if record else crash,
+        log_path=ending.log_path,
+        exit_code=record.exit_code if record else 1,
+    )

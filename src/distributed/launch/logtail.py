@@ -1,0 +1,59 @@
+"""LogTail: the new complete lines of a growing log, up to the mark after which the launcher itself speaks."""
+
+from __future__ import annotations
+
+import os
+
+from distributed.core.env import FAILURE_MARK
+
+_STOPS = (FAILURE_MARK, "Fatal Python error: ")  # the second is faulthandler's, after a crash in native code
+_LONGEST = 1 << 16
+
+
+class LogTail:
+    """Follows one file that another process appends to.
+
+    A progress bar redraws its line with carriage returns; only what stands last is passed on.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDONLY)
+        self._rest = b""
+        self._stopped = False
+
+    def lines(self, final: bool = False) -> list[str]:
+        """What came since the last call; with `final`, also a last line without its end."""
+        found: list[str] = []
+        while not self._stopped and (chunk := os.read(self._fd, _LONGEST)):
+            *complete, self._rest = (self._rest + chunk).split(b"\n")
+            self._take(complete, found)
+            if len(self._rest) > _LONGEST:
+                self._take([self._rest], found)
+                self._rest = b""
+        if final and self._rest and not self._stopped:
+            self._take([self._rest], found)
+            self._rest = b""
+        return found
+
+    def _take(self, raw_lines: list[bytes], found: list[str]) -> None:
+        for raw in raw_lines:
+            if self._stopped:
+                return
+            text = raw.decode("utf-8", "replace")
+            cuts = [at for at in (text.find(stop) for stop in _STOPS) if at >= 0]
+            self._stopped = bool(cuts)
+            text = text[: min(cuts)] if cuts else text
+            text = text.rstrip("\r").rpartition("\r")[2]
+            if text or not cuts:
+                found.append(text)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def crash_dump(path: str, most_lines: int = 80) -> str:
+    """What faulthandler wrote when native code crashed, or nothing."""
+    with open(path, encoding="utf-8", errors="replace") as log:
+        text = log.read()
+    at = text.find(_STOPS[1])
+    return "\n".join(text[at:].splitlines()[:most_lines]) if at >= 0 else ""

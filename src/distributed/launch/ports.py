@@ -1,0 +1,44 @@
+"""TCP ports of this machine: whether one is taken, and a free one."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+
+_LOWEST, _HIGHEST = (
+    20000,
+    32767,
+)  # below the range from which kernels serve outgoing connections, so nobody else gets it
+
+
+def port_in_use(port: int) -> bool:
+    """Whether something listens on the port, on any address of this machine."""
+    families = [(socket.AF_INET, "0.0.0.0")] + [(socket.AF_INET6, "::")] * socket.has_ipv6
+    return any(_taken(family, address, port) for family, address in families)
+
+
+def _taken(family: socket.AddressFamily, address: str, port: int) -> bool:
+    try:
+        probe = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:  # the kernel has no such family
+        return False
+    with probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port in TIME_WAIT is free
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL  # the family is there, but has no address
+    return False
+
+
+def free_port(numbers: random.Random | None = None) -> int:
+    """A port that nothing listens on now."""
+    numbers = numbers or random.SystemRandom()
+    for _ in range(1000):
+        port = numbers.randint(_LOWEST, _HIGHEST)
+        if not port_in_use(port):
+            return port
+    raise OSError(f"no free port between {_LOWEST} and {_HIGHEST}")

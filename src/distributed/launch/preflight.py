@@ -1,0 +1,129 @@
+"""What can be known to go wrong before any process starts. Checks return problems, so that all are told at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from distributed.core.errors import Problem
+from distributed.core.registry import nearest
+from distributed.launch.ports import free_port, port_in_use
+from distributed.launch.request import LaunchRequest
+
+_TRACES = ("events.jsonl", "plan.json", "config.json", "attempts")  # of a run that used a directory
+
+
+def check_script(path: str) -> list[Problem]:
+    """Whether the script is there."""
+    if os.path.isfile(path):
+        return []
+    if os.path.isdir(path):
+        return [Problem(f"the script {path} is a directory", do=f"name a file in it: {_some(_scripts_in(Path(path)))}")]
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return [Problem(f"the script {path} does not exist", why=f"there is no directory {folder}", do=_here())]
+    names = _scripts_in(folder)
+    close = [str(folder / name) for name in nearest(Path(path).name, names)]
+    do = f"did you mean {' or '.join(close)}?" if close else f"in {folder.absolute()} there is: {_some(names)}"
+    return [Problem(f"the script {path} does not exist", why=_here(), do=do)]
+
+
+def _here() -> str:
+    return f"looked from {os.getcwd()}"
+
+
+def _scripts_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".py")
+
+
+def _some(names: list[str], most: int = 6) -> str:
+    return (", ".join(names[:most]) + (", …" if len(names) > most else "")) or "no Python file"
+
+
+def check_port(request: LaunchRequest) -> list[Problem]:
+    """Whether the port that this machine must open is free.
+
+    Nodes that leave their numbers to the rendezvous may share a machine, so there only node 0 by number is asked.
+    """
+    if request.num_nodes == 1:
+        port = request.master_port
+    else:
+        port = request.meeting_point[1] if request.node_rank == 0 else None
+    if port is None or not port_in_use(port):
+        return []
+    another = "leave master_port out to get a free one" if request.num_nodes == 1 else "the same on all nodes"
+    return [
+        Problem(
+            f"port {port} is in use on this machine",
+            why="the ranks would meet there" if request.num_nodes == 1 else "the nodes would meet there",
+            do=f"set master_port={free_port()}, which is free ({another}), or end what listens there: ss -ltnp",
+        )
+    ]
+
+
+def check_run_dir(run_dir: str, resume: bool) -> list[Problem]:
+    """Whether the directory can be written, and holds no other run unless that one shall go on."""
+    path = Path(run_dir)
+    if path.exists() and not path.is_dir():
+        return [Problem(f"the run directory {run_dir} is a file", do="choose another run_dir")]
+    existing = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            Problem(
+                f"the run directory {run_dir} cannot be written",
+                why=f"no permission in {existing}" if existing.is_dir() else f"{existing} is a file",
+                do="choose another run_dir",
+            )
+        ]
+    if resume or not holds_run(path):
+        return []
+    return [
+        Problem(
+            f"the run directory {run_dir} holds another run, {_when(path)}",
+            why="its logs and events would be mixed with those of this run",
+            do="set another run_dir, or resume_from_checkpoint=true to go on with that run",
+        )
+    ]
+
+
+def holds_run(path: Path) -> bool:
+    return any((path / name).exists() for name in _TRACES)
+
+
+def _when(path: Path) -> str:
+    """When the run in a directory last did something, and how it ended, if it says so."""
+    moments = [(path / name).stat().st_mtime for name in _TRACES if (path / name).exists()]
+    text = f"last active {datetime.fromtimestamp(max(moments)):%Y-%m-%d %H:%M:%S}"
+    ends = {"RunEnded", "RankFailed"}
+    last = next((kind for kind in reversed(list(_event_kinds(path / "events.jsonl"))) if kind in ends), "")
+    return text + {"RunEnded": " and finished", "RankFailed": " and failed"}.get(last, "")
+
+
+def _event_kinds(path: Path) -> Iterator[str]:
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                yield str(json.loads(line).get("event", ""))
+            except ValueError:  # the last line of a killed run
+                continue
+
+
+def next_attempt(run_dir: str) -> int:
+    """The number of a new attempt in a run directory: 0 in a fresh one."""
+    attempts = Path(run_dir) / "attempts"
+    numbers = [int(entry.name) for entry in attempts.iterdir() if entry.name.isdigit()] if attempts.is_dir() else []
+    return max(numbers, default=-1) + 1
+
+
+def new_run_dir(base: str = "runs", now: float | None = None, token: str | None = None) -> str:
+    """A name for a run directory that nobody has: the time, and four digits for runs of the same second.
+
+    >>> new_run_dir("runs", now=0.0, token="1f2e")[-5:]
+    '-1f2e'
+    """
+    moment = datetime.fromtimestamp(time.time() if now is None else now)
+    return os.path.join(base, f"{moment:%Y%m%d-%H%M%S}-{token or os.urandom(2).hex()}")

@@ -1,0 +1,57 @@
+"""Stops: Ctrl-C and its kin become a number that the launcher reads, for as long as its ranks run."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was stopped from outside and all of its ranks have ended; what they saved is kept."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.signal = number
+        self.exit_code = 128 + number
+
+
+# What the ranks get; a closed terminal (SIGHUP) means to them what SIGTERM means.
+_FORWARDED_AS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+
+
+class Stops:
+    """Counts requests to stop, and puts back the handlers that were there; does nothing outside the main thread."""
+
+    def __init__(self, on_stop: Callable[[int], None] | None = None) -> None:
+        self.count = 0
+        self._on_stop = on_stop
+        self.number: int | None = None  # of the first request, as the ranks shall get it
+        self._before: dict[int, Any] = {}
+
+    def request(self, number: int) -> None:
+        self.number = number if self.number is None else self.number
+        self.count += 1
+
+    def announce(self) -> None:
+        if self._on_stop is not None and self.number is not None:
+            self._on_stop(self.number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.request(_FORWARDED_AS[signal.Signals(number)])
+
+    def __enter__(self) -> Stops:
+        if threading.current_thread() is threading.main_thread():
+            for number in _FORWARDED_AS:
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN and before is not None:  # nohup keeps its meaning
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)

@@ -1,0 +1,217 @@
+"""Console: a run as a person sees it: a start, a bar or a line now and then, and a summary, for any number of ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from distributed.core.events import (
+    EpochEnded,
+    EpochStarted,
+    EvaluationEnded,
+    Event,
+    RankFailed,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    Warned,
+)
+from distributed.observe.scalars import validation_name
+from distributed.observe.screens import Screen, Snapshot, screen_for
+
+DRAW_INTERVAL_S = 0.25
+LINE_INTERVAL_S = 2.0  # between two step lines where there is no bar
+
+
+class Console:
+    """Shows a run's events on a terminal, in a notebook or as plain lines; `enabled=False` shows the ranks' lines only.
+
+    >>> import sys
+    >>> console = Console(sys.stdout)
+    >>> console.rank_line(3, "loading data")
+    [r3] loading data
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, enabled: bool = True, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._enabled = enabled
+        self._clock = clock
+        self._screen: Screen | None = screen_for(stream, bar=enabled)
+        self._lock = threading.RLock()  # ranks' lines may come from a thread that reads their logs
+        self._run: RunStarted | None = None
+        self._told: set[str] = set()  # decisions that were printed
+        self._reset()
+
+    def _reset(self) -> None:
+        self._epoch = self._step = self._pace_step = 0
+        self._values: dict[str, float] = {}
+        self._started = self._pace_from = self._clock()
+        self._drawn = self._lined = float("-inf")
+
+    def on(self, event: Event) -> None:
+        if self._enabled:
+            with self._lock:
+                self._show(event)
+
+    def progress(self, step: int | None) -> None:
+        """The ranks have done so many steps; None when that is not known, and only the time moves on."""
+        with self._lock:
+            if self._run is not None:
+                self._step = max(self._step, step or 0)
+                self._draw()
+
+    def rank_line(self, rank: int, text: str) -> None:
+        """Print what a rank printed, each line with its rank."""
+        with self._lock:
+            for line in text.rstrip("\n").split("\n"):
+                self._line(line.rstrip("\r").rpartition("\r")[2], f"[r{rank}] ")
+
+    def close(self) -> None:
+        with self._lock:
+            self._run = None
+            self._call(lambda screen: screen.close())
+
+    def _show(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._start(event)
+            case EpochStarted():
+                self._epoch = event.epoch
+            case StepEnded():
+                self._epoch, self._step = event.epoch, max(self._step, event.step)
+                self._values |= {"loss": event.loss, **event.metrics, "samples/s": event.samples_per_second}
+                self._step_line()
+            case EvaluationEnded():
+                self._values |= {validation_name(name): value for name, value in event.metrics.items()}
+                self._draw()
+            case EpochEnded():
+                self._epoch, self._step = event.epoch, max(self._step, event.step)
+                self._values |= event.metrics | {"samples/s": event.samples_per_second}
+                facts = [*_facts(event.metrics), _rate(event.samples_per_second), _span(event.seconds)]
+                self._line("  ".join([self._label(), *facts]))
+                self._draw(now=True)
+            case Warned():
+                self._line(f"warning: {event.message}")
+            case RankFailed():
+                self._line(f"rank {event.rank} on {event.host} failed: {event.message}  (log: {event.log_path})")
+            case RunEnded():
+                self._end(event)
+
+    def _start(self, event: RunStarted) -> None:
+        if self._run is None:
+            self._reset()
+            ranks = f"{event.world_size} rank{'s' * (event.world_size > 1)}"
+            self._line(f"{event.backend} on {ranks}, device {event.device}, global batch {event.global_batch}")
+            self._line(f"run directory {event.run_dir}")
+        else:
+            self._line(f"started again at step {event.first_step} on {event.world_size} ranks")
+        for decision in event.decisions:
+            if decision not in self._told:
+                self._line(f"  {decision}")
+        self._told.update(event.decisions)
+        self._run = event
+        self._step = self._pace_step = event.first_step
+        self._pace_from = self._clock()
+        self._draw(now=True)
+
+    def _end(self, event: RunEnded) -> None:
+        values = {name: value for name, value in self._values.items() if name != "samples/s"} | event.metrics
+        run_dir = self._run.run_dir if self._run is not None else ""
+        self._step = event.step
+        self._draw(now=True)
+        self._call(lambda screen: screen.close())
+        head = f"interrupted at step {event.step}" if event.status == "interrupted" else f"done: {event.step} steps"
+        self._line(f"{head} in {_span(event.seconds)}, {_rate(event.samples_per_second)}")
+        if values:
+            self._line("  " + "  ".join(_facts(values)))
+        for name, path in (("run", run_dir), ("model", event.model_path)):
+            if path:
+                self._line(f"  {name:5}  {path}")
+        self._run = None
+
+    def _step_line(self) -> None:
+        """Where there is a bar it shows the step; else a line does, at a modest rate."""
+        now = self._clock()
+        if self._has_bar():
+            self._draw()
+        elif now - self._lined >= LINE_INTERVAL_S:
+            self._lined = now
+            snapshot = self._snapshot()
+            self._line("  ".join([snapshot.label, f"step {snapshot.count}", *snapshot.facts]))
+
+    def _has_bar(self) -> bool:
+        return self._screen is not None and self._screen.has_bar
+
+    def _draw(self, now: bool = False) -> None:
+        if self._run is not None and (now or self._clock() - self._drawn >= DRAW_INTERVAL_S):
+            self._drawn = self._clock()
+            self._call(lambda screen: screen.draw(self._snapshot()))
+
+    def _snapshot(self) -> Snapshot:
+        total = self._run.total_steps if self._run is not None else None
+        facts = _headline(self._values)
+        remaining_s = self._remaining_s(total)
+        facts += [f"eta {_span(remaining_s)}"] if remaining_s is not None else []
+        if "samples/s" in self._values:
+            facts.append(_rate(self._values["samples/s"], unit="/s" if self._has_bar() else " samples/s"))
+        facts += [_span(self._clock() - self._started)]
+        return Snapshot(self._label(), self._step, total, tuple(facts))
+
+    def _remaining_s(self, total: int | None) -> float | None:
+        steps = self._step - self._pace_step
+        if total is None or steps <= 0 or self._step >= total:
+            return None
+        return (total - self._step) * (self._clock() - self._pace_from) / steps
+
+    def _label(self) -> str:
+        epochs = f"/{self._run.epochs}" if self._run is not None else ""
+        return f"epoch {self._epoch + 1}{epochs}"
+
+    def _line(self, text: str, prefix: str = "") -> None:
+        self._call(lambda screen: screen.line(text, prefix))
+
+    def _call(self, use: Callable[[Screen], None]) -> None:
+        """A terminal that was closed, or a pipe that nobody reads any more, ends the show and not the run."""
+        if self._screen is not None:
+            try:
+                use(self._screen)
+            except OSError:
+                self._screen = None
+
+
+def _facts(values: dict[str, float]) -> list[str]:
+    """Named values as text: accuracies first, those of validation before those of training."""
+    order = ("val_accuracy", "accuracy", "val_loss", "loss")
+    names = [name for name in order if name in values] + [name for name in values if name not in order]
+    return [f"{name} {_number(values[name])}" for name in names]
+
+
+def _headline(values: dict[str, float]) -> list[str]:
+    """The two values that a bar has room for: the loss, and the accuracy or what else was measured."""
+    measured = [name for name in values if name not in ("loss", "val_loss", "samples/s")]
+    best: list[str] = [name for name in ("val_accuracy", "accuracy") if name in values]
+    best += [name for name in measured if name.startswith("val_")] + ["val_loss"] * ("val_loss" in values) + measured
+    return [f"{name} {_number(values[name])}" for name in ["loss", *best[:1]] if name in values]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"
+
+
+def _rate(samples_per_second: float, unit: str = " samples/s") -> str:
+    return f"{samples_per_second:,.{1 if samples_per_second < 100 else 0}f}{unit}"
+
+
+def _span(seconds: float) -> str:
+    """
+    >>> _span(3.21), _span(75), _span(3700)
+    ('3.2 s', '1:15', '1:01:40')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

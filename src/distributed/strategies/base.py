@@ -1,0 +1,78 @@
+"""The seam of a step: what every engine must do, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from distributed.core.plan import Plan
+from distributed.data.loader import Microbatch
+from distributed.runtime.session import Session
+
+StateTree = dict[str, Any]  # nested dicts and lists of tensors and JSON values
+
+
+class Outcome(NamedTuple):
+    """What a model made of one batch."""
+
+    loss: torch.Tensor  # a mean over the batch, or a sum where `is_sum`
+    outputs: Any
+    target: Any
+    weight: torch.Tensor | None = None  # over how much the mean goes, where that is not the number of samples
+    is_sum: bool = False
+
+
+class MetricSum(NamedTuple):
+    """A metric as a sum and what it must be divided by, so that shares of any size add up exactly."""
+
+    total: torch.Tensor
+    weight: torch.Tensor | float
+
+
+class StepOutput(NamedTuple):
+    loss: torch.Tensor  # of this rank's share, weighted so that the mean over the ranks is the global batch's loss
+    gradient_norm: torch.Tensor | None = None
+    metrics: Mapping[str, MetricSum] | None = None  # of this rank's share, when they were asked for
+
+
+class NonFiniteLoss(ArithmeticError):
+    """The loss of a step is not a finite number: of this one, whose weights are untouched, or of one some steps ago."""
+
+    def __init__(self, value: float, steps_ago: int = 0) -> None:
+        super().__init__(value)
+        self.value, self.steps_ago = value, steps_ago
+
+
+class StepTask(Protocol):
+    """What a strategy needs to know of the work."""
+
+    model: nn.Module
+
+    def run(self, model: nn.Module, batch: Any) -> Outcome: ...
+
+    def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]: ...
+
+    def make_optimizer(self, model: nn.Module, plan: Plan) -> torch.optim.Optimizer: ...
+
+
+class Strategy(Protocol):
+    """A whole step is the seam, so that pipelines, ZeRO engines and a captured graph fit behind it."""
+
+    optimizer: torch.optim.Optimizer
+
+    def setup(self, task: StepTask, plan: Plan, session: Session) -> None: ...
+
+    def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput: ...
+
+    def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]: ...
+
+    def train(self, mode: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+    def state(self) -> StateTree: ...
+
+    def load_state(self, tree: StateTree) -> None: ...

@@ -1,0 +1,264 @@
+"""The loop: epochs of steps, read top to bottom. Whatever may steer a run is a visible line here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from distributed.core.errors import NonFiniteLossError
+from distributed.core.events import (
+    CheckpointSaved,
+    EpochEnded,
+    EpochStarted,
+    EvaluationEnded,
+    Event,
+    Observer,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    Warned,
+)
+from distributed.core.history import EpochRecord, History
+from distributed.core.plan import Plan
+from distributed.data.loader import EvalLoader, Step
+from distributed.runtime.heartbeat import Heartbeat
+from distributed.runtime.session import Session
+from distributed.runtime.shutdown import StopRequest
+from distributed.strategies.base import NonFiniteLoss, Strategy
+from distributed.train.meter import Meter, Reading
+from distributed.train.metrics import MetricTotals
+from distributed.train.schedule import Schedule
+from distributed.train.state import Progress, restore_state, save_state
+
+
+class Loader(Protocol):
+    @property
+    def steps_per_epoch(self) -> int | None: ...
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
+
+    def sample_indices(self, epoch: int, step: int) -> list[int]: ...
+
+
+class Loop:
+    """One run of one rank. Every rank runs the same loop; only rank 0 has observers."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        strategy: Strategy,
+        schedule: Schedule,
+        train: Loader,
+        evaluation: EvalLoader | None,
+        metric_names: list[str],
+        session: Session,
+        stop: StopRequest,
+        heartbeat: Heartbeat,
+        observer: Observer | None,
+        utilization: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
+        self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
+        self._stop, self._heartbeat, self._observer, self._utilization = stop, heartbeat, observer, utilization
+        self._progress = Progress()
+        self._epochs: list[EpochRecord] = []
+        self._meter = Meter(session, metric_names, checks_loss=plan.on_nan == "stop" and session.device.type != "cpu")
+        self._saved_at = -1
+        self._model_path = ""
+
+    def run(self) -> History:
+        """Train until the epochs or steps are done, or somebody asks to stop; then save."""
+        begun = time.perf_counter()
+        self._restore()
+        self._announce()
+        stopped = self._is_over()
+        while not stopped and self._progress.epoch < self._plan.epochs:
+            epoch = self._progress.epoch
+            stopped, seconds, samples = self._train_epoch(epoch)
+            metrics = self._meter.epoch_metrics() | (self._evaluate(epoch) if not self._interrupted else {})
+            if self._progress.samples_in_epoch == 0:  # the epoch was trained to its end
+                self._schedule.epoch_ended(metrics)
+            self._close_epoch(epoch, seconds, samples, metrics)
+            every = self._plan.checkpoint.every_epochs
+            if every and self._progress.samples_in_epoch == 0 and self._progress.epoch % every == 0:
+                self._save()
+        self._save()
+        return self._finish(time.perf_counter() - begun)
+
+    def _train_epoch(self, epoch: int) -> tuple[bool, float, int]:
+        """Steps until the epoch or the run is over: (whether the run is over, seconds, samples)."""
+        progress, meter, train_step = self._progress, self._meter, self._strategy.train_step
+        schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
+        first_step = progress.samples_in_epoch // self._plan.batch.global_batch
+        before_epoch = progress.step - first_step  # steps of the epochs before this one
+        last_step = before_epoch + self._train.steps_per_epoch if self._train.steps_per_epoch else None
+        end, before = self._plan.max_steps, progress.samples_in_epoch
+        self._emit(EpochStarted(time=time.time(), epoch=epoch, step=progress.step))
+        self._strategy.train(True)
+        meter.begin_epoch()
+        begun = time.perf_counter()
+        step, stopped = progress.step, False
+        try:
+            for microbatches, samples in self._train.epoch(epoch, first_step):
+                step += 1
+                looks = step % log_every == 0 or step in (last_step, end)
+                output = train_step(microbatches, measure=looks)
+                schedule.step_ended(step)
+                meter.add(output, samples)
+                progress.step, progress.samples_in_epoch = step, progress.samples_in_epoch + samples
+                heartbeat.beat(step)
+                if looks:
+                    self._log(epoch, meter.read())
+                if stop.due(step) or step == end:
+                    stopped = True
+                    break
+        except NonFiniteLoss as found:
+            raise self._explain(found, epoch, step - found.steps_ago, before_epoch) from None
+        if not meter.is_empty:
+            self._log(epoch, meter.read())
+        seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
+        if not stopped or step == last_step:
+            progress.epoch, progress.samples_in_epoch = epoch + 1, 0
+        return stopped, seconds, trained
+
+    def _evaluate(self, epoch: int) -> dict[str, float]:
+        """Every validation sample once, over all ranks; the sums meet in one collective."""
+        if self._evaluation is None:
+            return {}
+        begun = time.perf_counter()
+        self._strategy.train(False)
+        totals = MetricTotals()
+        for batch, size in self._evaluation:
+            totals.add(self._strategy.eval_step(batch, size))
+        metrics = totals.mean("validation metrics", self._session, ["loss", *self._metric_names])
+        self._strategy.train(True)
+        seconds = time.perf_counter() - begun
+        self._emit(
+            EvaluationEnded(time=time.time(), step=self._progress.step, epoch=epoch, seconds=seconds, metrics=metrics)
+        )
+        return {f"val_{name}": value for name, value in metrics.items()}
+
+    def _save(self) -> None:
+        if self._saved_at == self._progress.step:
+            return
+        begun = time.perf_counter()
+        path = save_state(
+            self._plan.checkpoint.dir, self._progress, self._epochs, self._strategy, self._schedule, self._session
+        )
+        self._saved_at, self._model_path = self._progress.step, str(path)
+        seconds = time.perf_counter() - begun
+        self._emit(CheckpointSaved(time=time.time(), step=self._progress.step, path=str(path), seconds=seconds))
+
+    def _restore(self) -> None:
+        restored = restore_state(self._plan, self._strategy, self._schedule, self._session)
+        if restored is None:
+            return
+        self._progress, self._epochs = restored.progress, list(restored.epochs)
+        self._saved_at, self._model_path = restored.progress.step, str(restored.path)
+        if not restored.has_rng:
+            message = "resumed with another number of ranks: their random generators begin anew from the seed"
+            self._emit(Warned(time=time.time(), message=message))
+
+    @property
+    def _interrupted(self) -> bool:
+        return self._stop.received is not None
+
+    def _is_over(self) -> bool:
+        return self._plan.max_steps is not None and self._progress.step >= self._plan.max_steps
+
+    def _announce(self) -> None:
+        plan, per_epoch = self._plan, self._train.steps_per_epoch
+        total = (
+            plan.max_steps
+            if per_epoch is None
+            else min(plan.max_steps or per_epoch * plan.epochs, per_epoch * plan.epochs)
+        )
+        self._heartbeat.beat(self._progress.step)
+        self._emit(
+            RunStarted(
+                time=time.time(),
+                run_dir=plan.run_dir,
+                world_size=plan.world_size,
+                device=plan.device,
+                backend=plan.strategy,
+                epochs=plan.epochs,
+                steps_per_epoch=per_epoch,
+                total_steps=total,
+                first_step=self._progress.step,
+                global_batch=plan.batch.global_batch,
+                settings=plan.settings,
+                decisions=[str(decision) for decision in plan.decisions],
+            )
+        )
+
+    def _log(self, epoch: int, reading: Reading) -> None:
+        if self._observer is None:
+            return
+        metrics = dict(reading.metrics)
+        self._emit(
+            StepEnded(
+                time=time.time(),
+                step=self._progress.step,
+                epoch=epoch,
+                loss=metrics.pop("loss"),
+                learning_rate=float(self._strategy.optimizer.param_groups[0]["lr"]),
+                samples_per_second=reading.samples_per_second,
+                gradient_norm=reading.gradient_norm,
+                device_utilization=self._utilization(),
+                metrics=metrics,
+            )
+        )
+
+    def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:
+        steps = self._progress.step - sum(record.steps for record in self._epochs)
+        record = EpochRecord(epoch, steps, samples, seconds, metrics)
+        self._epochs.append(record)
+        self._emit(
+            EpochEnded(
+                time=time.time(),
+                epoch=epoch,
+                step=self._progress.step,
+                seconds=seconds,
+                samples=samples,
+                samples_per_second=record.samples_per_second,
+                metrics=metrics,
+            )
+        )
+
+    def _finish(self, seconds: float) -> History:
+        history = History(
+            epochs=tuple(self._epochs),
+            total_time=seconds,
+            steps=self._progress.step,
+            world_size=self._plan.world_size,
+            run_dir=self._plan.run_dir,
+            interrupted=self._interrupted,
+            checkpoint=self._model_path,
+        )
+        self._emit(
+            RunEnded(
+                time=time.time(),
+                status="interrupted" if self._interrupted else "done",
+                step=self._progress.step,
+                seconds=seconds,
+                samples_per_second=history.throughput,
+                metrics=self._epochs[-1].metrics if self._epochs else {},
+                model_path=self._model_path,
+            )
+        )
+        return history
+
+    def _explain(self, found: NonFiniteLoss, epoch: int, step: int, before_epoch: int) -> NonFiniteLossError:
+        indices = self._train.sample_indices(epoch, step - before_epoch - 1)
+        shown = ", ".join(str(index) for index in indices[:32]) + (" …" if len(indices) > 32 else "")
+        where = f"the batch held the samples [{shown}]" if indices else "the batch came from a stream"
+        return NonFiniteLossError(
+            f"the loss is {found.value} at step {step} (epoch {epoch}) on rank {self._session.rank}",
+            why=f"{where} of this rank; a bad sample, too high a learning rate and fp16 overflow are the usual causes",
+            do="look at these samples, lower learning_rate, set gradient_clipping; on_nan=continue goes on regardless",
+        )
+
+    def _emit(self, event: Event) -> None:
+        if self._observer is not None:
+            self._observer.on(event)

@@ -1,0 +1,85 @@
+"""Meter: losses and metrics of the steps since the last look, kept on the device until somebody looks."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from distributed.runtime.session import Session
+from distributed.strategies.base import MetricSum, NonFiniteLoss, StepOutput
+from distributed.train.metrics import MetricTotals
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Means over all ranks since the last reading."""
+
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+    gradient_norm: float | None = None
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+class Meter:
+    """`add` costs two list appends; `read` costs one collective and one wait for the device."""
+
+    def __init__(self, session: Session, names: list[str], *, checks_loss: bool) -> None:
+        self._session, self._names, self._checks_loss = session, ["loss", *names], checks_loss
+        self._losses: list[torch.Tensor] = []
+        self._samples: list[int] = []
+        self._last: StepOutput | None = None
+        self._since = time.perf_counter()
+        self._epoch: dict[str, tuple[float, float]] = {}
+
+    def add(self, output: StepOutput, samples: int) -> None:
+        self._losses.append(output.loss)
+        self._samples.append(samples)
+        self._last = output
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._losses
+
+    def begin_epoch(self) -> None:
+        self._epoch, self._since = {}, time.perf_counter()
+
+    def read(self) -> Reading:
+        """Every rank calls it after the same step. Raises NonFiniteLoss for the first step that was not finite."""
+        losses = torch.stack(self._losses)
+        weights = torch.tensor(self._samples, dtype=losses.dtype, device=losses.device)
+        samples, last = sum(self._samples), self._last
+        assert last is not None
+        ranks = self._session.world_size
+        totals = MetricTotals()
+        totals.add({"loss": MetricSum((losses * weights).sum().double() / ranks, samples / ranks)})
+        totals.add(last.metrics or {})
+        if self._checks_loss:
+            _check_finite(losses)
+        metrics = totals.mean("training metrics", self._session, self._names)
+        now = time.perf_counter()
+        reading = Reading(
+            metrics, samples, now - self._since, None if last.gradient_norm is None else last.gradient_norm.item()
+        )
+        self._losses, self._samples, self._since = [], [], now
+        for name, value in metrics.items():
+            total, weight = self._epoch.get(name, (0.0, 0.0))
+            self._epoch[name] = (total + value * samples, weight + samples)
+        return reading
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """The loss over every sample of the epoch; other metrics over the batches of the steps that were read."""
+        return {name: total / weight for name, (total, weight) in self._epoch.items()}
+
+
+def _check_finite(losses: torch.Tensor) -> None:
+    values = losses.tolist()
+    for index, value in enumerate(values):
+        if not math.isfinite(value):
+            raise NonFiniteLoss(value, steps_ago=len(values) - 1 - index)

@@ -1,0 +1,94 @@
+"""Metrics as sums and weights, so that evaluation over any number of ranks is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributed.core.errors import TaskError
+from distributed.runtime.session import Session
+from distributed.strategies.base import MetricSum
+
+Metric = Callable[[Any, Any], torch.Tensor]
+"""(outputs, target) → a value for each sample, or one mean over them. One value a sample adds up exactly; a mean is
+weighted by the number of samples."""
+
+
+def default_metrics(loss_fn: object) -> dict[str, Metric]:
+    """Accuracy, where outputs and target are those of a classifier."""
+    return {"accuracy": _binary_accuracy if isinstance(loss_fn, nn.BCEWithLogitsLoss) else class_accuracy}
+
+
+def class_accuracy(outputs: Any, target: Any, ignore_index: int = -100) -> torch.Tensor:
+    """1 for every element whose largest output is at its target's class; empty where this is no classifier."""
+    if not (isinstance(outputs, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return torch.empty(0)
+    if target.is_floating_point() or outputs.dim() < 2 or target.dim() != outputs.dim() - 1:
+        return torch.empty(0)
+    if outputs.shape[:-1] == target.shape:  # classes last: logits of a sequence model, or plain (N, C)
+        chosen = outputs.argmax(-1)
+    elif (outputs.shape[0], *outputs.shape[2:]) == tuple(target.shape):  # classes second: what CrossEntropyLoss takes
+        chosen = outputs.argmax(1)
+    else:
+        return torch.empty(0)
+    hits = (chosen == target).float()
+    return hits if target.dim() == 1 else hits[target != ignore_index]
+
+
+def _binary_accuracy(outputs: Any, target: Any) -> torch.Tensor:
+    return ((outputs > 0) == (target > 0.5)).float()
+
+
+def sum_metrics(metrics: Mapping[str, Metric], outputs: Any, target: Any, size: int) -> dict[str, MetricSum]:
+    """Each metric of one batch as a sum and a weight; those that do not apply are left out."""
+    sums: dict[str, MetricSum] = {}
+    for name, metric in metrics.items():
+        value = metric(outputs, target)
+        if not isinstance(value, torch.Tensor):
+            value = torch.as_tensor(value, dtype=torch.float64)
+        if value.dim() == 0:
+            sums[name] = MetricSum(value.detach().double() * size, float(size))
+        elif value.numel():
+            sums[name] = MetricSum(value.detach().double().sum(), float(value.numel()))
+    return sums
+
+
+class MetricTotals:
+    """Sums of many batches on the device, and one collective for all of them at the end."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = {}
+
+    def add(self, sums: Mapping[str, MetricSum]) -> None:
+        for name, (total, weight) in sums.items():
+            if name in self._totals:
+                before_total, before_weight = self._totals[name]
+                self._totals[name] = (before_total + total, before_weight + weight)
+            else:
+                self._totals[name] = (total, weight)
+
+    def mean(self, name: str, session: Session, names: list[str]) -> dict[str, float]:
+        """The means over all ranks; `names` must be the same on each, and may include some that a rank never saw."""
+        rows = torch.zeros(len(names), 2, dtype=torch.float64, device=session.device)
+        for row, metric in enumerate(names):
+            if metric in self._totals:
+                total, weight = self._totals[metric]
+                rows[row, 0], rows[row, 1] = total, weight
+        session.sum(name, rows)
+        return {metric: total / weight for metric, (total, weight) in zip(names, rows.tolist(), strict=True) if weight}
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Names and kinds, before anything starts."""
+    for name, metric in metrics.items():
+        if not callable(metric):
+            raise TaskError(
+                f"metric {name!r} is a {type(metric).__name__}, which cannot be called",
+                why="a metric takes (outputs, target) and returns a value for each sample, or one mean",
+                do=f"metrics={{{name!r}: lambda outputs, target: …}}",
+            )
+        if name == "loss" or name.startswith("val_"):
+            raise TaskError(f"a metric cannot be called {name!r}", why="the trainer uses that name", do="rename it")

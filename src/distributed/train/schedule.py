@@ -1,0 +1,114 @@
+"""The learning rate over a run: warm-up and decay as a function of the step, or the user's own scheduler."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Protocol
+
+import torch
+
+from distributed.core.errors import TaskError
+from distributed.core.plan import SchedulePlan
+
+
+class Schedule(Protocol):
+    """Told of every step and epoch, it sets the rate of the next."""
+
+    def step_ended(self, step: int) -> None: ...
+
+    def epoch_ended(self, metrics: dict[str, float]) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any], step: int) -> None: ...
+
+
+def rate_factor(plan: SchedulePlan, step: int, warmup: int, total: int | None) -> float:
+    """The part of the peak rate that the optimizer step with this number (from 0) uses.
+
+    >>> plan = SchedulePlan("cosine", warmup_steps=2)
+    >>> [round(rate_factor(plan, step, 2, 6), 3) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if plan.kind == "constant" or total is None or total <= warmup:
+        return 1.0
+    progress = min(1.0, (step - warmup) / (total - warmup))
+    falls = 0.5 * (1 + math.cos(math.pi * progress)) if plan.kind == "cosine" else 1 - progress
+    return plan.min_ratio + (1 - plan.min_ratio) * falls
+
+
+class PlannedSchedule:
+    """A function of the step alone, so a resumed run needs no state of it."""
+
+    def __init__(
+        self, plan: SchedulePlan, optimizer: torch.optim.Optimizer, steps_per_epoch: int | None, total: int | None
+    ) -> None:
+        if steps_per_epoch is None and (plan.warmup_epochs or (plan.kind != "constant" and total is None)):
+            raise TaskError(
+                "the schedule needs the number of steps, and this stream's length is not known",
+                why=f"lr_schedule={plan.kind!r} and warmup_epochs are parts of a whole",
+                do="set max_steps and warmup_steps",
+            )
+        self._plan, self._optimizer, self._total = plan, optimizer, total
+        self._warmup = plan.warmup_steps or round(plan.warmup_epochs * (steps_per_epoch or 0))
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self._moves = not plan.is_constant
+        self.step_ended(0)
+
+    def step_ended(self, step: int) -> None:
+        if self._moves:
+            factor = rate_factor(self._plan, step, self._warmup, self._total)
+            for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+                group["lr"] = peak * factor
+
+    def epoch_ended(self, metrics: dict[str, float]) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {"peaks": list(self._peaks)}
+
+    def load_state(self, state: dict[str, Any], step: int) -> None:
+        self._peaks = list(state["peaks"])
+        self.step_ended(step)
+
+
+class UserSchedule:
+    """A torch scheduler, stepped every epoch or every step; one that wants a metric gets the validation loss."""
+
+    def __init__(self, scheduler: Any, interval: str) -> None:
+        self._scheduler, self._every_step = scheduler, interval == "step"
+        self._wants_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def step_ended(self, step: int) -> None:
+        if self._every_step and step:
+            self._scheduler.step()
+
+    def epoch_ended(self, metrics: dict[str, float]) -> None:
+        if self._every_step:
+            return
+        with warnings.catch_warnings():  # one that was sent to this rank does not know that the optimizer has stepped
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+            if self._wants_metric:
+                self._scheduler.step(metrics.get("val_loss", metrics["loss"]))
+            else:
+                self._scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        return dict(self._scheduler.state_dict())
+
+    def load_state(self, state: dict[str, Any], step: int) -> None:
+        self._scheduler.load_state_dict(state)
+
+
+def make_schedule(
+    scheduler: Any, plan: SchedulePlan, optimizer: torch.optim.Optimizer, steps_per_epoch: int | None, total: int | None
+) -> Schedule:
+    """`scheduler` is a scheduler of this optimizer, a function that makes one of it, or None for the plan's own."""
+    if scheduler is None:
+        return PlannedSchedule(plan, optimizer, steps_per_epoch, total)
+    if not hasattr(scheduler, "step"):
+        scheduler = scheduler(optimizer)
+    return UserSchedule(scheduler, plan.interval)

@@ -1,0 +1,171 @@
+"""Task: the user's model, loss, optimizer and metrics, and how a batch goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributed.core.errors import TaskError
+from distributed.core.plan import Plan
+from distributed.strategies.base import MetricSum, Outcome
+from distributed.train.metrics import Metric, default_metrics, sum_metrics
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+_TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+_OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+@dataclass
+class Task:
+    """What is trained. A batch is read by these rules:
+
+    - `(inputs, target)` → `model(inputs)`; `(a, b, …, target)` → `model(a, b, …)`; inputs that are a dict are keywords;
+    - a dict → `model(**batch)`; with a `loss_fn`, its `labels`/`target` entry is the target and not an input;
+    - anything else is the input and the target at once.
+
+    The loss is `loss_fn(outputs, target)`; without a `loss_fn`, the model's own (a scalar, `.loss`, `["loss"]` or the
+    first of a tuple), or cross entropy for integer targets and mean squared error for floating ones. It is taken for a
+    mean over the samples, or for a sum where the loss has `reduction="sum"`; a mean over something else (tokens, say)
+    is returned as `(loss, weight)` with how much it goes over, which torch's cross entropy need not do.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None
+    scheduler: Any = None  # a torch scheduler, or a function that makes one of the optimizer
+    metrics: Mapping[str, Metric] | None = None
+    _resolved: dict[str, Metric] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._resolved = default_metrics(self.loss_fn) | dict(self.metrics or {})
+
+    @property
+    def metric_names(self) -> list[str]:
+        return sorted(self._resolved)
+
+    def run(self, model: nn.Module, batch: Any) -> Outcome:
+        if isinstance(batch, list | tuple) and len(batch) > 1:
+            *inputs, target = batch
+            first = inputs[0]
+            outputs = model(**first) if len(inputs) == 1 and isinstance(first, Mapping) else model(*inputs)
+        elif isinstance(batch, Mapping):
+            inputs_by_name, target = _split_mapping(batch, self.loss_fn is not None)
+            outputs = model(**inputs_by_name)
+        else:
+            target = batch[0] if isinstance(batch, list | tuple) else batch
+            outputs = model(target)
+        if self.loss_fn is None:
+            return _outcome_of_model(outputs, target)
+        loss = self.loss_fn(outputs, target)
+        if isinstance(loss, tuple):
+            return Outcome(loss[0], outputs, target, torch.as_tensor(loss[1], device=loss[0].device))
+        if getattr(self.loss_fn, "reduction", "mean") == "sum":
+            return Outcome(loss, outputs, target, is_sum=True)
+        return Outcome(loss, outputs, target, _loss_weight(self.loss_fn, target))
+
+    def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:
+        outputs = outcome.outputs
+        logits = getattr(outputs, "logits", None)
+        return sum_metrics(self._resolved, outputs if logits is None else logits, outcome.target, size)
+
+    def make_optimizer(self, model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+        """The user's instance, what the user's factory makes of the parameters, or the one that the plan names."""
+        wanted = plan.optimizer
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] * wanted.lr_factor
+            return self.optimizer
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if self.optimizer is not None:
+            made = self.optimizer(parameters)
+            check_optimizer(made, model)
+            for group in made.param_groups:
+                group["lr"] = group["lr"] * wanted.lr_factor
+            return made
+        options = {"weight_decay": wanted.weight_decay, "momentum": wanted.momentum}
+        given = {name: value for name, value in options.items() if value is not None}
+        return _OPTIMIZERS[wanted.name](parameters, lr=wanted.learning_rate, **given)
+
+
+def _split_mapping(batch: Mapping[str, Any], takes_target: bool) -> tuple[Mapping[str, Any], Any]:
+    key = next((key for key in _TARGET_KEYS if key in batch), None)
+    if key is None:
+        return batch, None
+    return ({k: v for k, v in batch.items() if k != key} if takes_target else batch), batch[key]
+
+
+def _outcome_of_model(outputs: Any, target: Any) -> Outcome:
+    """The model's own loss, or one that fits the target."""
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        weight = outputs.get("weight")
+        return Outcome(outputs["loss"], outputs, target, None if weight is None else torch.as_tensor(weight))
+    if isinstance(getattr(outputs, "loss", None), torch.Tensor):
+        return Outcome(outputs.loss, outputs, target)
+    if isinstance(outputs, tuple) and isinstance(outputs[0], torch.Tensor) and outputs[0].dim() == 0:
+        return Outcome(outputs[0], outputs[1] if len(outputs) > 1 else None, target)
+    if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
+        return Outcome(outputs, None, target)
+    if isinstance(outputs, torch.Tensor) and isinstance(target, torch.Tensor):
+        if not target.is_floating_point() and outputs.dim() > target.dim():
+            return Outcome(nn.functional.cross_entropy(outputs, target), outputs, target)
+        if target.is_floating_point() and outputs.numel() == target.numel():
+            return Outcome(nn.functional.mse_loss(outputs, target.view_as(outputs)), outputs, target)
+    raise TaskError(
+        f"no loss: the model returned a {type(outputs).__name__}, and the target is a {type(target).__name__}",
+        why="no loss_fn is given, and none can be guessed from these",
+        do="pass loss_fn=…, or let the model return its loss",
+    )
+
+
+def _loss_weight(loss_fn: Any, target: Any) -> torch.Tensor | None:
+    """What torch's own losses divide by, where that is not the number of samples. No value is looked at, so no wait."""
+    if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or target.is_floating_point():
+        return None
+    if loss_fn.weight is None and target.dim() == 1:
+        return None
+    counted = target != loss_fn.ignore_index
+    if loss_fn.weight is None:
+        return counted.sum()
+    return (loss_fn.weight[target.clamp_min(0)] * counted).sum()
+
+
+def check_task(task: Task) -> None:
+    """What can be seen to be wrong before anything starts."""
+    if not isinstance(task.model, nn.Module):
+        raise TaskError(
+            f"model is a {type(task.model).__name__}", why="it must be a torch nn.Module", do="pass model=MyModel()"
+        )
+    if not any(p.requires_grad for p in task.model.parameters()):
+        raise TaskError("the model has no parameter that requires a gradient", why="there is nothing to train")
+    if isinstance(task.optimizer, torch.optim.Optimizer):
+        check_optimizer(task.optimizer, task.model)
+    elif task.optimizer is not None and not callable(task.optimizer):
+        raise TaskError(
+            f"optimizer is a {type(task.optimizer).__name__}",
+            why="it must be an optimizer over this model's parameters, or a function that makes one of them",
+            do="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
+        )
+    owner = getattr(task.scheduler, "optimizer", None)
+    if isinstance(owner, torch.optim.Optimizer) and owner is not task.optimizer:
+        raise TaskError(
+            "the scheduler belongs to another optimizer than the one passed",
+            why="it would change learning rates that nobody uses",
+            do="pass the optimizer that the scheduler was made with, or a function scheduler=lambda optimizer: …",
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    own = {id(p): name for name, p in model.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in held if id(p) not in own]
+    if foreign:
+        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
+        raise TaskError(
+            f"the optimizer is not over this model's parameters: {len(foreign)} of its {len(held)} are not ({shapes})",
+            why="it would train tensors that the model does not use; was the model copied since the optimizer was made?",
+            do="make it of this model: torch.optim.AdamW(model.parameters(), …), or pass a function of the parameters",
+        )

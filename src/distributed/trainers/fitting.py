@@ -1,0 +1,177 @@
+"""One `fit`: config → plan → processes → the trained model, in a world that a launcher made or in one that we make."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from distributed.checkpoint.store import load_part
+from distributed.core.config import DistributedConfig
+from distributed.core.env import WorkerEnv
+from distributed.core.errors import CheckpointError, ConfigError, LaunchError, Problem
+from distributed.core.history import History
+from distributed.core.plan import Plan
+from distributed.data.source import Source
+from distributed.launch.local import LocalLauncher
+from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
+from distributed.launch.request import LaunchRequest
+from distributed.observe.live import RunScreen
+from distributed.observe.observers import check_extras
+from distributed.planner.hardware import Gpu, Hardware, probe_hardware
+from distributed.planner.planning import JobProfile, make_plan
+from distributed.strategies.batchnorm import has_batchnorm
+from distributed.train.task import Task
+from distributed.trainers.payload import write_payload
+from distributed.worker import HISTORY, PATHS, PAYLOAD, Job, open_session, run_rank
+
+_JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """What the user asked of one `fit`."""
+
+    config: DistributedConfig
+    task: Task
+    train: Source
+    evaluation: Source | None
+
+    @property
+    def profile(self) -> JobProfile:
+        return JobProfile(
+            loader_batch_size=self.train.batch_size,
+            loader_drop_last=self.train.drop_last,
+            samples=self.train.samples,
+            sampling=self.train.sampling,
+            has_batchnorm=has_batchnorm(self.task.model),
+            owns_optimizer=self.task.optimizer is not None,
+            owns_schedule=self.task.scheduler is not None,
+            binds_schedule=hasattr(self.task.scheduler, "step"),
+        )
+
+    def plan(self, run_dir: str, world: WorkerEnv | None = None) -> Plan:
+        mlflow_run = _active_mlflow_run()
+        return make_plan(
+            self.config, self.profile, _hardware(), run_dir=run_dir, world=world, active_mlflow_run=mlflow_run
+        )
+
+    def job(self, plan: Plan) -> Job:
+        return Job(plan, self.task, self.train, self.evaluation)
+
+
+def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
+    """Join the world that torchrun, srun, mpirun or our own command line made; this process is one of its ranks."""
+    number = next(_JOINED)
+    run_dir = world.run_dir or request.config.run_dir or new_run_dir()
+    if world.run_dir and number > 1:
+        run_dir = os.path.join(world.run_dir, f"fit-{number}")
+    session = open_session(request.plan(run_dir, world), world)
+    run_dir = session.share_text("run_dir", run_dir if session.is_main else None)
+    plan = request.plan(run_dir, world)
+    check_extras(plan)
+    if session.is_main:
+        if not world.run_dir:
+            _refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
+        _write_plan(plan)
+    followed = world.launcher == "distributed" and number == 1  # whoever started us shows the progress
+    return run_rank(request.job(plan), session, shows_progress=plan.observe.progress and not followed)
+
+
+def fit_alone(request: FitRequest) -> History:
+    """Start the ranks from this process; a single one runs right here, where a debugger and a profiler see it."""
+    config = request.config
+    if config.num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes={config.num_nodes}, but this process was started alone",
+            why="a script can start processes on its own machine only",
+            do=f"on every node: distributed train --script {sys.argv[0] or 'train.py'} --num-nodes {config.num_nodes} "
+            "--gpus-per-node … --master-addr <host of one of them>",
+        )
+    run_dir = config.run_dir or new_run_dir()
+    plan = request.plan(run_dir)
+    check_extras(plan)
+    launch = LaunchRequest(
+        command=("-m", "distributed.worker", run_dir),
+        run_dir=run_dir,
+        ranks_per_node=plan.world_size,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        threads_per_rank=plan.threads_per_rank,
+        attempt=next_attempt(run_dir),
+        device=plan.device,
+    )
+    _refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
+    if plan.world_size > 1:
+        return _launch(request.job(plan), launch)
+    _write_plan(plan)
+    session = open_session(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt))
+    return run_rank(request.job(plan), session, shows_progress=plan.observe.progress)
+
+
+def _launch(job: Job, launch: LaunchRequest) -> History:
+    """Send the job to new processes, wait for them, and take home what they trained."""
+    run_dir = Path(launch.run_dir)
+    payload, outcome = run_dir / PAYLOAD, run_dir / HISTORY
+    run_dir.mkdir(parents=True, exist_ok=True)
+    outcome.unlink(missing_ok=True)  # of an earlier attempt
+    try:
+        write_payload(job, payload)
+        _write_plan(job.plan)
+        (run_dir / PATHS).write_text(json.dumps({"sys_path": [path or os.getcwd() for path in sys.path]}))
+        screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=job.plan.observe.progress)
+        try:
+            LocalLauncher().run(launch, screen)
+        except KeyboardInterrupt:
+            if not outcome.exists():  # stopped before there was anything to keep
+                raise
+        finally:
+            screen.close()
+    finally:
+        payload.unlink(missing_ok=True)
+    history = History.load(outcome)
+    _bring_home(job.task, Path(history.checkpoint))
+    return history
+
+
+def _bring_home(task: Task, checkpoint: Path) -> None:
+    """The trained state into the user's own objects."""
+    trained = load_part(checkpoint, "shared")
+    if trained is None:
+        raise CheckpointError(f"the trained model is not at {checkpoint}", why="the checkpoint has no shared part")
+    task.model.load_state_dict(trained["model"])
+    if isinstance(task.optimizer, torch.optim.Optimizer):
+        task.optimizer.load_state_dict(trained["optimizer"])
+    if isinstance(getattr(task.scheduler, "optimizer", None), torch.optim.Optimizer):
+        task.scheduler.load_state_dict(trained["schedule"])
+
+
+def _write_plan(plan: Plan) -> None:
+    path = Path(plan.run_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "plan.json").write_text(plan.to_json())
+    (path / "config.json").write_text(json.dumps(plan.settings, indent=2) + "\n")
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise LaunchError(problems)
+
+
+def _hardware() -> Hardware:
+    """What nvidia-smi tells; where it is missing, torch's count of the GPUs, which touches none of them."""
+    hardware = probe_hardware()
+    missing = torch.cuda.device_count() - len(hardware.gpus)
+    return replace(hardware, gpus=(*hardware.gpus, *[Gpu("GPU")] * missing)) if missing > 0 else hardware
+
+
+def _active_mlflow_run() -> str:
+    """The run that the script has opened with MLflow, if it uses it."""
+    mlflow = sys.modules.get("mlflow")
+    run = mlflow.active_run() if mlflow is not None else None
+    return "" if run is None else str(run.info.run_id)

@@ -1,0 +1,130 @@
+"""The payload: a job written down once for all ranks. Large tensors are mapped by them, not copied.
+
+It goes from a process to its own children through a file that only this user can read.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from distributed.core.errors import Problem, TaskError
+from distributed.worker import Job
+
+_MAPPED_BYTES = 1 << 16  # arrays from this size on travel as tensors, which the ranks map
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, so that classes and functions of a script or notebook travel by value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if (
+            type(obj) is np.ndarray
+            and obj.nbytes >= _MAPPED_BYTES
+            and obj.dtype.kind in "fiub"
+            and obj.flags.c_contiguous
+        ):
+            writable = obj if obj.flags.writeable else obj.copy()
+            return _as_array, (torch.from_numpy(writable),)
+        return super().reducer_override(obj)
+
+
+class _PickleModule:
+    """What torch.save asks of a pickle module."""
+
+    __name__ = "cloudpickle"
+    Pickler = _Pickler
+    dumps = staticmethod(cloudpickle.dumps)
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.numpy()
+
+
+def write_payload(job: Job, path: Path) -> None:
+    """Write the job, or say which attribute of it cannot be sent."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(job, file, pickle_module=_PickleModule, pickle_protocol=5)
+    except Exception as failed:  # pickling runs any object's own code, which may raise anything
+        path.unlink(missing_ok=True)
+        raise TaskError(_culprits(job) or [Problem("the job cannot be sent to the ranks", why=str(failed))]) from failed
+
+
+def _culprits(job: Job) -> list[Problem]:
+    """Which attributes cannot be pickled, each by its path."""
+    task = job.task
+    parts = {
+        "model": task.model,
+        "loss_fn": task.loss_fn,
+        "optimizer": task.optimizer,
+        "scheduler": task.scheduler,
+        "metrics": dict(task.metrics or {}),
+        "train_loader.dataset": job.train.dataset,
+        "train_loader.collate_fn": job.train.collate_fn,
+        "train_loader.sampler": job.train.sampler,
+        "train_loader.worker_init_fn": job.train.worker_init_fn,
+    }
+    if job.evaluation is not None:
+        parts |= {"val_loader.dataset": job.evaluation.dataset, "val_loader.collate_fn": job.evaluation.collate_fn}
+    problems = []
+    for name, part in parts.items():
+        found = _deepest(name, part, seen=set())
+        if found is not None:
+            path, value, error = found
+            problems.append(
+                Problem(
+                    f"{path} cannot be sent to the ranks: it is a {type(value).__name__}",
+                    why=str(error).splitlines()[0],
+                    do="make it where it is used (in forward or __getitem__), or leave it out in __getstate__",
+                )
+            )
+    return problems
+
+
+def _deepest(path: str, value: Any, seen: set[int]) -> tuple[str, Any, Exception] | None:
+    """The innermost part that fails, because its own parts do not."""
+    error = _pickling_error(value)
+    if error is None or id(value) in seen:
+        return None
+    seen.add(id(value))
+    for child_path, child in _children(path, value):
+        found = _deepest(child_path, child, seen)
+        if found is not None:
+            return found
+    return path, value, error
+
+
+def _pickling_error(value: Any) -> Exception | None:
+    try:
+        _Pickler(io.BytesIO(), protocol=5).dump(value)
+    except Exception as error:  # as above
+        return error
+    return None
+
+
+def _children(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    else:
+        for name, item in getattr(value, "__dict__", {}).items():
+            if name == "_modules" and isinstance(item, Mapping):
+                yield from ((f"{path}.{child}", module) for child, module in item.items())
+            else:
+                yield f"{path}.{name}", item
+        for cell_name, cell in zip(
+            getattr(getattr(value, "__code__", None), "co_freevars", ()),
+            getattr(value, "__closure__", None) or (),
+            strict=False,
+        ):
+            yield f"{path} (its variable {cell_name})", cell.cell_contents

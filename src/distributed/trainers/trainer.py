@@ -1,0 +1,101 @@
+"""Trainer: the front door of the library."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from distributed.core.config import DistributedConfig, build_config
+from distributed.core.env import overrides_in_env, worker_env
+from distributed.core.history import History
+from distributed.data.source import read_source
+from distributed.train.metrics import check_metrics
+from distributed.train.task import Task, check_task
+from distributed.trainers.fitting import FitRequest, fit_alone, fit_in_world
+
+Loader = DataLoader[Any] | Dataset[Any]
+
+
+class Trainer:
+    """Trains a model on many devices.
+
+    Settings are those of `DistributedConfig`, as keywords, in `config`, or both (keywords win). In a plain script, a
+    notebook or a REPL, `fit` starts the ranks itself; in a process that a launcher started it joins that world.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    >>> trainer = Trainer(nn.Linear(4, 2), num_gpus=1, batch_size=16, epochs=2, progress=False, run_dir=tmp / "run")
+    >>> history = trainer.fit(data)
+    >>> history.steps
+    8
+    """
+
+    preset: Mapping[str, Any] = {}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DistributedConfig | Mapping[str, Any] | None = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str | None = None,
+        scheduler: Any = None,
+        metrics: Mapping[str, Callable[[Any, Any], torch.Tensor]] | None = None,
+        **settings: Any,
+    ) -> None:
+        if isinstance(optimizer, str):
+            settings["optimizer"], optimizer = optimizer, None
+        given = config.given_values() if isinstance(config, DistributedConfig) else dict(config or {})
+        preset = {name: value for name, value in self.preset.items() if name not in settings and name not in given}
+        self.config = build_config(
+            [(preset, type(self).__name__, {}), (given, "config", {}), (_plain(settings), "argument", {})]
+        )
+        self.model = model
+        self._task = Task(model, loss_fn, optimizer, scheduler, metrics)
+        self.history: History | None = None
+
+    @property
+    def best_accuracy(self) -> float:
+        """Of the last `fit`."""
+        return float("nan") if self.history is None else self.history.best_accuracy
+
+    def fit(self, train_loader: Loader, val_loader: Loader | None = None, **settings: Any) -> History:
+        """Train, and afterwards hold the trained weights in `model`.
+
+        `settings` win over the trainer's: `checkpoint_dir=`, `mlflow_experiment=`, `max_steps=`, `epochs=` …
+        Ctrl-C ends all ranks at a common step; `model` and `history` then hold what was trained, and
+        KeyboardInterrupt is raised.
+        """
+        config = _with_launch_settings(self.config.merged(_plain(settings), "fit(…)"))
+        check_task(self._task)
+        check_metrics(self._task.metrics or {})
+        train = read_source(train_loader, "train_loader")
+        evaluation = None if val_loader is None else read_source(val_loader, "val_loader")
+        request = FitRequest(config, self._task, train, evaluation)
+        world = worker_env()
+        if world is not None:
+            self.history = fit_in_world(request, world)
+        else:
+            self.history = fit_alone(request)
+        if self.history.interrupted:
+            raise KeyboardInterrupt
+        return self.history
+
+
+def _with_launch_settings(config: DistributedConfig) -> DistributedConfig:
+    """What was given on the command line that launched this rank wins over the script."""
+    given = json.loads(overrides_in_env() or "{}")
+    for name, (value, source) in given.items():
+        config = config.merged({name: value}, source)
+    return config
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths as text."""
+    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
