@@ -23,7 +23,7 @@ def _config() -> None:
 
 @app.command("show")
 def show(
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to add.")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to add.")] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
     given: Annotated[bool, typer.Option("--given", help="Only settings that were given.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,

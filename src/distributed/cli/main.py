@@ -16,14 +16,14 @@ from distributed.core.errors import DistributedError, RankFailedError
 app = typer.Typer(
     name="distributed",
     help="Take a model that trains on one device and train it on many.",
-    epilog="Begin with: distributed doctor, then: distributed train --script train.py --num-gpus 2",
+    epilog="Begin with: distributed doctor",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("train")(train.train)
-app.command("doctor")(doctor.doctor)
+app.command("train", short_help="Run a training script as N ranks.")(train.train)
+app.command("doctor", short_help="Report what this machine can do.")(doctor.doctor)
 app.add_typer(config.app, name="config")
 
 

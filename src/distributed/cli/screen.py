@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import typer
 
-from distributed.core.events import Event, RunStarted
+from distributed.core.events import Event, RankFailed, RunStarted
 from distributed.launch.request import LaunchRequest
 from distributed.observe.console import Console
 from distributed.observe.follow import Follower
@@ -41,6 +41,8 @@ class _OnceConsole(Console):
         self._already = told
 
     def on(self, event: Event) -> None:
+        if isinstance(event, RankFailed):  # the launcher's error says it, at the end
+            return
         if isinstance(event, RunStarted):
             event = replace(event, decisions=[text for text in event.decisions if text not in self._already])
         super().on(event)

@@ -13,6 +13,7 @@ from distributed.core.config import DistributedConfig, build_config
 from distributed.core.errors import ConfigError, Problem
 
 COMMAND_LINE = "command line"
+_NOT_SETTINGS = {"self", "_sources"}
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,19 @@ def gather(config_path: str | None, words: Iterable[str], options: Mapping[str, 
     layers = [read_file(config_path)] if config_path is not None else []
     layers.append(read_words(words, options))
     problems = [problem for layer in layers for problem in layer.problems]
+    for layer in layers:  # names that no setting can have, because Python's call syntax needs them
+        problems += [Problem(f"there is no setting {name!r}") for name in layer.values if name in _NOT_SETTINGS]
     try:
-        config = build_config([(layer.values, "", layer.sources) for layer in layers])
+        config = build_config([(_plain(layer.values), "", layer.sources) for layer in layers])
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in _NOT_SETTINGS}
 
 
 def _parse(key: str, text: str) -> Any:

@@ -30,7 +30,7 @@ def train(
     context: typer.Context,
     script: Annotated[str, typer.Option(metavar="FILE", help="The Python script to run in every rank.")],
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Any setting: see `distributed config show`.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any setting: see `distributed config show`.")
     ] = None,
     num_gpus: Annotated[
         str | None, typer.Option(metavar="N", help="Devices in all (CPU processes without CUDA).")
@@ -154,7 +154,8 @@ def _show_dry_run(job: TrainJob) -> None:
     port = request.master_port or free_port()
     if request.num_nodes == 1:
         place = NodePlace.alone(request, port)
-        typer.echo("MASTER_PORT is chosen anew at the start" if request.master_port is None else "")
+        if request.master_port is None:
+            typer.echo("MASTER_PORT is chosen anew at the start")
     else:
         host, meeting_port = request.meeting_point
         node = request.node_rank or 0

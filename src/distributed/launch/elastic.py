@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from distributed.core.errors import LaunchError, Problem
@@ -73,7 +73,8 @@ def meet(request: LaunchRequest, *, run_dir_given: bool = False, timeout_s: floa
     # Its warnings are about what is reported here as an error.
     logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.ERROR)
     address = _route_address(*request.meeting_point)
-    store, handler, info = _join(request, address, timeout_s)
+    store, keeps_store = _open_store(request, address, timeout_s)
+    handler, info = _join(request, store, address, timeout_s)
     card = NodeCard(
         host=socket.gethostname(),
         address=address,
@@ -89,7 +90,7 @@ def meet(request: LaunchRequest, *, run_dir_given: bool = False, timeout_s: floa
     node_rank = info.rank if problems else order.index(info.rank)
     hosts = tuple(cards[number].host for number in order)
     store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-    peers = NodeTalk(dist.PrefixStore("distributed/talk", store), node_rank, hosts)
+    peers = NodeTalk(dist.PrefixStore("distributed/talk", store), node_rank, hosts, keeps_store=keeps_store)
     if problems:
         peers.leave(ok=False)
         raise LaunchError(problems)
@@ -140,23 +141,39 @@ def seat(cards: Sequence[NodeCard]) -> tuple[list[int], list[Problem]]:
     return order, problems
 
 
-def _join(
-    request: LaunchRequest, address: str, timeout_s: float
-) -> tuple[dist.Store, RendezvousHandler, RendezvousInfo]:
+def _open_store(request: LaunchRequest, address: str, timeout_s: float) -> tuple[dist.Store, bool]:
+    """The store behind the rendezvous, and whether it lives in this process.
+
+    By number, node 0 keeps it: its machine may know itself under other names than the one in master_addr. Without
+    numbers, whoever is first on the machine that has the address does.
+    """
     host, port = request.meeting_point
-    # By number, node 0 keeps the store: its machine may know itself under other names than the one in master_addr.
-    is_host: dict[str, Any] = {} if request.node_rank is None else {"is_host": request.node_rank == 0}
-    whole_s = max(1, math.ceil(timeout_s))
-    try:
-        backend, store = create_backend(
-            RendezvousParameters("c10d", _endpoint(host, port), _RUN_ID, 1, 1, read_timeout=whole_s, **is_host)
+    if request.node_rank is not None:
+        attempts = [request.node_rank == 0]
+    else:
+        attempts = [True, False] if address == _resolve(host, port)[4][0] else [False]
+    whole_s = _whole_seconds(timeout_s)
+    for keeps_store in attempts:
+        parameters = RendezvousParameters(
+            "c10d", _endpoint(host, port), _RUN_ID, 1, 1, read_timeout=whole_s, is_host=keeps_store
         )
-    except RendezvousConnectionError as error:
-        raise LaunchError(
-            f"no node of this run answers at {host}:{port} (waited up to {whole_s} s)",
-            why=str(error.__cause__ or error).partition("\n")[0],
-            do="start the node with that address too, check the port and the firewall, and that nothing else uses it",
-        ) from error
+        try:
+            return create_backend(parameters)[1], keeps_store
+        except RendezvousConnectionError as error:
+            failure = error
+    raise LaunchError(
+        f"no node of this run answers at {host}:{port} (waited up to {whole_s} s)",
+        why=str(failure.__cause__ or failure).partition("\n")[0],
+        do="start the node with that address too, check the port and the firewall, and that nothing else uses it",
+    ) from failure
+
+
+def _join(
+    request: LaunchRequest, store: dist.Store, address: str, timeout_s: float
+) -> tuple[RendezvousHandler, RendezvousInfo]:
+    """Be counted, and wait until all have been."""
+    host, port = request.meeting_point
+    whole_s = _whole_seconds(timeout_s)
     parameters = RendezvousParameters(
         "c10d",
         _endpoint(host, port),
@@ -169,7 +186,7 @@ def _join(
     store.add(_ARRIVED, 1)
     try:
         with _own_stores_for_ranks():
-            handler = create_handler(store, backend, parameters)
+            handler = create_handler(store, C10dRendezvousBackend(store, _RUN_ID), parameters)
             info = handler.next_rendezvous()
     except RendezvousTimeoutError as error:
         arrived = store.add(_ARRIVED, -1) + 1
@@ -186,7 +203,7 @@ def _join(
         with suppress(RuntimeError):
             store.add(_ARRIVED, -1)
         raise
-    return store, handler, info
+    return handler, info
 
 
 def _exchange(card: NodeCard, info: RendezvousInfo, num_nodes: int) -> list[NodeCard]:
@@ -217,10 +234,18 @@ def _endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _whole_seconds(timeout_s: float) -> int:
+    return max(1, math.ceil(timeout_s))
+
+
+def _resolve(host: str, port: int) -> tuple[Any, ...]:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+
+
 def _route_address(host: str, port: int) -> str:
-    """The address of this machine on the way to a host: the one under which that network reaches it."""
+    """The address of this machine on the way to a host, under which that network reaches it; the host's own at home."""
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = _resolve(host, port)
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # of a datagram socket: picks the route, sends nothing
             return str(probe.getsockname()[0])

@@ -59,8 +59,17 @@ class NodeTalk:
     A thread talks to the store, which may hang for as long as its timeout when a link is cut; the caller does not.
     """
 
-    def __init__(self, store: KeyValueStore, node_rank: int, hosts: Sequence[str], lost_after_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        store: KeyValueStore,
+        node_rank: int,
+        hosts: Sequence[str],
+        *,
+        keeps_store: bool = False,
+        lost_after_s: float = 20.0,
+    ) -> None:
         self._store = store
+        self._keeps_store = keeps_store
         self._node_rank = node_rank
         self._hosts = tuple(hosts)
         self._lost_after_s = lost_after_s
@@ -88,7 +97,7 @@ class NodeTalk:
         self._ok = ok
         self._leaving.set()
         if not ok:
-            self._thread.join(_LEAVE_S)
+            self._thread.join(2 * _LEAVE_S)
             return None
         while self._thread.is_alive():
             self._thread.join(_BEAT_S)
@@ -124,11 +133,11 @@ class NodeTalk:
         return len(self._done) == len(self._hosts) or not self._inbox.empty()
 
     def _depart(self) -> None:
-        """The store may live in this process: keep it until the others have read it too."""
+        """Last words. The node that keeps the store goes last, as long as the others are about to go."""
         self._send()
         gone = self._store.add("left", 1)
         deadline = time.monotonic() + _LEAVE_S
-        while gone < len(self._hosts) and time.monotonic() < deadline:
+        while self._keeps_store and gone < len(self._hosts) and time.monotonic() < deadline:
             time.sleep(0.05)
             gone = self._store.add("left", 0)
 

@@ -27,7 +27,8 @@ def check_script(path: str) -> list[Problem]:
     if not folder.is_dir():
         return [Problem(f"the script {path} does not exist", why=f"there is no directory {folder}", do=_here())]
     names = _scripts_in(folder)
-    close = [str(folder / name) for name in nearest(Path(path).name, names)]
+    by_stem = {Path(name).stem: name for name in names}
+    close = [str(folder / by_stem[stem]) for stem in nearest(Path(path).stem, by_stem)]
     do = f"did you mean {' or '.join(close)}?" if close else f"in {folder.absolute()} there is: {_some(names)}"
     return [Problem(f"the script {path} does not exist", why=_here(), do=do)]
 

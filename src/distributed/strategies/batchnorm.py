@@ -49,7 +49,7 @@ class SyncBatchNorm(_BatchNorm):
         use_batch = self.training or (self.running_mean is None and self.running_var is None)
         if not use_batch or not dist.is_initialized():
             return super().forward(input)
-        x = input.float()
+        x = input if input.dtype == torch.float64 else input.float()
         count, mean, var = self._global_statistics(x)
         self._update_running(count, mean, var)
         normal = _Normalize.apply(x, mean, torch.rsqrt(var + self.eps), count)

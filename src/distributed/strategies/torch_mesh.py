@@ -146,7 +146,7 @@ class TorchMesh:
 
     def _divide_gradients(self, total_weight: torch.Tensor) -> torch.Tensor:
         """Divide by the weight of the whole global batch, which is known only now; returns the factor."""
-        factor = 1.0 / self._session.sum("loss weight", total_weight.detach().float())
+        factor = 1.0 / self._session.sum("loss weight", total_weight.detach().double())
         torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
         return factor
 

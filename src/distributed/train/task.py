@@ -166,6 +166,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
         raise TaskError(
             f"the optimizer is not over this model's parameters: {len(foreign)} of its {len(held)} are not ({shapes})",
-            why="it would train tensors that the model does not use; was the model copied since the optimizer was made?",
+            why="it would train tensors that the model does not use; was the model copied after that was made?",
             do="make it of this model: torch.optim.AdamW(model.parameters(), …), or pass a function of the parameters",
         )

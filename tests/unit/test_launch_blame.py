@@ -1,0 +1,67 @@
+"""Of several ranks that ended, the one that is shown is the one that began it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from distributed.launch.blame import Ending, describe, failure_error, first_failure
+from distributed.launch.failure import FailureRecord, is_collateral
+
+
+def ending(
+    rank: int, time: float, *, code: int = 1, collateral: bool = False, silent: bool = False, ours: bool = False
+):
+    record = FailureRecord(rank, "host", 1, time, "ValueError", "boom", "Traceback …", 7, collateral)
+    return Ending(rank, code, time, f"rank-{rank}.log", None if silent else record, ours)
+
+
+@pytest.mark.parametrize(
+    ("endings", "blamed"),
+    [
+        ([ending(0, 2.0), ending(1, 1.0)], 1),
+        ([ending(0, 1.0, collateral=True), ending(1, 2.0)], 1),
+        ([ending(0, 1.0, collateral=True), ending(1, 2.0, code=-9, silent=True)], 1),
+        ([ending(0, 2.0, collateral=True), ending(1, 1.0, collateral=True)], 1),
+        ([ending(0, 1.0, code=-15, silent=True, ours=True), ending(1, 2.0)], 1),
+        ([ending(0, 1.0, code=0, silent=True)], None),
+    ],
+)
+def test_first_failure(endings, blamed):
+    found = first_failure(endings)
+    assert (found.rank if found else None) == blamed
+
+
+def test_a_killed_rank_names_its_signal_and_its_log():
+    error = failure_error(ending(2, 0.0, code=-signal.SIGKILL, silent=True), "n1")
+    assert "SIGKILL" in str(error)
+    assert "memory" in str(error)
+    assert (error.rank, error.log_path, error.exit_code) == (2, "rank-2.log", 1)
+    assert "SIGSEGV" in describe(ending(0, 0.0, code=-signal.SIGSEGV, silent=True))
+
+
+def test_the_exit_code_is_that_of_the_error():
+    assert failure_error(ending(0, 0.0), "n1").exit_code == 7
+
+
+def test_while_stopping_only_the_asked_for_ends_are_good():
+    for code in (0, 130, -signal.SIGINT):
+        assert ending(0, 0.0, code=code, silent=True).is_benign(signal.SIGINT)
+    assert ending(0, 0.0, code=-signal.SIGTERM, silent=True).is_benign(signal.SIGTERM)
+    assert ending(0, 0.0, collateral=True).is_benign(signal.SIGINT)
+    assert not ending(0, 0.0).is_benign(signal.SIGINT)
+    assert not ending(0, 0.0, code=130, silent=True).is_benign(None)
+
+
+def test_an_error_raised_from_a_broken_connection_is_collateral():
+    broken = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection reset by peer")
+    wrapped = ValueError("all_reduce failed")
+    wrapped.__cause__ = broken
+    assert is_collateral(wrapped)
+    told = ValueError("peer lost")
+    told.collateral = True
+    assert is_collateral(told)
+    own = ValueError("bad batch")
+    own.__context__ = broken  # merely raised later
+    assert not is_collateral(own)

@@ -1,0 +1,141 @@
+"""What the local launcher renders, how it follows logs, and what is checked before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+
+import pytest
+
+from distributed.core.env import FAILURE_MARK, worker_env
+from distributed.core.errors import LaunchError
+from distributed.launch.local import LocalLauncher
+from distributed.launch.logtail import LogTail
+from distributed.launch.ports import free_port, port_in_use
+from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
+from distributed.launch.request import LaunchRequest, NodePlace
+
+
+def rendered(environ=None, place=None, **changes):
+    request = LaunchRequest(("train.py", "--x", "a b"), "runs/1", 2, threads_per_rank=3, **changes)
+    return LocalLauncher(environ=environ or {}).render(request, place or NodePlace.alone(request, 29511))
+
+
+def test_every_rank_is_told_its_place_in_the_worlds_words():
+    place = NodePlace(1, 2, 2, 4, "n0", 4000)
+    workers = [worker_env(process.env) for process in rendered(place=place, num_nodes=2, attempt=5).processes]
+    assert [(w.rank, w.local_rank, w.world_size, w.local_world_size, w.node_rank) for w in workers] == [
+        (2, 0, 4, 2, 1),
+        (3, 1, 4, 2, 1),
+    ]
+    assert {(w.master_addr, w.master_port, w.launcher, w.run_dir, w.attempt) for w in workers} == {
+        ("n0", 4000, "distributed", "runs/1", 5)
+    }
+
+
+def test_threads_are_the_users_when_the_user_set_them():
+    assert rendered().processes[0].env["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in rendered({"OMP_NUM_THREADS": "8"}).processes[0].env
+
+
+def test_the_text_of_a_dry_run_can_be_run_by_a_shell():
+    text = str(rendered(env={"GREETING": "good day"})).splitlines()
+    assert len(text) == 2
+    assert "GREETING='good day'" in text[1]
+    assert "train.py --x 'a b' > runs/1/attempts/0/rank-1.log" in text[1]
+
+
+def test_submit_says_why_it_cannot_start(tmp_path):
+    request = LaunchRequest(("x.py",), str(tmp_path), 1)
+    launcher = LocalLauncher(python=str(tmp_path / "no-python"))
+    with pytest.raises(LaunchError, match="no-python"):
+        launcher.submit(launcher.render(request, NodePlace.alone(request, 1)))
+
+
+def test_log_tail_passes_whole_lines_up_to_the_failure(tmp_path):
+    path = tmp_path / "rank-0.log"
+    path.write_bytes("first\nha".encode())
+    tail = LogTail(str(path))
+    assert tail.lines() == ["first"]
+    with path.open("ab") as log:
+        log.write("lf ½\n10%\r20%\r100%\n\npart".encode())
+    assert tail.lines() == ["half ½", "100%", ""]
+    with path.open("a") as log:
+        log.write(f"ial{FAILURE_MARK}\nTraceback\nboom\n")
+    assert tail.lines(final=True) == ["partial"]
+    tail.close()
+
+
+def test_a_last_line_without_its_end_is_shown_at_the_end(tmp_path):
+    path = tmp_path / "rank-0.log"
+    path.write_text("no newline")
+    tail = LogTail(str(path))
+    assert tail.lines() == []
+    assert tail.lines(final=True) == ["no newline"]
+    tail.close()
+
+
+def test_a_missing_script_offers_the_nearest(tmp_path):
+    (tmp_path / "train_mnist.py").touch()
+    (tmp_path / "other.py").touch()
+    assert check_script(str(tmp_path / "train_mnist.py")) == []
+    (problem,) = check_script(str(tmp_path / "train_mnits.py"))
+    assert "train_mnist.py" in problem.do
+    assert "other.py" not in problem.do
+    (problem,) = check_script(str(tmp_path))
+    assert "train_mnist.py" in problem.do
+    assert check_script(str(tmp_path / "no" / "train.py"))
+
+
+def test_a_port_in_use_is_a_problem_only_where_it_would_be_opened():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert port_in_use(port)
+        alone = LaunchRequest(("x.py",), "r", 1, master_port=port)
+        (problem,) = check_port(alone)
+        assert str(port) in problem.what
+        several = {"num_nodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+        assert check_port(LaunchRequest(("x.py",), "r", 1, node_rank=0, **several))
+        assert not check_port(LaunchRequest(("x.py",), "r", 1, node_rank=1, **several))
+        assert not check_port(LaunchRequest(("x.py",), "r", 1, **several))
+    assert not check_port(alone)
+    assert not port_in_use(free_port())
+
+
+@pytest.mark.parametrize("trace", ["events.jsonl", "plan.json", "config.json", "attempts/0/rank-0.log"])
+def test_a_run_directory_of_another_run_is_not_used(tmp_path, trace):
+    assert check_run_dir(str(tmp_path), resume=False) == []
+    (tmp_path / trace).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / trace).touch()
+    (problem,) = check_run_dir(str(tmp_path), resume=False)
+    assert time.strftime("%Y-%m-%d") in problem.what
+    assert "resume_from_checkpoint" in problem.do
+    assert check_run_dir(str(tmp_path), resume=True) == []
+
+
+def test_how_the_other_run_ended_is_said(tmp_path):
+    lines = [json.dumps({"event": "RunStarted"}), json.dumps({"event": "RankFailed"}), '{"torn']
+    (tmp_path / "events.jsonl").write_text("\n".join(lines))
+    (problem,) = check_run_dir(str(tmp_path), resume=False)
+    assert "failed" in problem.what
+
+
+def test_a_run_directory_that_cannot_be_made_is_a_problem(tmp_path):
+    (tmp_path / "file").touch()
+    assert check_run_dir(str(tmp_path / "file"), resume=False)
+    assert check_run_dir(str(tmp_path / "file" / "below"), resume=False)
+    assert check_run_dir(str(tmp_path / "new" / "deep"), resume=False) == []
+    assert not (tmp_path / "new").exists()
+
+
+def test_attempts_count_on(tmp_path):
+    assert next_attempt(str(tmp_path)) == 0
+    for number in ("0", "1", "10"):
+        os.makedirs(tmp_path / "attempts" / number)
+    assert next_attempt(str(tmp_path)) == 11
+
+
+def test_run_directories_of_one_second_differ():
+    assert len({new_run_dir(now=1.0) for _ in range(20)}) > 1
