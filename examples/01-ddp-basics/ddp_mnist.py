@@ -10,6 +10,7 @@ model and the data instead, so whatever stands here runs once.
 
 import argparse
 
+import torch
 import torch.distributed as dist
 from digits import load_digits
 from torch import nn
@@ -32,7 +33,11 @@ class SmallCNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(4)
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveMaxPool2d(4),
         )
         self.classifier = nn.Linear(32 * 4 * 4, 10)
 
@@ -40,16 +45,18 @@ class SmallCNN(nn.Module):
         return self.classifier(self.features(images).flatten(1))
 
 
+torch.manual_seed(0)  # for the weights, which are drawn here
 train_set, test_set = load_digits(arguments.data_dir)
 trainer = PyTorchDDPTrainer(
     model=SmallCNN(),
     num_gpus=arguments.num_gpus,
-    batch_size=arguments.batch_size,
     epochs=arguments.epochs,
     learning_rate=arguments.learning_rate,
     log_every_n_steps=10,
 )
-history = trainer.fit(DataLoader(train_set, shuffle=True), DataLoader(test_set, batch_size=256))
+history = trainer.fit(
+    DataLoader(train_set, batch_size=arguments.batch_size, shuffle=True), DataLoader(test_set, batch_size=256)
+)
 
 if not dist.is_initialized() or dist.get_rank() == 0:  # a launcher's ranks all come here; one of them is enough
     print(f"best accuracy {history.best_accuracy:.4f} after {history.total_time:.1f} s on {history.world_size} ranks")

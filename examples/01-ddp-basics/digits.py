@@ -1,4 +1,4 @@
-"""Handwritten digits for the examples beside it: MNIST's own files where there are some, else those inside scikit-learn."""
+"""Handwritten digits for the examples: MNIST's own files where there are some, else those inside scikit-learn."""
 
 from __future__ import annotations
 
@@ -52,14 +52,16 @@ def _read_mnist(folder: Path, part: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _find(folder: Path, stem: str) -> Path:
     """`train-images-idx3-ubyte.gz`, or the same with a dot, or unpacked: whichever way it was downloaded."""
-    found = sorted(path for path in folder.glob(f"{stem}*ubyte*") if path.suffix in (".gz", "", ".idx3-ubyte", ".idx1-ubyte"))
+    found = sorted(
+        path for path in folder.glob(f"{stem}*ubyte*") if path.suffix in (".gz", "", ".idx3-ubyte", ".idx1-ubyte")
+    )
     if not found:
         raise SystemExit(f"{folder} has no {stem}-idx*-ubyte(.gz); leave --data-dir out to use scikit-learn's digits")
     return found[0]
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """An array in MNIST's format: two zero bytes, the type (8: bytes), the number of dimensions, their sizes, the data."""
+    """An array in MNIST's format: two zero bytes, the type (8: bytes), the number of dimensions, their sizes, data."""
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if raw[:3] != b"\x00\x00\x08":
         raise SystemExit(f"{path} is not an idx file of bytes")

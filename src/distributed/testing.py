@@ -43,7 +43,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     """
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        (work / "call").write_bytes(cloudpickle.dumps((sys.path, function, args)))
+        (work / "call").write_bytes(cloudpickle.dumps((sys.path, cloudpickle.dumps((function, args)))))
         cores = os.cpu_count() or 1
         request = LaunchRequest(
             command=("-m", "distributed.testing", folder),
@@ -58,8 +58,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
 def _main(folder: Path) -> None:
     env = worker_env()
     assert env is not None
-    path, function, args = cloudpickle.loads((folder / "call").read_bytes())
-    sys.path[:] = path
+    sys.path[:], call = cloudpickle.loads((folder / "call").read_bytes())
+    function, args = cloudpickle.loads(call)
     Session.open(env, device="cpu", collectives="gloo", timeout_s=120)
     result = function(*args)
     (folder / f"result-{env.rank}").write_bytes(cloudpickle.dumps(result))

@@ -26,7 +26,6 @@ from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
 
 PAYLOAD, PATHS, HISTORY = "payload.pt", "worker.json", "history.json"  # in the run directory
-_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def main() -> None:
     history = run_rank(job, session, shows_progress=False)
     leave_world()
     if history.interrupted:
-        sys.exit(_INTERRUPTED)
+        raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

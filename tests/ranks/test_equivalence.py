@@ -1,7 +1,7 @@
 """N ranks train exactly what one process trains: against a hand-written loop in double precision.
 
-Every world size has the same global batch of 12, so all of them must come to the same weights. The dataset lengths leave
-a last batch that does not divide, down to a single sample, so that most ranks have an empty share of it.
+Every world size has the same global batch of 12, so all of them must come to the same weights. The dataset lengths
+leave a last batch that does not divide, down to a single sample, so that most ranks have an empty share of it.
 """
 
 from __future__ import annotations

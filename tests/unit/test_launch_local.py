@@ -56,7 +56,7 @@ def test_submit_says_why_it_cannot_start(tmp_path):
 
 def test_log_tail_passes_whole_lines_up_to_the_failure(tmp_path):
     path = tmp_path / "rank-0.log"
-    path.write_bytes("first\nha".encode())
+    path.write_bytes(b"first\nha")
     tail = LogTail(str(path))
     assert tail.lines() == ["first"]
     with path.open("ab") as log:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +15,7 @@ import typer
 from distributed.cli.screen import RunScreen
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
-from distributed.core.env import OVERRIDES
+from distributed.core.env import OVERRIDES, WorkerEnv, inherited_environ, worker_env
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
 from distributed.launch.local import LocalLauncher
@@ -24,6 +26,8 @@ from distributed.launch.request import LaunchRequest, NodePlace
 from distributed.launch.stops import Stopped
 from distributed.planner.hardware import Hardware, probe_hardware
 from distributed.planner.planning import plan_resources
+
+_SIZES = ("num_gpus", "num_nodes", "gpus_per_node")
 
 
 def train(
@@ -76,14 +80,13 @@ def train(
     }
     arguments = tuple(context.obj or ())
     job = _prepare(script, arguments, config, settings or [], options)
-    if dry_run:
+    world = worker_env()
+    if world is not None and not any(job.config.given(name) for name in _SIZES):
+        _become_rank(job, world, dry_run)
+    elif dry_run:
         _show_dry_run(job)
-        return
-    try:
+    else:
         _launch(job)
-    except Stopped as stopped:
-        typer.echo(f"{stopped}; logs and what was saved: {job.request.run_dir}", err=True)
-        raise typer.Exit(stopped.exit_code) from None
 
 
 @dataclass(frozen=True)
@@ -188,8 +191,24 @@ def _launch(job: TrainJob) -> None:
     screen = RunScreen(request, enabled=job.config.progress, told=[str(decision) for decision in job.decisions])
     try:
         LocalLauncher().run(request, screen, place=place, peers=peers, on_stop=screen.stopping)
+    except Stopped as stopped:
+        typer.echo(f"{stopped}; logs and what was saved: {request.run_dir}", err=True)
+        raise typer.Exit(stopped.exit_code) from None
     finally:
         screen.close()
+
+
+def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
+    """Under mpirun, srun, horovodrun or torchrun the ranks are there already, and this process is one of them."""
+    command = (sys.executable, "-m", "distributed.launch.rank", *job.request.command)
+    if world.is_main or dry_run:
+        typer.echo(
+            f"rank {world.rank} of {world.world_size}: {world.launcher} started it, so no more are [num_gpus]", err=True
+        )
+    if dry_run:
+        typer.echo(shlex.join(command))
+        return
+    os.execve(command[0], command, inherited_environ() | dict(job.request.env))
 
 
 def _meet(job: TrainJob) -> tuple[LaunchRequest, NodePlace, Peers]:

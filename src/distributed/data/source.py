@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -56,15 +57,27 @@ class Source:
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory and pin_memory,
             "timeout": self.timeout,
-            "worker_init_fn": self.worker_init_fn,
         }
         if self.num_workers:
             options |= {
+                "worker_init_fn": WorkerStart(self.worker_init_fn),
                 "prefetch_factor": self.prefetch_factor,
                 "persistent_workers": self.persistent_workers,
                 "multiprocessing_context": self.multiprocessing_context,
             }
         return options
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """What a data loader's worker does first. Ctrl-C in a terminal reaches it too, but it is the rank that decides."""
+
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self.then is not None:
+            self.then(worker)
 
 
 def read_source(data: object, role: str) -> Source:

@@ -86,9 +86,9 @@ class LocalJob:
                 echo.finish(only=failure.rank)  # before the failure is an event: the error raised here says it
                 raise self._fail(failure, peers)
             echo.finish()
+            ok = stops.count <= 1  # a stop in good order: other nodes may still be saving
             if stops.number is not None:
                 raise Stopped(stops.number)
-            ok = True
         finally:
             end_all(self._processes, 0.0)
             echo.close()
@@ -147,9 +147,9 @@ class LocalJob:
     def _notice(self) -> None:
         """Write down who has ended, and whoever said that it failed but does not come to an end."""
         for process in self._processes:
+            code = process.poll()
             if process.rank in self._endings:
                 continue
-            code = process.poll()
             if code is not None:
                 self._endings[process.rank] = self._ending(process, code)
             elif self._hangs_after_failure(process):
@@ -218,7 +218,8 @@ class _Echo:
 
 
 def _failed_elsewhere(news: News) -> RankFailedError:
-    who = f"node {news.node_rank} ({news.host})" + (f", rank {news.rank}" if news.rank >= 0 else "")
+    who = f"node {news.node_rank} ({news.host})" if news.node_rank >= 0 else "the meeting of the nodes"
+    who += f", rank {news.rank}" if news.rank >= 0 else ""
     return RankFailedError(
         f"{who} failed: {news.message}",
         why="a run ends on all nodes when it fails on one; the ranks of this node were ended",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from distributed.core.env import LAUNCHER_PID, WorkerEnv, inherited_environ
 from distributed.core.errors import LaunchError
+from distributed.launch.failure import failure_path
 from distributed.launch.job import LocalJob, Screen
 from distributed.launch.peers import News, Peers
 from distributed.launch.ports import free_port
@@ -75,6 +76,7 @@ class LocalLauncher:
         try:
             os.makedirs(rendered.attempt_dir, exist_ok=True)
             for spec in rendered.processes:
+                failure_path(rendered.attempt_dir, spec.rank).unlink(missing_ok=True)
                 environ = inherited | dict(spec.env) | {LAUNCHER_PID: str(os.getpid())}
                 started.append(RankProcess(spec, environ))
         except OSError as error:

@@ -8,6 +8,8 @@ from distributed.core.env import FAILURE_MARK
 
 _STOPS = (FAILURE_MARK, "Fatal Python error: ")  # the second is faulthandler's, after a crash in native code
 _LONGEST = 1 << 16
+_MOST_CHUNKS = 64  # at a time: a rank that writes faster than this reads must not keep its launcher from all else
+_CRASH_BYTES = 1 << 20
 
 
 class LogTail:
@@ -24,7 +26,9 @@ class LogTail:
     def lines(self, final: bool = False) -> list[str]:
         """What came since the last call; with `final`, also a last line without its end."""
         found: list[str] = []
-        while not self._stopped and (chunk := os.read(self._fd, _LONGEST)):
+        budget = _MOST_CHUNKS
+        while not self._stopped and (final or budget) and (chunk := os.read(self._fd, _LONGEST)):
+            budget -= 1
             *complete, self._rest = (self._rest + chunk).split(b"\n")
             self._take(complete, found)
             if len(self._rest) > _LONGEST:
@@ -53,7 +57,8 @@ class LogTail:
 
 def crash_dump(path: str, most_lines: int = 80) -> str:
     """What faulthandler wrote when native code crashed, or nothing."""
-    with open(path, encoding="utf-8", errors="replace") as log:
-        text = log.read()
+    with open(path, "rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _CRASH_BYTES))
+        text = log.read().decode("utf-8", "replace")
     at = text.find(_STOPS[1])
     return "\n".join(text[at:].splitlines()[:most_lines]) if at >= 0 else ""

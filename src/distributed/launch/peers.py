@@ -18,7 +18,7 @@ _LEAVE_S = 5.0  # for the others to hear why this node ends
 class News:
     """Something that happened on one node and ends the run on all."""
 
-    node_rank: int
+    node_rank: int  # -1: not known
     host: str
     kind: str  # "failed" or "stopping"
     message: str = ""
@@ -121,7 +121,8 @@ class NodeTalk:
         except RuntimeError as error:  # what torch's stores raise when the connection is lost
             # When this node is done, so may be the one that keeps the store.
             if not (self._leaving.is_set() and self._ok):
-                self._inbox.put(self._lost(0, f"the store where the nodes meet is gone ({_first_line(error)})"))
+                gone = f"the node that keeps its store went away ({_first_line(error)})"
+                self._inbox.put(News(-1, "", "failed", gone))
 
     def _may_go(self) -> bool:
         if not self._ok:
@@ -165,10 +166,7 @@ class NodeTalk:
                 self._beats[node] = (beat, now)
             elif now - since > self._lost_after_s and not self._store.check([f"done/{node}"]):
                 self._done.add(node)
-                self._inbox.put(self._lost(node, f"not heard of for {now - since:.0f} s"))
-
-    def _lost(self, node: int, why: str) -> News:
-        return News(node, self._hosts[node], "failed", why)
+                self._inbox.put(News(node, self._hosts[node], "failed", f"not heard of for {now - since:.0f} s"))
 
 
 def _first_line(error: Exception) -> str:

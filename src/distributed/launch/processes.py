@@ -19,6 +19,7 @@ class RankProcess:
         self.rank = spec.rank
         self.log_path = spec.log_path
         self.ended_by_us = False
+        self._gone = False  # with all of its group: the number may be another's from then on
         log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         try:
             # A session of its own: Ctrl-C reaches the launcher alone, which tells the ranks once.
@@ -43,6 +44,8 @@ class RankProcess:
         code = self._process.poll()
         if code is not None and not ended_before:
             self._signal_group(signal.SIGTERM)
+        if code is not None and not self._gone:
+            self._gone = not self._group_exists()
         return code
 
     def signal(self, number: int) -> None:
@@ -55,7 +58,11 @@ class RankProcess:
         self.ended_by_us = self.ended_by_us or self._process.poll() is None
         self._signal_group(number)
 
-    def has_leftovers(self) -> bool:
+    def is_gone(self) -> bool:
+        """Whether the rank and everything that it started have ended."""
+        return self.poll() is not None and self._gone
+
+    def _group_exists(self) -> bool:
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
@@ -63,8 +70,9 @@ class RankProcess:
         return True
 
     def _signal_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+        if not self._gone:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
 
 
 def end_all(processes: Sequence[RankProcess], grace_s: float) -> None:
@@ -72,7 +80,7 @@ def end_all(processes: Sequence[RankProcess], grace_s: float) -> None:
     for process in processes:
         process.end(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    while any(process.poll() is None or process.has_leftovers() for process in processes):
+    while not all(process.is_gone() for process in processes):
         if time.monotonic() > deadline:
             for process in processes:
                 process.end(signal.SIGKILL)

@@ -6,6 +6,7 @@ here is loaded before the user's program in every rank.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import faulthandler
@@ -14,11 +15,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
 
 from distributed.core.env import FAILURE_MARK, launcher_pid, worker_env
 from distributed.core.errors import DistributedError
@@ -55,7 +58,7 @@ def _program(command: list[str]) -> tuple[ModuleType, CodeType]:
     """The program as a fresh `__main__` and its code, with sys.argv and sys.path as `python` itself sets them."""
     if command[0] == "-m":
         return _module_program(command[1], command[2:])
-    path = command[0]
+    path = os.path.abspath(command[0])
     sys.argv = list(command)
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -157,5 +160,18 @@ def _die_with_launcher(launcher: int | None) -> None:
         os._exit(1)
 
 
+def _leave(exit_code: int) -> NoReturn:
+    """End as Python does, but without tearing the interpreter down.
+
+    Threads of the collectives that ask for the interpreter while it goes away abort a process that has done its work.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _leave(main(sys.argv[1:]))

@@ -23,6 +23,8 @@ _OPENED = itertools.count()  # sessions of this process, so that a second `fit` 
 class CollectiveError(RuntimeError):
     """A collective failed: says which one, of which rank."""
 
+    collateral = True  # a peer was lost: whatever ended it is to blame, not the rank that noticed
+
 
 class Session:
     """This rank's place in the world; `open` joins it."""

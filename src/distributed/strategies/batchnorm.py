@@ -18,21 +18,26 @@ class _Normalize(torch.autograd.Function):
     """Normalization whose mean and variance, and whose gradients through them, go over all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, count: torch.Tensor, is_empty: bool
+    ) -> torch.Tensor:
         shape = _channel_shape(x)
         normal = (x - mean.view(shape)) * rstd.view(shape)
         ctx.save_for_backward(normal, rstd, count)
+        ctx.is_empty = is_empty
         return normal
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
         normal, rstd, count = ctx.saved_tensors
         dims = _reduced_dims(grad)
         sums = torch.stack([grad.sum(dims), (grad * normal).sum(dims)])
         dist.all_reduce(sums)
+        if ctx.is_empty:  # a stand-in had no part in the statistics, so nothing flows back through them
+            return torch.zeros_like(grad), None, None, None, None
         shape = _channel_shape(grad)
         mean_grad, mean_grad_normal = (sums / count).view(2, *shape)
-        return (grad - mean_grad - normal * mean_grad_normal) * rstd.view(shape), None, None, None
+        return (grad - mean_grad - normal * mean_grad_normal) * rstd.view(shape), None, None, None, None
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -52,7 +57,7 @@ class SyncBatchNorm(_BatchNorm):
         x = input if input.dtype == torch.float64 else input.float()
         count, mean, var = self._global_statistics(x)
         self._update_running(count, mean, var)
-        normal = _Normalize.apply(x, mean, torch.rsqrt(var + self.eps), count)
+        normal = _Normalize.apply(x, mean, torch.rsqrt(var + self.eps), count, self.share_is_empty)
         if self.affine:
             shape = _channel_shape(x)
             normal = normal * self.weight.view(shape) + self.bias.view(shape)

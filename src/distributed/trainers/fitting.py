@@ -14,7 +14,7 @@ import torch
 from distributed.checkpoint.store import load_part
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import CheckpointError, ConfigError, LaunchError, Problem
+from distributed.core.errors import CheckpointError, ConfigError, LaunchError, Problem, RankFailedError
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.data.source import Source
@@ -127,6 +127,9 @@ def _launch(job: Job, launch: LaunchRequest) -> History:
         screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=job.plan.observe.progress)
         try:
             LocalLauncher().run(launch, screen)
+        except RankFailedError as failed:
+            failed.add_note(f"\n{failed.traceback}\nthe log of rank {failed.rank}: {failed.log_path}")
+            raise
         except KeyboardInterrupt:
             if not outcome.exists():  # stopped before there was anything to keep
                 raise

@@ -1,0 +1,70 @@
+# Needs git, make and Python 3.11 or later; everything else goes into .venv, and only what the target uses.
+# Another Python: make train PYTHON=/path/to/python3.12
+
+ifndef PYTHON
+PYTHON := $(shell for python in python3.11 python3 python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+endif
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help train test test-gpu check format bench clean
+
+help:
+	@echo "make train      train a digit classifier on two synchronized processes"
+	@echo "make test       all tests that need no GPU"
+	@echo "make test-gpu   the tests that need one"
+	@echo "make check      lint, format, types, who may import whom"
+	@echo "make format     put the code into shape"
+	@echo "make bench      overhead against a hand-written loop, and scaling"
+	@echo "make clean      remove .venv, caches and build outputs; runs/ stays"
+
+train: .venv/installed-train
+	$(BIN)/distributed train --script examples/01-ddp-basics/ddp_mnist.py --num-gpus 2
+
+# Tests that must have the machine to themselves come after those that share it; both are run, and either can fail it.
+test: .venv/installed-all
+	bash tests/system_tools.sh
+	@status=0; \
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not gpu and not serial" || status=1; \
+	$(PYTEST) -m "serial and not gpu" || [ $$? -eq 5 ] || status=1; \
+	exit $$status
+
+test-gpu: .venv/installed-all
+	$(PYTEST) -m gpu
+
+check: .venv/installed-all
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/installed-all
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed-all
+	$(BIN)/distributed bench overhead
+	$(BIN)/distributed bench scaling
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .grimp_cache build dist src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp for each set of extras, made anew when what they are made from changes.
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is not on the PATH: make PYTHON=/path/to/it" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv || { echo "no venv module? On Debian: apt-get install python3-venv" >&2; exit 1; }
+
+.venv/installed-train: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing what training needs into .venv"
+	$(PIP) --editable ".[examples,tensorboard]"
+	@touch $@
+
+.venv/installed-all: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing what tests, checks and benchmarks need into .venv"
+	$(PIP) --editable ".[dev,examples,tensorboard,mlflow,notebook,peers]"
+	@touch $@ .venv/installed-train

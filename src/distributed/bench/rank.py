@@ -1,0 +1,44 @@
+"""A rank of the overhead benchmark: it joins its world once, and then runs what it is told, turn by turn."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import tempfile
+
+import torch.distributed as dist
+
+from distributed.bench.contenders import CONTENDERS
+from distributed.bench.work import Reading, Work
+
+
+def main() -> None:
+    """`python -m distributed.bench.rank PORT STEPS`, started by `distributed bench overhead`."""
+    port, steps = int(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as scratch, socket.create_connection(("127.0.0.1", port)) as connection:
+        channel = connection.makefile("rw", encoding="utf-8", newline="\n")
+        channel.write(f"{dist.get_rank()}\n")
+        channel.flush()
+        for line in channel:
+            readings = [_run(name, steps, os.path.join(scratch, name)) for name in json.loads(line)]
+            channel.write(json.dumps(readings) + "\n")
+            channel.flush()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _run(name: str, steps: int, scratch: str) -> Reading:
+    train = CONTENDERS.load(name)
+    work = Work(dist.get_rank(), dist.get_world_size(), steps, scratch)
+    gc.collect()  # of whoever ran before
+    dist.barrier()
+    train(work)
+    return work.clock.reading
+
+
+if __name__ == "__main__":
+    main()

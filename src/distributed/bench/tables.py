@@ -1,0 +1,86 @@
+"""The benchmarks' results as rich tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from distributed.bench.contenders import BARE_AGAIN, OURS
+from distributed.bench.overhead import TARGET_US, Overhead
+from distributed.bench.scaling import Scaling
+
+_BAR = 30  # columns
+
+
+def overhead_table(found: Overhead) -> Group:
+    """A row a contender, and below it what the columns mean and how far to trust them."""
+    table = Table("contender", box=None, pad_edge=False, header_style="bold")
+    for name in ("CPU µs/step", "wall µs/step", "over bare, CPU µs", "best round", "ratio"):
+        table.add_column(name, justify="right")
+    bare = next(row for row in found.rows if row.contender == BARE_AGAIN)
+    table.add_row("bare", f"{bare.bare_cpu_us:.0f}", f"{bare.bare_wall_us:.0f}", "0", "0", "1.00")
+    for row in found.rows:
+        over = f"{row.over_us:+.1f} ± {row.over_spread_us:.1f}"
+        cells = [f"{row.cpu_us:.0f}", f"{row.wall_us:.0f}", over, f"{row.over_best_us:+.1f}", f"{row.ratio:.2f}"]
+        table.add_row(row.contender, *cells, style="bold" if row.contender == OURS else None)
+    return Group(table, Text("\n".join(["", *_overhead_notes(found)])))
+
+
+def _overhead_notes(found: Overhead) -> Iterator[str]:
+    yield (
+        f"{found.processes} processes on gloo, one thread each; {found.rounds} rounds of {found.steps} timed steps. "
+        "CPU time: rank 0, user and system, all threads."
+    )
+    yield "over bare: median over the rounds, ± half the quartile range, against the bare loop on the same ranks."
+    yield from (f"{row.contender}: {row.setup}" for row in found.rows)
+    yield from (
+        f'{name}: not installed; pip install "distributed-training[{extra}]"' for name, extra in found.missing.items()
+    )
+    yield f"load average {found.load_before} before, {found.load_after} after; noise floor {found.floor_us:.0f} µs"
+    ours = next((row for row in found.rows if row.contender == OURS), None)
+    if ours is not None:
+        yield f"ours: {ours.over_us:+.1f} µs a step; our own limit is {TARGET_US:.0f} µs" + (
+            f". The floor is {found.floor_us:.0f} µs: too noisy to tell, repeat it on a quiet machine"
+            if found.floor_us > TARGET_US
+            else ""
+        )
+
+
+def scaling_table(found: Scaling) -> Group:
+    """A row a number of processes, with its speed-up drawn to scale."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("processes", "batch/device", "samples/s", "speed-up", "efficiency"):
+        table.add_column(name, justify="right")
+    table.add_column(f"speed-up of {found.sizes[-1].processes} (· is linear)")
+    most = found.sizes[-1].processes
+    for size in found.sizes:
+        cells = [str(size.processes), str(size.batch_per_device), f"{size.samples_per_second:.0f}"]
+        cells += [f"{size.speed_up:.2f}", f"{size.efficiency:.0%}", draw_bar(size.speed_up, size.processes, most)]
+        style = "dim" if size.processes > found.devices else None
+        table.add_row(*cells, style=style)
+    return Group(table, Text("\n".join(["", *_scaling_notes(found)])))
+
+
+def draw_bar(speed_up: float, linear: int, most: int) -> str:
+    """
+    >>> draw_bar(1.0, 1, 2), draw_bar(1.5, 2, 2)
+    ('███████████████', '███████████████████████·······')
+    """
+    filled = min(_BAR, int(speed_up / most * _BAR + 0.5))
+    return "█" * filled + "·" * (linear * _BAR // most - filled)
+
+
+def _scaling_notes(found: Scaling) -> Iterator[str]:
+    kind = "strong scaling: the global batch is fixed" if found.strong else "weak scaling: a device's batch is fixed"
+    yield f"{kind}; {found.steps} steps an epoch, the first epoch is not counted."
+    if found.device == "cpu":
+        yield (
+            f"This machine has {found.devices} cores. Each process has one thread, so more than {found.devices} "
+            "processes cannot be faster; whatever else runs here takes its part."
+        )
+    else:
+        yield f"This machine has {found.devices} GPUs, one for each process."
+    yield f"load average {found.load_before} before, {found.load_after} after"

@@ -1,0 +1,99 @@
+"""Ranks that wait for their turn: started once, told over a socket what to run next, asleep in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from distributed.core.errors import LaunchError
+from distributed.launch.job import LocalJob
+from distributed.launch.local import LocalLauncher
+from distributed.launch.ports import free_port
+from distributed.launch.request import LaunchRequest, NodePlace
+
+TURN_TIMEOUT_S = 300.0  # a turn takes about a second
+_LOOK_S = 1.0  # how often to see whether a rank that should come has failed
+
+
+class WaitingRanks:
+    """The processes of one contender: a world of its own, so that what it imports burdens nobody else."""
+
+    def __init__(self, contender: str, ranks: int, steps: int, folder: str) -> None:
+        self._contender, self._server = contender, socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(_LOOK_S)
+        port = self._server.getsockname()[1]
+        request = LaunchRequest(
+            command=("-m", "distributed.bench.rank", str(port), str(steps)),
+            run_dir=os.path.join(folder, contender),
+            ranks_per_node=ranks,
+            env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        )
+        launcher = LocalLauncher()
+        self._job: LocalJob = launcher.submit(launcher.render(request, NodePlace.alone(request, free_port())))
+        self._channels: list[TextIO] = []
+
+    def __enter__(self) -> WaitingRanks:
+        self._job.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._hang_up()
+        if error is None:
+            self._job.wait()
+        self._job.__exit__(None, error, None)
+
+    def connect(self) -> None:
+        """Wait until all of them have imported what they need."""
+        by_rank: dict[int, TextIO] = {}
+        for _ in self._job.pids:
+            connection = self._accept()
+            connection.settimeout(TURN_TIMEOUT_S)
+            with connection:
+                channel = connection.makefile("rw", encoding="utf-8", newline="\n")
+            by_rank[json.loads(channel.readline())] = channel
+        self._channels = [by_rank[rank] for rank in sorted(by_rank)]
+
+    def take_turn(self, names: Sequence[str]) -> list[list[tuple[float, float]]]:
+        """Run these contenders one after the other on these ranks: (CPU, wall) seconds of each, by rank."""
+        for channel in self._channels:
+            channel.write(json.dumps(list(names)) + "\n")
+            channel.flush()
+        answers = []
+        for channel in self._channels:
+            try:
+                line = channel.readline()
+            except TimeoutError:
+                raise self._silent() from None
+            if not line:  # it ended: its launcher knows why
+                self._job.wait()
+                raise LaunchError(f"a rank of {self._contender} ended before its turn was over")
+            answers.append([(float(cpu_s), float(wall_s)) for cpu_s, wall_s in json.loads(line)])
+        return answers
+
+    def _accept(self) -> socket.socket:
+        deadline = time.monotonic() + TURN_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                return self._server.accept()[0]
+            except TimeoutError:
+                if any(Path(self._job.rendered.attempt_dir).glob("failure-*.json")):
+                    self._job.wait()  # raises what the first rank to fail said
+        raise self._silent()
+
+    def _hang_up(self) -> None:
+        """The ranks end when nobody listens any more."""
+        for channel in self._channels:
+            channel.close()
+        self._server.close()
+
+    def _silent(self) -> LaunchError:
+        return LaunchError(
+            f"a rank of {self._contender} said nothing for {TURN_TIMEOUT_S:.0f} s",
+            why=f"its logs are in {self._job.rendered.attempt_dir}",
+            do="leave it out with --only, or take fewer --steps",
+        )

@@ -1,0 +1,104 @@
+"""distributed bench: how fast, against whom, measured here and now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from distributed.bench.contenders import find_contenders
+from distributed.bench.overhead import measure_overhead
+from distributed.bench.scaling import measure_scaling
+from distributed.bench.tables import overhead_table, scaling_table
+
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures, with machine and versions.")
+]
+
+
+@app.callback()
+def _bench() -> None:
+    pass
+
+
+@app.command("overhead")
+def overhead(
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="CPU processes of each contender.")] = 2,
+    steps: Annotated[int, typer.Option(min=50, metavar="N", help="Timed steps a turn, a multiple of 50.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each contender; more: less noise.")] = 15,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Only this contender; may be repeated.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What a trainer costs: CPU time a step over a hand-written DDP loop, on a model so small that nothing hides it.
+
+    The bare loop, our Trainer (progress, events.jsonl and TensorBoard on) and those of Lightning Fabric, Accelerate
+    and Lightning that are installed do the same work on real processes, in turns. Each turn is compared with a bare
+    loop on the same ranks just before or after; `bare-again` is the bare loop against itself, which is the noise.
+    CPU time hardly depends on what else runs; wall time does.
+
+    \b
+    Examples:
+      distributed bench overhead
+      distributed bench overhead --only ours --rounds 40 --json overhead.json
+    """
+    with _progress() as notify:
+        found = measure_overhead(find_contenders(only), processes=processes, steps=steps, rounds=rounds, notify=notify)
+    _show(overhead_table(found), found.to_dict(), json_file)
+
+
+@app.command("scaling")
+def scaling(
+    max_processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Up to so many; by default every GPU, or every core.")
+    ] = None,
+    strong: Annotated[bool, typer.Option("--strong", help="Split one global batch instead of adding to it.")] = False,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps an epoch; four epochs are trained.")] = 15,
+    json_file: JsonFile = None,
+) -> None:
+    """What another device brings: samples a second with 1..N processes, through Trainer.fit.
+
+    Weak scaling gives every device the same batch, so the work grows with the devices; --strong splits one global
+    batch among them. Efficiency is the speed-up by device: 100 % means that nothing is lost to communication.
+
+    \b
+    Examples:
+      distributed bench scaling
+      distributed bench scaling --max-processes 4 --strong
+    """
+    with _progress() as notify:
+        found = measure_scaling(max_processes, steps=steps, strong=strong, notify=notify)
+    _show(scaling_table(found), found.to_dict(), json_file)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr that is gone when the table comes; nothing where stderr is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
+    # Drawn between turns and never from a thread of its own: the benchmark shares the cores with it.
+    with Progress(*columns, auto_refresh=False, **options) as bar:
+        task = bar.add_task("starting")
+
+        def notify(text: str, done: int, in_all: int) -> None:
+            bar.update(task, description=text, completed=done, total=in_all, refresh=True)
+
+        yield notify
+
+
+def _show(table: Any, record: dict[str, Any], json_file: Path | None) -> None:
+    console = Console(highlight=False)
+    console.print(table, soft_wrap=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written: {json_file}", soft_wrap=True, markup=False)

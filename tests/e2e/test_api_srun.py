@@ -1,0 +1,141 @@
+"""`fit` joins the world that Slurm's srun makes: a real controller and two real node daemons on loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import DATA, clean_environ
+from tests.e2e.test_api_launch import LAUNCHED, same_everywhere
+
+TOOLS = ("munged", "slurmctld", "slurmd", "srun")
+_PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
+missing = [tool for tool in TOOLS if shutil.which(tool, path=_PATH) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(missing), reason=f"Slurm is not installed: no {', '.join(missing)}"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of a Slurm cluster run as root"),
+]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A cluster of two nodes on this machine; yields the environment that its commands need."""
+    base = tmp_path / "slurm"
+    base.mkdir(mode=0o755)
+    for folder in (base, *base.parents):
+        if folder.stat().st_uid == os.getuid() and str(folder).startswith("/tmp/"):
+            folder.chmod(0o755)  # munge refuses sockets in folders that others may write
+    key, munge_socket, conf = base / "munge.key", base / "munge.socket", base / "slurm.conf"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    controller, first, second = free_ports(3)
+    host = socket.gethostname()
+    nodes = [
+        f"NodeName=n{number} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=2 RealMemory=1000 State=UNKNOWN"
+        for number, port in ((1, first), (2, second))
+    ]
+    conf.write_text(
+        "\n".join(
+            [
+                "ClusterName=test",
+                f"SlurmctldHost={host}(127.0.0.1)",
+                "SlurmUser=root",
+                f"SlurmctldPort={controller}",
+                "AuthType=auth/munge",
+                f"AuthInfo=socket={munge_socket},cred_expire=5",
+                "CredType=cred/munge",
+                f"StateSaveLocation={base}/state",
+                f"SlurmdSpoolDir={base}/%n",
+                f"SlurmctldPidFile={base}/ctld.pid",
+                f"SlurmdPidFile={base}/%n.pid",
+                "ProctrackType=proctrack/linuxproc",
+                "TaskPlugin=task/none",
+                "JobAcctGatherType=jobacct_gather/none",
+                "SelectType=select/cons_tres",
+                "SlurmdParameters=config_overrides",
+                "ReturnToService=2",
+                "MpiDefault=none",
+                *nodes,
+                "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+                "",
+            ]
+        )
+    )
+    (base / "state").mkdir()
+    environ = clean_environ(SLURM_CONF=str(conf), PATH=f"{Path(sys.executable).parent}:{_PATH}", OMP_NUM_THREADS="1")
+    commands = [
+        ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge_socket}",
+         f"--pid-file={base}/munged.pid", f"--log-file={base}/munged.log", f"--seed-file={base}/munged.seed"],
+        ["slurmctld", "-D", "-c", "-f", str(conf)],
+        ["slurmd", "-D", "-N", "n1", "-f", str(conf)],
+        ["slurmd", "-D", "-N", "n2", "-f", str(conf)],
+    ]  # fmt: skip
+    log = (base / "daemons.log").open("w")
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        for command in commands:
+            daemons.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
+            if command[0] == "munged":
+                wait_until(munge_socket.exists)
+        wait_until(lambda: idle_nodes(environ) == 2, base)
+        yield environ
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        log.close()
+
+
+def idle_nodes(environ: dict[str, str]) -> int:
+    answer = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=environ, capture_output=True, text=True)
+    return answer.stdout.split().count("idle")
+
+
+def wait_until(holds, base: Path | None = None) -> None:
+    for _ in range(400):
+        if holds():
+            return
+        time.sleep(0.05)
+    raise AssertionError((base / "daemons.log").read_text() if base else "it never came")
+
+
+def test_srun_over_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DATA + LAUNCHED)
+    # both nodes are this machine, which has no host names n1 and n2: the meeting place is said
+    command = [
+        "srun",
+        "-N",
+        "2",
+        "--ntasks-per-node",
+        "1",
+        "--export=ALL,MASTER_ADDR=127.0.0.1",
+        sys.executable,
+        "train.py",
+    ]
+    result = subprocess.run(command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stdout + result.stderr
+    same_everywhere(result.stdout, 2)
+    assert len(list((tmp_path / "runs").iterdir())) == 1

@@ -1,0 +1,273 @@
+"""`distributed train` with real processes: it runs, fails with one traceback, stops, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+
+PLAIN_DDP = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+model = DistributedDataParallel(torch.nn.Linear(3, 1))
+model(torch.full((2, 3), float(rank))).sum().backward()
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+print(f"sum {total.item()} grad {model.module.weight.grad[0, 0].item()} args {sys.argv[1:]}")
+print("on stderr", file=sys.stderr)
+dist.destroy_process_group()
+"""
+
+FAILS_ON_ONE = """
+import torch, torch.distributed as dist
+
+def train():
+    if dist.get_rank() == 1:
+        raise ValueError("the data is bad")
+    dist.all_reduce(torch.ones(1))
+
+dist.init_process_group("gloo")
+dist.barrier()
+train()
+"""
+
+# Ranks that run until they are told, each with a child of its own in the place of a data loader's worker.
+RUNS_ON = """
+import multiprocessing, os, sys, time
+
+def idle():
+    time.sleep(600)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=idle, daemon=True)
+    child.start()
+    with open(f"pids-{os.environ['RANK']}.part", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    os.rename(file.name, file.name[:-5])
+    print("running", flush=True)
+    time.sleep(600)
+"""
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "distributed.cli", "train", *arguments]
+
+
+def train(folder: Path, *arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), cwd=folder, env=ENV, capture_output=True, text=True, timeout=timeout)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments),
+        cwd=folder,
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A shell's background job ignores Ctrl-C, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    for _ in range(600):
+        if true():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"not within 30 s: {what}")
+
+
+def pids_of_ranks(folder: Path, ranks: int = 2) -> list[int]:
+    files = [folder / f"pids-{rank}" for rank in range(ranks)]
+    wait_until(lambda: all(file.exists() for file in files), "the ranks are running")
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def living(pids: Iterable[int]) -> list[int]:
+    alive = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                alive.append(pid)
+        except psutil.NoSuchProcess:
+            pass
+    return alive
+
+
+def test_a_torch_script_that_knows_nothing_of_us(tmp_path):
+    (tmp_path / "train.py").write_text(PLAIN_DDP)
+    done = train(tmp_path, "--script", "train.py", "--num-gpus", "2", "--run-dir", "run", "epochs=3", "--", "--x", "1")
+    assert done.returncode == 0, done.stderr
+    said = "sum 1.0 grad 1.0 args ['--x', '1']"
+    lines = (done.stdout + done.stderr).splitlines()
+    for rank in range(2):
+        assert f"[r{rank}] {said}" in lines
+        assert f"[r{rank}] on stderr" in lines
+        log = (tmp_path / "run" / "attempts" / "0" / f"rank-{rank}.log").read_text().splitlines()
+        assert said in log
+        assert "on stderr" in log
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["settings"]["epochs"] == {"value": 3, "source": "command line"}
+
+
+def test_one_traceback_of_the_rank_that_failed_first(tmp_path):
+    (tmp_path / "train.py").write_text(FAILS_ON_ONE)
+    done = train(tmp_path, "--script", "train.py", "--num-gpus", "2", "--run-dir", "run")
+    assert done.returncode == 1
+    shown = done.stdout + done.stderr
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert "in train" in done.stderr
+    assert "rank 1" in done.stderr
+    assert "the data is bad" in done.stderr
+    log = tmp_path / "run" / "attempts" / "0" / "rank-1.log"
+    assert str(log) in done.stderr
+    assert "the data is bad" in log.read_text()
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["rank"]) for event in events] == [("RankFailed", 1)]
+
+
+def test_the_exit_code_is_that_of_the_ranks_error(tmp_path):
+    (tmp_path / "train.py").write_text("from distributed.core.errors import DataError\nraise DataError('empty')\n")
+    assert train(tmp_path, "--script", "train.py", "--num-gpus", "2").returncode == 2
+
+
+def test_a_rank_that_is_killed(tmp_path):
+    (tmp_path / "train.py").write_text(RUNS_ON)
+    running = start(tmp_path, "--script", "train.py", "--num-gpus", "2", "--run-dir", "run")
+    pids = pids_of_ranks(tmp_path)
+    os.kill(pids[2], signal.SIGKILL)  # rank 1
+    shown, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert "rank 1" in shown
+    assert "SIGKILL" in shown
+    assert "rank-1.log" in shown
+    wait_until(lambda: not living(pids), "all processes have ended")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopping_ends_all_ranks(tmp_path, number, code):
+    (tmp_path / "train.py").write_text(RUNS_ON)
+    running = start(tmp_path, "--script", "train.py", "--num-gpus", "2")
+    pids = pids_of_ranks(tmp_path)
+    running.send_signal(number)
+    shown, _ = running.communicate(timeout=60)
+    assert running.returncode == code, shown
+    assert "Traceback" not in shown
+    assert not living(pids)
+
+
+def test_ranks_get_one_ctrl_c_and_the_time_to_save(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, signal, time\n"
+        "asked = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: asked.append(1))\n"
+        "open(f\"pids-{os.environ['RANK']}\", 'w').write(str(os.getpid()))\n"
+        "while not asked: time.sleep(0.01)\n"
+        "time.sleep(1)\n"
+        "print('saved after', len(asked))\n"
+    )
+    running = start(tmp_path, "--script", "train.py", "--num-gpus", "2")
+    pids_of_ranks(tmp_path)
+    time.sleep(0.2)
+    running.send_signal(signal.SIGINT)
+    shown, _ = running.communicate(timeout=60)
+    assert running.returncode == 130, shown
+    assert "[r0] saved after 1" in shown
+    assert "[r1] saved after 1" in shown
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path):
+    ignoring = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + RUNS_ON
+    (tmp_path / "train.py").write_text(ignoring)
+    running = start(tmp_path, "--script", "train.py", "--num-gpus", "2")
+    pids = pids_of_ranks(tmp_path)
+    running.send_signal(signal.SIGINT)
+    assert running.stdout is not None
+    for line in running.stdout:
+        if "again" in line:
+            break
+    running.send_signal(signal.SIGINT)
+    shown, _ = running.communicate(timeout=25)  # less than the patience with one Ctrl-C
+    assert running.returncode == 130, shown
+    assert not living(pids)
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
+    (tmp_path / "train.py").write_text(RUNS_ON)
+    running = start(tmp_path, "--script", "train.py", "--num-gpus", "2")
+    pids = pids_of_ranks(tmp_path)
+    running.kill()
+    running.communicate(timeout=60)
+    ranks, children = pids[::2], pids[1::2]
+    try:
+        wait_until(lambda: not living(ranks), "the ranks have ended")
+    finally:
+        for pid in living(children):  # this stand-in, unlike a data loader's worker, does not look after its parent
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_settings_reach_the_ranks_with_their_sources(tmp_path):
+    (tmp_path / "run.yaml").write_text("batch_size: 8\nlearning_rate: 1e-2\n")
+    (tmp_path / "train.py").write_text("from distributed.core.env import overrides_in_env\nprint(overrides_in_env())")
+    done = train(tmp_path, "--script", "train.py", "--config", "run.yaml", "epochs=4", "batch_size=16")
+    line = next(line for line in done.stdout.splitlines() + done.stderr.splitlines() if line.startswith("[r0] {"))
+    assert json.loads(line.removeprefix("[r0] ")) == {
+        "batch_size": [16, "command line"],
+        "learning_rate": [0.01, "run.yaml:2"],
+        "epochs": [4, "command line"],
+    }
+
+
+def test_a_run_that_is_resumed_is_the_next_attempt(tmp_path):
+    (tmp_path / "train.py").write_text("print('here')")
+    arguments = ["--script", "train.py", "--run-dir", "run"]
+    assert train(tmp_path, *arguments).returncode == 0
+    refused = train(tmp_path, *arguments)
+    assert refused.returncode != 0
+    assert "another run" in refused.stderr
+    assert train(tmp_path, *arguments, "resume_from_checkpoint=true").returncode == 0
+    assert (tmp_path / "run" / "attempts" / "1" / "rank-0.log").read_text() == "here\n"
+
+
+def test_under_another_launcher_the_process_is_a_rank_itself(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os\nfrom distributed.core.env import overrides_in_env, worker_env\n"
+        "print(worker_env().rank, worker_env().launcher, overrides_in_env())\n"
+    )
+    ours = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    arguments = command("--script", "train.py", "epochs=2")
+    done = subprocess.run(arguments, cwd=tmp_path, env=ENV | ours, capture_output=True, text=True, timeout=60)
+    assert done.stdout == '1 torchrun {"epochs": [2, "command line"]}\n', done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_failures_of_an_earlier_run_in_the_same_place_are_not_this_ones(tmp_path):
+    program = (
+        "import sys, time\n"
+        "from distributed.launch.local import LocalLauncher\n"
+        "from distributed.launch.request import LaunchRequest\n"
+        "from distributed.core.errors import RankFailedError\n"
+        "for script in ('bad.py', 'good.py'):\n"
+        "    try: LocalLauncher().run(LaunchRequest((script,), 'run', 1))\n"
+        "    except RankFailedError as error: print(script, error.exit_code)\n"
+    )
+    (tmp_path / "bad.py").write_text("import sys\nsys.exit(9)")
+    (tmp_path / "good.py").write_text("import time\ntime.sleep(6)")
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert done.stdout == "bad.py 9\n", done.stderr

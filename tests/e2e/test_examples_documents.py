@@ -1,0 +1,73 @@
+"""The documents are true: their Python runs as written, their references are current, their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distributed.core.events import event_kinds
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
+SNIPPETS = {
+    f"{path.relative_to(ROOT)}:{text[: found.start()].count(chr(10)) + 2}": found.group(1)
+    for path in DOCUMENTS
+    for text in [path.read_text()]
+    for found in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("where", SNIPPETS)
+def test_python_in_documents_runs_as_written(
+    where: str, run_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = run_script(SNIPPETS[where], data=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run_dir / "history.json").read_text())["world_size"] == 2
+
+
+def test_settings_reference_is_current() -> None:
+    before = (ROOT / "docs/settings.md").read_text()
+    script = "import runpy, sys; sys.stdout.write(runpy.run_path(sys.argv[1])['render']())"
+    command = [sys.executable, "-c", script, str(ROOT / "docs/generate_settings.py")]
+    rendered = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8").stdout
+    assert rendered == before, "run: python docs/generate_settings.py"
+
+
+def test_events_reference_names_every_kind_and_field() -> None:
+    text = (ROOT / "docs/events.md").read_text()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
+    documented = {
+        kind: {
+            name for row in re.findall(r"^\| (`.*?`) \|", body, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+        }
+        for kind, body in sections.items()
+    }
+    assert documented == {kind: set(fields) - {"time"} for kind, fields in event_kinds().items()}
+
+
+def test_architecture_shows_the_layers_that_are_enforced() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    enforced = [{name.strip().removeprefix("distributed.") for name in layer.split("|")} for layer in layers]
+    rows = re.findall(r"^\| \d+ \| (.*?) \|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    assert [set(re.findall(r"`(\w+)`", row)) for row in rows] == enforced
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", document.read_text())]
+    missing = [link for link in links if link and "://" not in link and not (document.parent / link).exists()]
+    assert not missing

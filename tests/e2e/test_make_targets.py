@@ -1,0 +1,65 @@
+"""The Makefile and the files it uses: which failures count, what is pinned, what is done without root."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_help_lists_every_target() -> None:
+    targets = set(re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
+    assert set(re.findall(r"^make ([\w-]+) ", make(ROOT, "help").stdout, re.MULTILINE)) == targets - {"help"}
+
+
+@pytest.mark.parametrize(
+    ("shared", "alone", "passes"),
+    [(0, 0, True), (0, 5, True), (1, 0, False), (0, 1, False), (5, 0, False)],
+    ids=["both pass", "nothing is serial", "a shared one fails", "a serial one fails", "no test was found"],
+)
+def test_either_half_of_the_tests_can_fail_it(tmp_path: Path, shared: int, alone: int, passes: bool) -> None:
+    """The real recipe with a stand-in for pytest; both halves run whatever the first came to."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/system_tools.sh").write_text("")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/installed-all").touch()
+    (tmp_path / "pytest.sh").write_text(
+        f'case "$*" in *"not serial"*) echo ran-shared; exit {shared} ;; *) echo ran-alone; exit {alone} ;; esac\n'
+    )
+    done = make(tmp_path, "-o", ".venv/installed-all", "test", "PYTEST=sh pytest.sh")
+    assert (done.returncode == 0) == passes
+    assert "ran-shared" in done.stdout
+    assert "ran-alone" in done.stdout
+
+
+def test_constraints_pin_torch_and_every_direct_dependency() -> None:
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert pins["torch"] == "2.13.0"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    names = {re.split(r"[<>=\[; ]", requirement)[0].lower() for requirement in wanted}
+    assert names <= {name.lower() for name in pins}
+
+
+def test_system_tools_says_what_it_skips_where_it_cannot_install(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    script = str(ROOT / "tests/system_tools.sh")
+    done = subprocess.run(
+        [bash, script], env={"PATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert "mpirun" in line
+    assert "tmux" in line

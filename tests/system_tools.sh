@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The system's tools that some tests start for real: MPI, a Slurm cluster, a terminal.
+# Installs what is missing where that is possible without asking anybody; else says what is missing, in one line.
+set -euo pipefail
+
+declare -A package_of=(
+    [mpirun]=openmpi-bin
+    [slurmctld]=slurmctld
+    [slurmd]=slurmd
+    [srun]=slurm-client
+    [munged]=munge
+    [tmux]=tmux
+)
+
+PATH=$PATH:/usr/sbin:/sbin
+missing=() packages=()
+for tool in "${!package_of[@]}"; do
+    if ! command -v "$tool" >/dev/null; then
+        missing+=("$tool")
+        packages+=("${package_of[$tool]}")
+    fi
+done
+[[ ${#missing[@]} -gt 0 ]] || exit 0
+[[ " ${missing[*]} " != *" slurm"* ]] || packages+=(slurm-wlm-basic-plugins)
+
+skip() {
+    echo "system tools: without ${missing[*]} ($1); the tests that need them say so and are skipped"
+    exit 0
+}
+
+as_root=(env DEBIAN_FRONTEND=noninteractive)
+command -v apt-get >/dev/null || skip "no apt-get here"
+if [[ $(id -u) -ne 0 ]]; then
+    sudo -n true 2>/dev/null || skip "not root, and sudo asks for a password"
+    as_root=(sudo -n "${as_root[@]}")
+fi
+
+echo "system tools: installing ${packages[*]}"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+if ! { "${as_root[@]}" apt-get update -qq &&
+    "${as_root[@]}" apt-get install -qq -y --no-install-recommends "${packages[@]}"; } >"$log" 2>&1; then
+    tail -n 5 "$log" >&2
+    skip "apt-get could not install them"
+fi
