@@ -1,4 +1,4 @@
-"""Test tools for users' own tasks: run a function on N real ranks, joined by gloo, and get what each of them returns."""
+"""Test tools for users' own tasks: run a function on N real ranks, joined by gloo, and get what each returns."""
 
 from __future__ import annotations
 

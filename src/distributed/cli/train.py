@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from distributed.cli.screen import RunScreen
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
 from distributed.core.env import OVERRIDES, WorkerEnv, inherited_environ, worker_env
@@ -24,6 +23,7 @@ from distributed.launch.ports import free_port
 from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest, NodePlace
 from distributed.launch.stops import Stopped
+from distributed.observe.live import RunScreen
 from distributed.planner.hardware import Hardware, probe_hardware
 from distributed.planner.planning import plan_resources
 
@@ -188,7 +188,8 @@ def _launch(job: TrainJob) -> None:
     os.makedirs(request.run_dir, exist_ok=True)
     if place is None or place.node_rank == 0:
         _write_config(job, request)
-    screen = RunScreen(request, enabled=job.config.progress, told=[str(decision) for decision in job.decisions])
+    told = [str(decision) for decision in job.decisions]
+    screen = RunScreen(request.run_dir, request.attempt, shows_progress=job.config.progress, told=told)
     try:
         LocalLauncher().run(request, screen, place=place, peers=peers, on_stop=screen.stopping)
     except Stopped as stopped:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
+from collections.abc import Iterable
+from dataclasses import replace
 
+from distributed.core.events import Event, RankFailed, RunStarted
 from distributed.observe.console import Console
 from distributed.observe.follow import Follower
 
@@ -11,10 +16,12 @@ _TICK_S = 0.25
 
 
 class RunScreen:
-    """The console of a run that is followed through its directory; launchers pass it the ranks' lines."""
+    """The screen that a run is watched on. Decisions that were told before the run are not told again by it."""
 
-    def __init__(self, run_dir: str, attempt: int = 0, *, shows_progress: bool = True) -> None:
-        self._console = Console(enabled=shows_progress)
+    def __init__(
+        self, run_dir: str, attempt: int = 0, *, shows_progress: bool = True, told: Iterable[str] = ()
+    ) -> None:
+        self._console = _OnceConsole(set(told), shows_progress)
         self._follower = Follower(run_dir, self._console, attempt)
 
     def rank_line(self, rank: int, text: str) -> None:
@@ -23,10 +30,28 @@ class RunScreen:
     def refresh(self) -> None:
         self._follower.refresh()
 
+    def stopping(self, number: int) -> None:
+        name = signal.Signals(number).name
+        text = f"{name}: the ranks are asked to stop and save; Ctrl-C again ends them at once"
+        print(text, file=sys.stderr, flush=True)
+
     def close(self) -> None:
         """Show what was written last and leave the terminal as it was."""
         self._follower.refresh()
         self._console.close()
+
+
+class _OnceConsole(Console):
+    def __init__(self, told: set[str], enabled: bool) -> None:
+        super().__init__(enabled=enabled)
+        self._already = told
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, RankFailed):  # the error that is raised says it, at the end
+            return
+        if isinstance(event, RunStarted):
+            event = replace(event, decisions=[text for text in event.decisions if text not in self._already])
+        super().on(event)
 
 
 class Ticker:

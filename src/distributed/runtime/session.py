@@ -16,7 +16,6 @@ import torch.distributed as dist
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import LaunchError, PlanError
 
-
 _OPENED = itertools.count()  # sessions of this process, so that a second `fit` does not read the first one's keys
 
 

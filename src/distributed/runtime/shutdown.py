@@ -1,7 +1,7 @@
 """An orderly end on a signal: all ranks agree on a step, finish it and stop, so that nothing trained is lost.
 
-After a signal each rank says so in the store and goes on training; once all have, rank 0 names a step two ahead. No rank waits
-for another, because one that waits outside a collective would hang one that waits inside.
+After a signal each rank says so in the store and goes on training; once all have, rank 0 names a step two ahead. No
+rank waits for another, because one that waits outside a collective would hang one that waits inside.
 """
 
 from __future__ import annotations

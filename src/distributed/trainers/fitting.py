@@ -126,7 +126,7 @@ def _launch(job: Job, launch: LaunchRequest) -> History:
         (run_dir / PATHS).write_text(json.dumps({"sys_path": [path or os.getcwd() for path in sys.path]}))
         screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=job.plan.observe.progress)
         try:
-            LocalLauncher().run(launch, screen)
+            LocalLauncher().run(launch, screen, on_stop=screen.stopping)
         except RankFailedError as failed:
             failed.add_note(f"\n{failed.traceback}\nthe log of rank {failed.rank}: {failed.log_path}")
             raise
