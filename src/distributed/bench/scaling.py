@@ -45,6 +45,7 @@ class Scaling:
     sizes: tuple[Size, ...]
     strong: bool
     steps: int  # an epoch
+    repeats: int
     device: str
     devices: int  # cores, or GPUs
     load_before: float | None
@@ -56,7 +57,12 @@ class Scaling:
             "kind": "strong: the global batch is fixed" if self.strong else "weak: the batch of a device is fixed",
             "machine": describe_machine(),
             "versions": describe_versions(),
-            "settings": {"steps_per_epoch": self.steps, "counted_epochs": EPOCHS - 1, "device": self.device},
+            "settings": {
+                "steps_per_epoch": self.steps,
+                "counted_epochs": EPOCHS - 1,
+                "repeats": self.repeats,
+                "device": self.device,
+            },
             "load_average": {"before": self.load_before, "after": self.load_after},
             "rows": [asdict(size) for size in self.sizes],
         }
@@ -67,8 +73,8 @@ def count_devices(hardware: Hardware) -> tuple[str, int]:
     return ("cuda", len(hardware.gpus)) if hardware.gpus else ("cpu", hardware.cpu_cores)
 
 
-def measure_scaling(max_processes: int | None, *, steps: int, strong: bool, notify: Notify) -> Scaling:
-    """Train the same model with 1..N processes."""
+def measure_scaling(max_processes: int | None, *, steps: int, repeats: int, strong: bool, notify: Notify) -> Scaling:
+    """Train the same model with 1..N processes, all of them `repeats` times by turns; the fastest of each counts."""
     device, devices = count_devices(probe_hardware())
     most = max_processes or devices
     numbers = [n for n in range(1, most + 1) if not strong or BATCH * most % n == 0]
@@ -78,13 +84,16 @@ def measure_scaling(max_processes: int | None, *, steps: int, strong: bool, noti
             why="two processes on one GPU measure each other",
             do=f"--max-processes {devices}",
         )
-    load_before, throughputs = load_average(), {}
-    for done, number in enumerate(numbers):
-        notify(f"{number} process{'es' if number > 1 else ''}", done, len(numbers))
-        throughputs[number] = _throughput(number, steps, _batch(number, most, strong))
-    notify("done", len(numbers), len(numbers))
+    load_before = load_average()
+    throughputs = dict.fromkeys(numbers, 0.0)
+    turns = numbers * repeats
+    for done, number in enumerate(turns):
+        notify(f"{number} process{'es' if number > 1 else ''}", done, len(turns))
+        reached = _throughput(number, steps, _batch(number, most, strong))
+        throughputs[number] = max(throughputs[number], reached)  # slower is what something else here took
+    notify("done", len(turns), len(turns))
     sizes = summarize(throughputs, {n: _batch(n, most, strong) for n in numbers})
-    return Scaling(sizes, strong, steps, device, devices, load_before, load_average())
+    return Scaling(sizes, strong, steps, repeats, device, devices, load_before, load_average())
 
 
 def summarize(throughputs: dict[int, float], batches: dict[int, int]) -> tuple[Size, ...]:

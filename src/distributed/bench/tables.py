@@ -12,7 +12,7 @@ from distributed.bench.contenders import BARE_AGAIN, OURS
 from distributed.bench.overhead import TARGET_US, Overhead
 from distributed.bench.scaling import Scaling
 
-_BAR = 30  # columns
+_BAR = 24  # columns
 
 
 def overhead_table(found: Overhead) -> Group:
@@ -54,7 +54,7 @@ def scaling_table(found: Scaling) -> Group:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("processes", "batch/device", "samples/s", "speed-up", "efficiency"):
         table.add_column(name, justify="right")
-    table.add_column(f"speed-up of {found.sizes[-1].processes} (· is linear)")
+    table.add_column("(· is linear)", no_wrap=True)
     most = found.sizes[-1].processes
     for size in found.sizes:
         cells = [str(size.processes), str(size.batch_per_device), f"{size.samples_per_second:.0f}"]
@@ -67,7 +67,7 @@ def scaling_table(found: Scaling) -> Group:
 def draw_bar(speed_up: float, linear: int, most: int) -> str:
     """
     >>> draw_bar(1.0, 1, 2), draw_bar(1.5, 2, 2)
-    ('███████████████', '███████████████████████·······')
+    ('████████████', '██████████████████······')
     """
     filled = min(_BAR, int(speed_up / most * _BAR + 0.5))
     return "█" * filled + "·" * (linear * _BAR // most - filled)
@@ -75,7 +75,9 @@ def draw_bar(speed_up: float, linear: int, most: int) -> str:
 
 def _scaling_notes(found: Scaling) -> Iterator[str]:
     kind = "strong scaling: the global batch is fixed" if found.strong else "weak scaling: a device's batch is fixed"
-    yield f"{kind}; {found.steps} steps an epoch, the first epoch is not counted."
+    yield (
+        f"{kind}; {found.steps} steps an epoch, of which the first does not count; of {found.repeats} runs the fastest."
+    )
     if found.device == "cpu":
         yield (
             f"This machine has {found.devices} cores. Each process has one thread, so more than {found.devices} "

@@ -63,6 +63,7 @@ def scaling(
     ] = None,
     strong: Annotated[bool, typer.Option("--strong", help="Split one global batch instead of adding to it.")] = False,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps an epoch; four epochs are trained.")] = 15,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each size; the fastest counts.")] = 2,
     json_file: JsonFile = None,
 ) -> None:
     """What another device brings: samples a second with 1..N processes, through Trainer.fit.
@@ -76,7 +77,7 @@ def scaling(
       distributed bench scaling --max-processes 4 --strong
     """
     with _progress() as notify:
-        found = measure_scaling(max_processes, steps=steps, strong=strong, notify=notify)
+        found = measure_scaling(max_processes, steps=steps, repeats=repeats, strong=strong, notify=notify)
     _show(scaling_table(found), found.to_dict(), json_file)
 
 

@@ -128,7 +128,9 @@ def _launch(job: Job, launch: LaunchRequest) -> History:
         try:
             LocalLauncher().run(launch, screen, on_stop=screen.stopping)
         except RankFailedError as failed:
-            failed.add_note(f"\n{failed.traceback}\nthe log of rank {failed.rank}: {failed.log_path}")
+            is_ours = failed.exit_code != RankFailedError.exit_code  # then its text says all
+            trace = "" if is_ours else f"\n{failed.traceback}\n"
+            failed.add_note(f"{trace}the log of rank {failed.rank}: {failed.log_path}")
             raise
         except KeyboardInterrupt:
             if not outcome.exists():  # stopped before there was anything to keep

@@ -1,0 +1,79 @@
+"""`distributed bench overhead` in small: real ranks take turns, each installed contender is measured; no seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.bench.contenders import CONTENDERS, find_contenders
+from distributed.bench.overhead import measure_overhead
+from distributed.core.errors import ConfigError, RankFailedError
+from distributed.core.registry import Entry, Registry
+
+
+def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "distributed.cli", "bench", *words], capture_output=True, text=True, timeout=280
+    )
+
+
+def numbers_in(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for item in value.values() for number in numbers_in(item)]
+    if isinstance(value, list):
+        return [number for item in value for number in numbers_in(item)]
+    return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def test_all_installed_contenders_are_measured(tmp_path: Path) -> None:
+    target = tmp_path / "overhead.json"
+    ended = run_cli("overhead", "--steps", "50", "--rounds", "1", "--json", str(target))
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads(target.read_text())
+    rows = {row["contender"]: row for row in record["rows"]}
+    installed = {name for name, entry in CONTENDERS.entries.items() if not entry.needs or find_spec(entry.needs)}
+    assert set(rows) == installed - {"bare"}
+    assert {"ours", "bare-again"} <= set(rows)
+    assert numbers_in(record)
+    assert all(math.isfinite(number) for number in numbers_in(record))
+    for row in rows.values():
+        assert row["cpu_us"] > 0
+        assert row["wall_us"] > 0
+        assert row["contender"] in ended.stdout
+    assert all(len(turn["cpu"]) == 2 for turns in record["turns"].values() for turn in turns), "a figure for each rank"
+    assert record["versions"]["torch"]
+    assert record["machine"]["cores"] >= 1
+
+
+def test_steps_that_hold_unequal_numbers_of_logged_ones_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--steps 100"):
+        measure_overhead(find_contenders(["ours"]), processes=1, steps=120, rounds=1, notify=lambda *_: None)
+
+
+def test_an_unknown_contender_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="fabric"):
+        find_contenders(["fabrik"])
+
+
+def test_a_contender_that_is_not_installed_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = dict(CONTENDERS.entries) | {"fabric": Entry("no.such:train", "no_such_module", "peers")}
+    monkeypatch.setattr("distributed.bench.contenders.CONTENDERS", Registry("contender", entries))
+    field = find_contenders()
+    assert field.missing == {"fabric": "peers"}
+    assert "fabric" not in field.names
+
+
+def test_a_rank_that_fails_shows_its_own_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contender whose package breaks when it is imported in the ranks."""
+    (tmp_path / "tensorboard.py").write_text("raise RuntimeError('broken installation')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RankFailedError) as caught:
+        measure_overhead(find_contenders(["ours"]), processes=2, steps=50, rounds=1, notify=lambda *_: None)
+    assert "broken installation" in caught.value.traceback
