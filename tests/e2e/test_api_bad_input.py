@@ -181,3 +181,9 @@ def test_errors_survive_pickling() -> None:
 
     for error in (ConfigError("a", why="b", do="c"), DistributedError("x")):
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_ignored_targets_need_to_be_counted(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(8, 4), torch.tensor([0, 1, -100, 1, 0, 1, 0, 1]))
+    with pytest.raises(TaskError, match="loss_weighting='targets'"):
+        fit(run_dir=tmp_path / "run", num_gpus=1, train=data, batch_size=8, loss_fn=nn.CrossEntropyLoss())

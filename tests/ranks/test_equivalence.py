@@ -51,6 +51,7 @@ class Case:
     clip: float | None = None
     precision: str = ""
     tolerance: float = 1e-10
+    ignored: bool = False  # a fifth of the targets is to be ignored
 
 
 CASES = {
@@ -64,6 +65,7 @@ CASES = {
     "batchnorm_accumulation": Case(samples=103, model="batchnorm", accumulation=2),
     "class_weights": Case(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1], dtype=torch.float64))),
     "tokens_with_padding": Case(model="tokens", loss=nn.CrossEntropyLoss(), accumulation=2),
+    "ignored_targets": Case(ignored=True),
     "summed_loss": Case(loss=nn.CrossEntropyLoss(reduction="sum"), clip=1.0),
     "bf16": Case(precision="bf16", tolerance=2e-2),
     "fp16": Case(precision="fp16", tolerance=2e-2),
@@ -92,7 +94,10 @@ def make_data(case: Case, dtype: torch.dtype) -> TensorDataset:
         y[torch.arange(9) >= lengths] = -100
         return TensorDataset(x, y)
     x = torch.randn(case.samples, 6, generator=generator, dtype=dtype)
-    return TensorDataset(x, torch.randint(0, 3, (case.samples,), generator=generator))
+    y = torch.randint(0, 3, (case.samples,), generator=generator)
+    if case.ignored:
+        y[::5] = -100
+    return TensorDataset(x, y)
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -112,14 +117,16 @@ def train_by_hand(case: Case) -> dict[str, torch.Tensor]:
         order = shuffled_order(case.samples, 5, epoch)
         for start in range(0, case.samples, step_size):
             step = order[start : start + step_size]
-            divisor = float((y[step] != -100).sum()) if case.model == "tokens" else float(len(step))
+            divisor = float((y[step] != -100).sum()) if case.ignored or case.model == "tokens" else float(len(step))
             if loss_fn.weight is not None:
                 divisor = float(loss_fn.weight[y[step]].sum())
             for first in range(0, len(step), MICRO_BATCH):
                 micro = step[first : first + MICRO_BATCH]
                 with torch.autocast("cpu", low, enabled=low is not None):
                     loss = loss_fn(model(x[micro]), y[micro])
-                weight = float((y[micro] != -100).sum()) if case.model == "tokens" else float(len(micro))
+                weight = (
+                    float((y[micro] != -100).sum()) if case.ignored or case.model == "tokens" else float(len(micro))
+                )
                 if loss_fn.weight is not None:
                     weight = float(loss_fn.weight[y[micro]].sum())
                 (loss if loss_fn.reduction == "sum" else loss * (weight / divisor)).backward()
@@ -145,6 +152,7 @@ def train_with_ranks(case: Case, ranks: int, run_dir: str) -> dict[str, torch.Te
         gradient_clipping=case.clip,
         mixed_precision=case.precision or False,
         scaler_init_scale=1024 if case.precision == "fp16" else None,  # no step may overflow and be skipped
+        loss_weighting="targets" if case.ignored else "auto",
         progress=False,
         run_dir=run_dir,
     )

@@ -66,7 +66,10 @@ class DistributedConfig(BaseModel):
     scheduler_interval: Literal["epoch", "step"] = Field(
         "epoch", description="when a scheduler passed to the trainer steps"
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="of the data order and of dropout")
+    loss_weighting: Literal["auto", "samples", "targets"] = Field(
+        "auto", description="what a cross entropy's mean goes over; auto: targets where they have weights or positions"
+    )
     on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is not finite")
 
     # Optimization
@@ -77,9 +80,7 @@ class DistributedConfig(BaseModel):
     gradient_clipping: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
     scaler_init_scale: float | None = Field(None, gt=0, description="first loss scale under fp16; by default 65536")
     scaler_growth_interval: int | None = Field(None, ge=1, description="good steps before it doubles; by default 2000")
-    sync_batchnorm: bool = Field(
-        True, description="BatchNorm statistics over the whole global batch, as one process has them"
-    )
+    sync_batchnorm: bool = Field(True, description="BatchNorm statistics over the micro-batch of all ranks")
 
     # Communication
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"] = Field("auto", description="library for collectives")
@@ -135,7 +136,8 @@ class DistributedConfig(BaseModel):
         problems += _contradictions(sound)
         if problems:
             raise ConfigError(problems)
-        self._sources = dict.fromkeys(values, "argument") if _sources is None else dict(_sources)
+        given = dict.fromkeys(values, "argument") if _sources is None else _sources
+        self._sources = {name: source for name, source in given.items() if values[name] is not None}
 
     @field_validator("backend")
     @classmethod

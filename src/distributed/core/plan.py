@@ -128,6 +128,7 @@ class Plan:
     epochs: int = 1
     max_steps: int | None = None
     on_nan: str = "stop"
+    loss_weighting: str = "auto"
     iterable_split: str = "share"
     precision: PrecisionPlan = field(default_factory=PrecisionPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)

@@ -207,7 +207,9 @@ class _Echo:
             self._screen.refresh()
 
     def finish(self, only: int | None = None) -> None:
-        """Show the rest, of all ranks or of the one that matters."""
+        """Show the rest, of all ranks or of the one that matters; what a rank said last came after its events."""
+        if self._screen is not None:
+            self._screen.refresh()
         self.drain(only, final=True)
         if self._screen is not None:
             self._screen.refresh()

@@ -21,6 +21,7 @@ from distributed.core.events import (
 from distributed.observe.scalars import validation_name
 from distributed.observe.screens import Screen, Snapshot, screen_for
 
+PACE_KNOWN_S = 0.5  # before that, a forecast says nothing
 DRAW_INTERVAL_S = 0.25
 LINE_INTERVAL_S = 2.0  # between two step lines where there is no bar
 
@@ -123,7 +124,8 @@ class Console:
         self._step = event.step
         self._draw(now=True)
         self._call(lambda screen: screen.close())
-        head = f"interrupted at step {event.step}" if event.status == "interrupted" else f"done: {event.step} steps"
+        steps = event.step - (self._run.first_step if self._run is not None else 0)
+        head = f"interrupted at step {event.step}" if event.status == "interrupted" else f"done: {steps} steps"
         self._line(f"{head} in {_span(event.seconds)}, {_rate(event.samples_per_second)}")
         if values:
             self._line("  " + "  ".join(_facts(values)))
@@ -162,9 +164,10 @@ class Console:
 
     def _remaining_s(self, total: int | None) -> float | None:
         steps = self._step - self._pace_step
-        if total is None or steps <= 0 or self._step >= total:
+        seconds = self._clock() - self._pace_from
+        if total is None or steps <= 0 or self._step >= total or seconds < PACE_KNOWN_S:
             return None
-        return (total - self._step) * (self._clock() - self._pace_from) / steps
+        return (total - self._step) * seconds / steps
 
     def _label(self) -> str:
         epochs = f"/{self._run.epochs}" if self._run is not None else ""

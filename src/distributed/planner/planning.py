@@ -70,7 +70,7 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
     elif device == "cpu" and config.device == "auto":
         decisions.append(
             Decision(
-                f"{per_node} CPU process{'es' * (per_node > 1)} a node on gloo",
+                f"{per_node} CPU process{'es a node on gloo' if per_node > 1 else ''}",
                 "this machine has no CUDA device, so 'GPU' means process",
                 "device",
             )
@@ -96,7 +96,7 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
 
 def _too_few_gpus(device: str, ranks: int, hardware: Hardware, asked_by: str) -> list[Problem]:
     gpus = len(hardware.gpus)
-    if device != "cuda" or ranks <= gpus:
+    if device != "cuda" or ranks <= gpus or (gpus == 1 and asked_by == "srun"):  # Slurm shows each task its own GPU
         return []
     return [
         Problem(
@@ -133,6 +133,10 @@ def make_plan(
             decisions = [d for d in decisions if d.override != "num_gpus"]
         problems = _too_few_gpus(resources.device, world.local_world_size, hardware, world.launcher)
         resources = Resources(resources.device, world.num_nodes, -(-world.world_size // world.num_nodes))
+        if world.run_dir and config.run_dir and os.path.abspath(config.run_dir) != os.path.abspath(run_dir):
+            decisions.append(
+                Decision(f"run directory {run_dir}", f"the launcher's; run_dir={config.run_dir} is not used")
+            )
     world_size = world.world_size if world else resources.world_size
 
     batch = _plan_batch(config, profile, world_size, decisions, problems)
@@ -150,6 +154,7 @@ def make_plan(
         epochs=config.epochs,
         max_steps=config.max_steps,
         on_nan=config.on_nan,
+        loss_weighting=config.loss_weighting,
         iterable_split=config.iterable_split,
         precision=_plan_precision(config, resources.device, hardware, decisions),
         optimizer=_plan_optimizer(config, profile, batch, decisions, problems),

@@ -112,6 +112,7 @@ def leave_world() -> None:
 def _choose_device(kind: str, local_rank: int) -> torch.device:
     if kind != "cuda":
         return torch.device("cpu")
+    local_rank = 0 if torch.cuda.device_count() == 1 else local_rank  # Slurm may show each rank its own GPU only
     if local_rank >= torch.cuda.device_count():
         raise PlanError(
             f"local rank {local_rank} has no GPU: this process sees {torch.cuda.device_count()}",

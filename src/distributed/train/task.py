@@ -16,6 +16,7 @@ from distributed.train.metrics import Metric, default_metrics, sum_metrics
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+_CROSS_ENTROPY = nn.CrossEntropyLoss()
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
@@ -38,6 +39,7 @@ class Task:
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None
     scheduler: Any = None  # a torch scheduler, or a function that makes one of the optimizer
     metrics: Mapping[str, Metric] | None = None
+    loss_weighting: str = "auto"
     _resolved: dict[str, Metric] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,19 +60,47 @@ class Task:
         else:
             target = batch[0] if isinstance(batch, list | tuple) else batch
             outputs = model(target)
-        if self.loss_fn is None:
-            return _outcome_of_model(outputs, target)
-        loss = self.loss_fn(outputs, target)
+        loss_fn = self.loss_fn
+        if loss_fn is None:
+            own = _own_loss(outputs, target)
+            if own is not None:
+                return own
+            loss_fn = _fitting_loss(outputs, target)
+        loss = loss_fn(outputs, target)
         if isinstance(loss, tuple):
             return Outcome(loss[0], outputs, target, torch.as_tensor(loss[1], device=loss[0].device))
-        if getattr(self.loss_fn, "reduction", "mean") == "sum":
+        if getattr(loss_fn, "reduction", "mean") == "sum":
             return Outcome(loss, outputs, target, is_sum=True)
-        return Outcome(loss, outputs, target, _loss_weight(self.loss_fn, target))
+        return Outcome(loss, outputs, target, self._loss_weight(loss_fn, target))
+
+    def _loss_weight(self, loss_fn: Any, target: Any) -> torch.Tensor | None:
+        """What torch's cross entropy divides by, where that is not the number of samples. Looks at no value."""
+        if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or target.is_floating_point():
+            return None
+        if loss_fn.weight is not None:
+            return (loss_fn.weight[target.clamp_min(0)] * (target != loss_fn.ignore_index)).sum()
+        if self.loss_weighting == "targets" or (self.loss_weighting == "auto" and target.dim() > 1):
+            return (target != loss_fn.ignore_index).sum()
+        return None
 
     def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:
+        self._check_ignored(outcome)
         outputs = outcome.outputs
         logits = getattr(outputs, "logits", None)
         return sum_metrics(self._resolved, outputs if logits is None else logits, outcome.target, size)
+
+    def _check_ignored(self, outcome: Outcome) -> None:
+        """Ignored targets make the mean go over fewer samples than we weighted it for; seen where values are read."""
+        ignored = getattr(self.loss_fn, "ignore_index", None if self.loss_fn else _CROSS_ENTROPY.ignore_index)
+        target, undecided = outcome.target, self.loss_weighting == "auto" and not outcome.is_sum
+        if ignored is None or outcome.weight is not None or not undecided or not isinstance(target, torch.Tensor):
+            return
+        if not target.is_floating_point() and bool((target == ignored).any()):
+            raise TaskError(
+                f"some targets are {ignored}, which the loss ignores",
+                why="its mean then goes over fewer samples than the batch has, and the ranks' parts do not add up",
+                do="set loss_weighting='targets' (exact), or 'samples' to weight by samples all the same",
+            )
 
     def make_optimizer(self, model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
         """The user's instance, what the user's factory makes of the parameters, or the one that the plan names."""
@@ -98,8 +128,8 @@ def _split_mapping(batch: Mapping[str, Any], takes_target: bool) -> tuple[Mappin
     return ({k: v for k, v in batch.items() if k != key} if takes_target else batch), batch[key]
 
 
-def _outcome_of_model(outputs: Any, target: Any) -> Outcome:
-    """The model's own loss, or one that fits the target."""
+def _own_loss(outputs: Any, target: Any) -> Outcome | None:
+    """The loss that the model itself returned, if it did."""
     if isinstance(outputs, Mapping) and "loss" in outputs:
         weight = outputs.get("weight")
         return Outcome(outputs["loss"], outputs, target, None if weight is None else torch.as_tensor(weight))
@@ -109,11 +139,16 @@ def _outcome_of_model(outputs: Any, target: Any) -> Outcome:
         return Outcome(outputs[0], outputs[1] if len(outputs) > 1 else None, target)
     if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
         return Outcome(outputs, None, target)
+    return None
+
+
+def _fitting_loss(outputs: Any, target: Any) -> Callable[[Any, Any], torch.Tensor]:
+    """Cross entropy or mean squared error, by the kind of the target."""
     if isinstance(outputs, torch.Tensor) and isinstance(target, torch.Tensor):
         if not target.is_floating_point() and outputs.dim() > target.dim():
-            return Outcome(nn.functional.cross_entropy(outputs, target), outputs, target)
+            return _CROSS_ENTROPY
         if target.is_floating_point() and outputs.numel() == target.numel():
-            return Outcome(nn.functional.mse_loss(outputs, target.view_as(outputs)), outputs, target)
+            return _squared_error
     raise TaskError(
         f"no loss: the model returned a {type(outputs).__name__}, and the target is a {type(target).__name__}",
         why="no loss_fn is given, and none can be guessed from these",
@@ -121,16 +156,8 @@ def _outcome_of_model(outputs: Any, target: Any) -> Outcome:
     )
 
 
-def _loss_weight(loss_fn: Any, target: Any) -> torch.Tensor | None:
-    """What torch's own losses divide by, where that is not the number of samples. No value is looked at, so no wait."""
-    if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or target.is_floating_point():
-        return None
-    if loss_fn.weight is None and target.dim() == 1:
-        return None
-    counted = target != loss_fn.ignore_index
-    if loss_fn.weight is None:
-        return counted.sum()
-    return (loss_fn.weight[target.clamp_min(0)] * counted).sum()
+def _squared_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, target.view_as(outputs))
 
 
 def check_task(task: Task) -> None:

@@ -62,7 +62,7 @@ class FitRequest:
         )
 
     def job(self, plan: Plan) -> Job:
-        return Job(plan, self.task, self.train, self.evaluation)
+        return Job(plan, replace(self.task, loss_weighting=plan.loss_weighting), self.train, self.evaluation)
 
 
 def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
@@ -160,7 +160,8 @@ def _write_plan(plan: Plan) -> None:
     path = Path(plan.run_dir)
     path.mkdir(parents=True, exist_ok=True)
     (path / "plan.json").write_text(plan.to_json())
-    (path / "config.json").write_text(json.dumps(plan.settings, indent=2) + "\n")
+    if not (path / "config.json").exists():  # the command line wrote one, with the script and all sources
+        (path / "config.json").write_text(json.dumps(plan.settings, indent=2) + "\n")
 
 
 def _refuse(problems: list[Problem]) -> None:

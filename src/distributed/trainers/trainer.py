@@ -61,6 +61,12 @@ class Trainer:
         self.history: History | None = None
 
     @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that should print: rank 0, or a script that started the ranks itself."""
+        world = worker_env()
+        return world is None or world.is_main
+
+    @property
     def best_accuracy(self) -> float:
         """Of the last `fit`."""
         return float("nan") if self.history is None else self.history.best_accuracy
