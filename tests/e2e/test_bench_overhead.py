@@ -47,7 +47,8 @@ def test_all_installed_contenders_are_measured(tmp_path: Path) -> None:
         assert row["cpu_us"] > 0
         assert row["wall_us"] > 0
         assert row["contender"] in ended.stdout
-    assert all(len(turn["cpu"]) == 2 for turns in record["turns"].values() for turn in turns), "a figure for each rank"
+    turns = [turn for turns in record["turns"].values() for turn in turns]
+    assert all(len(turn["own"]) == len(turn["bare"]) == 2 for turn in turns), "a figure for each rank"
     assert record["versions"]["torch"]
     assert record["machine"]["cores"] >= 1
 

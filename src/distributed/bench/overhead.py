@@ -16,39 +16,47 @@ from typing import Any
 
 from distributed.bench.contenders import BARE, BARE_AGAIN, SETUPS, Field
 from distributed.bench.machine import describe_machine, describe_versions, load_average
-from distributed.bench.turns import WaitingRanks
+from distributed.bench.turns import BLOCK, Reading, WaitingRanks
 from distributed.core.errors import ConfigError
 
 TARGET_US = 20.0  # what we allow ourselves over the bare loop
-LOG_EVERY = 50  # steps; timed ones are a multiple, so that each turn holds the same number of logged steps
 
 Notify = Callable[[str, int, int], None]  # (what goes on, done, in all)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One round of one contender: µs a step, by rank."""
+    """One round of one contender: readings by rank."""
 
-    bare_cpu: tuple[float, ...]
-    bare_wall: tuple[float, ...]
-    cpu: tuple[float, ...]
-    wall: tuple[float, ...]
+    bare: tuple[Reading, ...]
+    own: tuple[Reading, ...]
+
+    def over(self, rank: int, figure: str) -> float:
+        """How much more of a figure the contender took than the bare loop beside it."""
+        return float(getattr(self.own[rank], figure) - getattr(self.bare[rank], figure))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender's figures in µs a step of rank 0, which also logs; medians over the rounds unless said else."""
+    """One contender's figures in µs a step of rank 0, which also logs; medians over the rounds unless said else.
+
+    `over_us` compares the CPU time of Python's threads. A trainer's own work is all there; gloo's threads do the same
+    for everybody, take as much again, and more or less of it by how the ranks happen to wait for each other.
+    """
 
     contender: str
     setup: str
-    cpu_us: float
+    cpu_us: float  # the whole process
+    python_us: float  # its Python threads
     wall_us: float
     over_us: float
-    over_spread_us: float  # half of the distance between the quartiles
-    over_best_us: float  # its best round less the bare loop's best round
-    over_all_ranks_us: float  # the mean over the ranks
-    ratio: float
+    over_error_us: float  # standard error of that median
+    over_best_us: float  # its cheapest 50 steps less those of the bare loop: what noise, which only adds, left alone
+    over_process_us: float  # the same as over_us for the whole process
+    over_process_error_us: float
+    ratio: float  # of the Python threads' time
     bare_cpu_us: float
+    bare_python_us: float
     bare_wall_us: float
 
 
@@ -69,12 +77,12 @@ class Overhead:
     def floor_us(self) -> float:
         """How far the bare loop is from itself: no difference below this means anything."""
         row = next(row for row in self.rows if row.contender == BARE_AGAIN)
-        return abs(row.over_us) + row.over_spread_us
+        return abs(row.over_us) + row.over_error_us
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "benchmark": "overhead",
-            "unit": "microseconds a step of rank 0; CPU time is that of the whole process",
+            "unit": "microseconds a step of rank 0; over_us: CPU time of Python's threads against the bare loop's",
             "target_over_us": TARGET_US,
             "machine": describe_machine(),
             "versions": describe_versions(),
@@ -82,17 +90,17 @@ class Overhead:
             "load_average": {"before": self.load_before, "after": self.load_after},
             "noise_floor_us": self.floor_us,
             "rows": [asdict(row) for row in self.rows],
-            "turns": {name: [asdict(turn) for turn in turns] for name, turns in self.turns.items()},
+            "turns": {name: [_rounded(turn) for turn in turns] for name, turns in self.turns.items()},
         }
 
 
 def measure_overhead(field: Field, *, processes: int, steps: int, rounds: int, notify: Notify) -> Overhead:
     """Start every contender's ranks, let them take turns, and compare."""
-    if steps % LOG_EVERY:
+    if steps % BLOCK:
         raise ConfigError(
-            f"--steps {steps} is not a multiple of {LOG_EVERY}",
-            why=f"every {LOG_EVERY}th step is logged and costs more, so all turns must hold the same number of them",
-            do=f"--steps {max(1, round(steps / LOG_EVERY)) * LOG_EVERY}",
+            f"--steps {steps} is not a multiple of {BLOCK}",
+            why=f"every {BLOCK}th step is logged and costs more, so all turns must hold the same number of them",
+            do=f"--steps {max(1, round(steps / BLOCK)) * BLOCK}",
         )
     load_before = load_average()
     turns: dict[str, list[Turn]] = {name: [] for name in field.names}
@@ -108,7 +116,7 @@ def measure_overhead(field: Field, *, processes: int, steps: int, rounds: int, n
         for number in range(-1, rounds):  # the first is a rehearsal: imports, first calls, files
             for name in field.names:
                 notify(f"round {number + 1} of {rounds}: {name}" if number >= 0 else f"rehearsing {name}", done, in_all)
-                turn = _take_turn(ranks[name], name, steps, bare_first=number % 2 == 0)
+                turn = _take_turn(ranks[name], name, bare_first=number % 2 == 0)
                 if number >= 0:
                     turns[name].append(turn)
                 done += 1
@@ -117,44 +125,58 @@ def measure_overhead(field: Field, *, processes: int, steps: int, rounds: int, n
     return Overhead(rows, processes, steps, rounds, load_before, load_average(), field.missing, turns)
 
 
-def _take_turn(ranks: WaitingRanks, name: str, steps: int, *, bare_first: bool) -> Turn:
+def _take_turn(ranks: WaitingRanks, name: str, *, bare_first: bool) -> Turn:
     by_rank = ranks.take_turn([BARE, name] if bare_first else [name, BARE])
-    pairs = [answers if bare_first else answers[::-1] for answers in by_rank]
-    in_us = [[(cpu_s / steps * 1e6, wall_s / steps * 1e6) for cpu_s, wall_s in pair] for pair in pairs]
-    return Turn(
-        bare_cpu=tuple(bare[0] for bare, _ in in_us),
-        bare_wall=tuple(bare[1] for bare, _ in in_us),
-        cpu=tuple(own[0] for _, own in in_us),
-        wall=tuple(own[1] for _, own in in_us),
-    )
+    bare, own = (0, 1) if bare_first else (1, 0)
+    return Turn(tuple(readings[bare] for readings in by_rank), tuple(readings[own] for readings in by_rank))
 
 
 def summarize(name: str, turns: Sequence[Turn]) -> Row:
     """
-    >>> turns = [Turn((100.0,), (200.0,), (110.0 + i,), (210.0,)) for i in range(3)]
-    >>> row = summarize("ours", turns)
-    >>> row.over_us, row.over_best_us, round(row.ratio, 2)
-    (11.0, 10.0, 1.11)
+    >>> own = [Reading(110.0, 210.0, 60.0 + i, 59.0 + i) for i in range(3)]
+    >>> row = summarize("ours", [Turn((Reading(100.0, 200.0, 50.0, 49.0),), (reading,)) for reading in own])
+    >>> row.over_us, row.over_best_us, row.over_process_us, round(row.ratio, 2)
+    (11.0, 10.0, 10.0, 1.22)
     """
-    over = [turn.cpu[0] - turn.bare_cpu[0] for turn in turns]
-    means = [sum(turn.cpu) / len(turn.cpu) - sum(turn.bare_cpu) / len(turn.bare_cpu) for turn in turns]
+    over = [turn.over(0, "python_us") for turn in turns]
+    over_process = [turn.over(0, "cpu_us") for turn in turns]
+    best_bare = min(turn.bare[0].best_python_us for turn in turns)
+    best_own = min(turn.own[0].best_python_us for turn in turns)
     return Row(
         contender=name,
         setup=SETUPS[name],
-        cpu_us=median(turn.cpu[0] for turn in turns),
-        wall_us=median(turn.wall[0] for turn in turns),
+        cpu_us=median(turn.own[0].cpu_us for turn in turns),
+        python_us=median(turn.own[0].python_us for turn in turns),
+        wall_us=median(turn.own[0].wall_us for turn in turns),
         over_us=median(over),
-        over_spread_us=_half_quartile_range(over),
-        over_best_us=min(turn.cpu[0] for turn in turns) - min(turn.bare_cpu[0] for turn in turns),
-        over_all_ranks_us=median(means),
-        ratio=median(turn.cpu[0] / turn.bare_cpu[0] for turn in turns),
-        bare_cpu_us=median(turn.bare_cpu[0] for turn in turns),
-        bare_wall_us=median(turn.bare_wall[0] for turn in turns),
+        over_error_us=median_error(over),
+        over_best_us=best_own - best_bare,
+        over_process_us=median(over_process),
+        over_process_error_us=median_error(over_process),
+        ratio=median(turn.own[0].python_us / turn.bare[0].python_us for turn in turns),
+        bare_cpu_us=median(turn.bare[0].cpu_us for turn in turns),
+        bare_python_us=median(turn.bare[0].python_us for turn in turns),
+        bare_wall_us=median(turn.bare[0].wall_us for turn in turns),
     )
 
 
-def _half_quartile_range(values: Sequence[float]) -> float:
+def median_error(values: Sequence[float]) -> float:
+    """The standard error of a median, from the quartiles, which a few wild rounds do not move.
+
+    >>> round(median_error([-2.0, -1.0, 0.0, 1.0, 2.0]), 2)
+    0.83
+    """
     if len(values) < 2:
         return 0.0
     low, _, high = quantiles(values, n=4, method="inclusive")
-    return (high - low) / 2
+    sigma = (high - low) / 1.349
+    return 1.2533 * sigma / len(values) ** 0.5
+
+
+def _rounded(turn: Turn) -> dict[str, list[dict[str, float]]]:
+    """By rank, as names and numbers."""
+    sides = {"bare": turn.bare, "own": turn.own}
+    return {
+        side: [{name: round(figure, 1) for name, figure in reading._asdict().items()} for reading in readings]
+        for side, readings in sides.items()
+    }

@@ -12,7 +12,8 @@ import tempfile
 import torch.distributed as dist
 
 from distributed.bench.contenders import CONTENDERS
-from distributed.bench.work import Reading, Work
+from distributed.bench.turns import Reading
+from distributed.bench.work import Work
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from distributed.core.errors import LaunchError
 from distributed.launch.job import LocalJob
@@ -16,8 +16,18 @@ from distributed.launch.local import LocalLauncher
 from distributed.launch.ports import free_port
 from distributed.launch.request import LaunchRequest, NodePlace
 
+BLOCK = 50  # steps; one of them is logged, so that all blocks have the same work
 TURN_TIMEOUT_S = 300.0  # a turn takes about a second
 _LOOK_S = 1.0  # how often to see whether a rank that should come has failed
+
+
+class Reading(NamedTuple):
+    """What one rank's timed steps took, in µs a step."""
+
+    cpu_us: float  # user and system time of the whole process, all threads
+    wall_us: float
+    python_us: float  # CPU time of its Python threads alone, without gloo's, which do the same for everybody
+    best_python_us: float  # of the cheapest block of steps
 
 
 class WaitingRanks:
@@ -58,8 +68,8 @@ class WaitingRanks:
             by_rank[json.loads(channel.readline())] = channel
         self._channels = [by_rank[rank] for rank in sorted(by_rank)]
 
-    def take_turn(self, names: Sequence[str]) -> list[list[tuple[float, float]]]:
-        """Run these contenders one after the other on these ranks: (CPU, wall) seconds of each, by rank."""
+    def take_turn(self, names: Sequence[str]) -> list[list[Reading]]:
+        """Run these contenders one after the other on these ranks: the reading of each, by rank."""
         for channel in self._channels:
             channel.write(json.dumps(list(names)) + "\n")
             channel.flush()
@@ -72,7 +82,7 @@ class WaitingRanks:
             if not line:  # it ended: its launcher knows why
                 self._job.wait()
                 raise LaunchError(f"a rank of {self._contender} ended before its turn was over")
-            answers.append([(float(cpu_s), float(wall_s)) for cpu_s, wall_s in json.loads(line)])
+            answers.append([Reading(*figures) for figures in json.loads(line)])
         return answers
 
     def _accept(self) -> socket.socket:

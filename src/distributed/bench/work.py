@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from distributed.bench.turns import BLOCK, Reading
 
 INPUTS, HIDDEN, CLASSES = 32, 64, 10
 BATCH = 32  # samples a rank
@@ -17,33 +21,40 @@ WARM_UP, TAIL = 50, 2  # steps before and after those that are timed; some conte
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-class Reading(NamedTuple):
-    """Seconds that the timed steps took."""
-
-    cpu_s: float  # user and system time of the whole process, all threads
-    wall_s: float
-
-
 class Clock:
-    """A collate function that looks at the clocks on two batches: between them lie the timed steps.
+    """A collate function that looks at the clocks on every 50th batch: between two looks lie 50 steps.
 
     It is the one piece of a user's code that every trainer calls once a step, so nobody is measured from inside.
     """
 
     def __init__(self, first: int, last: int) -> None:
-        self._first, self._last, self._batches = first, last, 0
-        self._marks: list[Reading] = []
+        self._looks, self._batches = range(first, last + 1, BLOCK), 0
+        self._cpu_s: list[float] = []
+        self._wall_s: list[float] = []
+        self._python_s: list[float] = []
 
     def __call__(self, batch: Any) -> Any:
-        if self._batches in (self._first, self._last):
-            self._marks.append(Reading(time.process_time(), time.perf_counter()))
+        if self._batches in self._looks:
+            self._cpu_s.append(time.process_time())
+            self._wall_s.append(time.perf_counter())
+            self._python_s.append(python_threads_s())
         self._batches += 1
         return batch
 
     @property
     def reading(self) -> Reading:
-        begun, ended = self._marks
-        return Reading(ended.cpu_s - begun.cpu_s, ended.wall_s - begun.wall_s)
+        steps = (len(self._looks) - 1) * BLOCK
+        cpu_us, wall_us, python_us = (
+            (looks[-1] - looks[0]) / steps * 1e6 for looks in (self._cpu_s, self._wall_s, self._python_s)
+        )
+        best_s = min(after - before for before, after in pairwise(self._python_s))
+        return Reading(cpu_us, wall_us, python_us, best_s / BLOCK * 1e6)
+
+
+def python_threads_s() -> float:
+    """CPU seconds of the Python threads that live now: the training, progress bars, writers of logs."""
+    threads = [thread.ident for thread in threading.enumerate() if thread.ident is not None]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads)
 
 
 class Rows(Dataset[Batch]):

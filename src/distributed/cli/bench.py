@@ -44,7 +44,8 @@ def overhead(
     The bare loop, our Trainer (progress, events.jsonl and TensorBoard on) and those of Lightning Fabric, Accelerate
     and Lightning that are installed do the same work on real processes, in turns. Each turn is compared with a bare
     loop on the same ranks just before or after; `bare-again` is the bare loop against itself, which is the noise.
-    CPU time hardly depends on what else runs; wall time does.
+    What counts is the CPU time of Python's threads, which hardly depends on what else runs; gloo's threads and the
+    wall clock do, and are shown beside it.
 
     \b
     Examples:

@@ -16,6 +16,7 @@ from distributed.train.metrics import Metric, default_metrics, sum_metrics
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+_CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _CROSS_ENTROPY = nn.CrossEntropyLoss()
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
@@ -50,15 +51,17 @@ class Task:
         return sorted(self._resolved)
 
     def run(self, model: nn.Module, batch: Any) -> Outcome:
-        if isinstance(batch, list | tuple) and len(batch) > 1:
-            *inputs, target = batch
-            first = inputs[0]
-            outputs = model(**first) if len(inputs) == 1 and isinstance(first, Mapping) else model(*inputs)
+        if isinstance(batch, (list, tuple)) and len(batch) == 2:
+            inputs, target = batch
+            outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        elif isinstance(batch, (list, tuple)) and len(batch) > 2:
+            target = batch[-1]
+            outputs = model(*batch[:-1])
         elif isinstance(batch, Mapping):
             inputs_by_name, target = _split_mapping(batch, self.loss_fn is not None)
             outputs = model(**inputs_by_name)
         else:
-            target = batch[0] if isinstance(batch, list | tuple) else batch
+            target = batch[0] if isinstance(batch, (list, tuple)) else batch
             outputs = model(target)
         loss_fn = self.loss_fn
         if loss_fn is None:
@@ -69,19 +72,19 @@ class Task:
         loss = loss_fn(outputs, target)
         if isinstance(loss, tuple):
             return Outcome(loss[0], outputs, target, torch.as_tensor(loss[1], device=loss[0].device))
-        if getattr(loss_fn, "reduction", "mean") == "sum":
-            return Outcome(loss, outputs, target, is_sum=True)
-        return Outcome(loss, outputs, target, self._loss_weight(loss_fn, target))
+        if isinstance(loss_fn, _CROSS_ENTROPIES) and loss_fn.reduction == "mean":
+            return Outcome(loss, outputs, target, self._loss_weight(loss_fn, target))
+        return Outcome(loss, outputs, target, is_sum=getattr(loss_fn, "reduction", "mean") == "sum")
 
     def _loss_weight(self, loss_fn: Any, target: Any) -> torch.Tensor | None:
         """What torch's cross entropy divides by, where that is not the number of samples. Looks at no value."""
-        if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or target.is_floating_point():
+        positions = target.dim()
+        if loss_fn._buffers["weight"] is None and (positions == 1 or self.loss_weighting == "samples"):
+            return (target != loss_fn.ignore_index).sum() if self.loss_weighting == "targets" else None
+        if target.is_floating_point():  # probabilities of classes: a mean over the samples
             return None
-        if loss_fn.weight is not None:
-            return (loss_fn.weight[target.clamp_min(0)] * (target != loss_fn.ignore_index)).sum()
-        if self.loss_weighting == "targets" or (self.loss_weighting == "auto" and target.dim() > 1):
-            return (target != loss_fn.ignore_index).sum()
-        return None
+        counted = target != loss_fn.ignore_index
+        return counted.sum() if loss_fn.weight is None else (loss_fn.weight[target.clamp_min(0)] * counted).sum()
 
     def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:
         self._check_ignored(outcome)

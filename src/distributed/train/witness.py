@@ -1,0 +1,113 @@
+"""The resume certificate: what the steps after a checkpoint came to, so that a resumed run can prove to be the same.
+
+A run that goes on after a save writes down digests of its state at the checkpoint and after each of the next K steps,
+every rank its own. A run that resumes there takes the same steps and compares; the first component to differ is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distributed.runtime.session import Session
+from distributed.train.digest import digests
+
+# In the order of cause and effect: when several differ after one step, the first of them is to blame.
+COMPONENTS = ("position", "samples", "schedule", "rng", "scaler", "loss", "model", "optimizer")
+
+Put = Callable[[str, bytes], None]
+Get = Callable[[str], bytes | None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison came to: of how many steps, and the first difference, if there is one."""
+
+    steps: int
+    component: str = ""
+    step: int = -1
+    rank: int = -1
+
+    @property
+    def passed(self) -> bool:
+        return not self.component
+
+    def __str__(self) -> str:
+        if self.passed:
+            return f"resume certificate: PASS, {self.steps} steps are those of the run that was not interrupted"
+        return f"resume certificate: FAIL, {self.component!r} differs first, at step {self.step} on rank {self.rank}"
+
+
+class Witness:
+    """Records the steps after a save, or compares them after a resume; told of every step, it mostly does nothing."""
+
+    def __init__(self, session: Session, put: Put, get: Get, *, steps: int) -> None:
+        self._session, self._put, self._get, self._steps = session, put, get, steps
+        self._saved_at: int | None = None
+        self._compares_until: int | None = None
+        self._resumed_at = -1
+        self._findings: list[tuple[int, str]] = []  # (step, component) that differed here
+        self._compared = 0
+
+    def wants(self, step: int) -> bool:
+        """Whether the state after this step is of interest."""
+        records = self._saved_at is not None and self._saved_at <= step <= self._saved_at + self._steps
+        return records or (self._compares_until is not None and step <= self._compares_until)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint holds the state after `step` steps: the next ones are worth writing down."""
+        if self._steps:
+            self._saved_at = step
+
+    def resumed(self, step: int) -> None:
+        """This run begins with the state after `step` steps of another: compare for as long as that one went on."""
+        last = step - 1
+        while last < step + self._steps and self._get(_name(step, self._session.rank, last + 1)) is not None:
+            last += 1
+        shared = torch.tensor([last], device=self._session.device)
+        last = -int(self._session.max("steps to compare", -shared).item())  # what every rank can compare
+        if last >= step:
+            self._resumed_at, self._compares_until = step, last
+
+    def look(self, step: int, components: Mapping[str, Any]) -> Verdict | None:
+        """The state after `step`. Every rank calls it for the same steps; the last comparison returns the verdict."""
+        found = digests(components)
+        if self._saved_at is not None and self._saved_at <= step <= self._saved_at + self._steps:
+            self._put(_name(self._saved_at, self._session.rank, step), json.dumps(found).encode())
+        if self._compares_until is None or step > self._compares_until:
+            return None
+        recorded = self._get(_name(self._resumed_at, self._session.rank, step))
+        before = json.loads(recorded) if recorded else {}
+        names = [name for name in _ordered(found) if name in before and before[name] != found[name]]
+        self._findings += [(step, name) for name in names]
+        self._compared += step > self._resumed_at
+        if step < self._compares_until:
+            return None
+        self._compares_until = None
+        return self._agree(_ordered(found))
+
+    def _agree(self, names: list[str]) -> Verdict:
+        """One verdict of all ranks: the earliest difference, by step and then by cause."""
+        rows = torch.zeros(self._session.world_size, 2, dtype=torch.int64, device=self._session.device)
+        if self._findings:
+            step, component = min(self._findings, key=lambda found: (found[0], names.index(found[1])))
+            rows[self._session.rank] = torch.tensor([step - self._resumed_at + 1, names.index(component) + 1])
+        self._session.sum("resume certificate", rows)
+        found = [(steps, cause, rank) for rank, (steps, cause) in enumerate(rows.tolist()) if cause]
+        if not found:
+            return Verdict(self._compared)
+        steps, cause, rank = min(found)
+        return Verdict(self._compared, names[cause - 1], self._resumed_at + steps - 1, rank)
+
+
+def _name(saved_at: int, rank: int, step: int) -> str:
+    return f"step-{saved_at:06d}/witness/rank-{rank}-step-{step}.json"
+
+
+def _ordered(components: Mapping[str, Any]) -> list[str]:
+    known = [name for name in COMPONENTS if name in components]
+    return known + sorted(set(components) - set(known))
