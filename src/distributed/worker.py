@@ -12,7 +12,8 @@ import torch
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.history import History
 from distributed.core.plan import Plan
-from distributed.core.registry import STRATEGIES
+from distributed.core.registry import BITWISE_STRATEGIES, STRATEGIES
+from distributed.data.leaf_loader import LeafLoader
 from distributed.data.loader import EvalLoader, StreamLoader, TrainLoader
 from distributed.data.source import Source
 from distributed.observe.live import RunScreen, Ticker
@@ -46,7 +47,7 @@ def run_rank(job: Job, session: Session, *, shows_progress: bool) -> History:
     """Train this rank's part; what it returns is the same on every rank."""
     plan, task = job.plan, job.task
     session.seed(plan.seed)
-    strategy = STRATEGIES.load(plan.strategy)()
+    strategy = (BITWISE_STRATEGIES if plan.is_bitwise else STRATEGIES).load(plan.strategy)()
     strategy.setup(task, plan, session)
     train = _train_loader(job, session)
     per_epoch = train.steps_per_epoch
@@ -88,7 +89,8 @@ def run_rank(job: Job, session: Session, *, shows_progress: bool) -> History:
 def _train_loader(job: Job, session: Session) -> Loader:
     plan, pins = job.plan, session.device.type == "cuda"
     if not job.train.is_stream:
-        return TrainLoader(job.train, plan.batch, session.rank, seed=plan.seed, pin_memory=pins)
+        loader = LeafLoader if plan.is_bitwise else TrainLoader
+        return loader(job.train, plan.batch, session.rank, seed=plan.seed, pin_memory=pins)
 
     def agree(samples: int, microbatches: int) -> tuple[int, int]:
         total = session.sum("samples of a step", torch.tensor([samples], device=session.device))

@@ -215,7 +215,9 @@ def test_resume_with_another_model_names_what_differs(tmp_path: Path) -> None:
     resumed = Trainer(
         other, **settings(str(tmp_path / "b"), num_gpus=1), checkpoint_dir=folder, resume_from_checkpoint=True
     )
-    with pytest.raises(CheckpointError, match=r"0\.weight is \(8, 5\) in the checkpoint and \(9, 5\) in this model"):
+    with pytest.raises(
+        CheckpointError, match=r"0\.weight is float64 \[8, 5\] in the checkpoint and float64 \[9, 5\] here"
+    ):
         resumed.fit(problem())
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 import distributed
-from distributed.cli import bench, config, doctor, train
+from distributed.cli import bench, checkpoint, config, doctor, train
 from distributed.core.errors import DistributedError, RankFailedError
 
 # Plain help texts: their examples keep their lines, and can be copied.
@@ -26,6 +26,7 @@ app.command("train", short_help="Run a training script as N ranks.")(train.train
 app.command("doctor", short_help="Report what this machine can do.")(doctor.doctor)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def _print_version(wanted: bool) -> None:

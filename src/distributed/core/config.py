@@ -67,6 +67,12 @@ class DistributedConfig(BaseModel):
         "epoch", description="when a scheduler passed to the trainer steps"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="of the data order and of dropout")
+    reproducible: Literal["off", "bitwise"] = Field(
+        "off", description="bitwise: the same bytes at any number of ranks that divides virtual_ranks; slower"
+    )
+    virtual_ranks: int = Field(
+        8, ge=1, description="for bitwise: parts of a global batch, each on one rank; a power of two"
+    )
     loss_weighting: Literal["auto", "samples", "targets"] = Field(
         "auto", description="what a cross entropy's mean goes over; auto: targets where they have weights or positions"
     )
@@ -101,9 +107,17 @@ class DistributedConfig(BaseModel):
 
     # Checkpoints
     checkpoint_dir: str | None = Field(None, description="by default in the run directory")
-    checkpoint_frequency: int | None = Field(
-        None, ge=1, description="epochs between checkpoints; the last is always saved"
+    checkpoint_frequency: int | str | None = Field(
+        None, description="epochs between checkpoints, or '500 steps', '10 minutes'; the last state is always saved"
     )
+    checkpoint_async: bool = Field(True, description="go on training while a checkpoint is written")
+    keep_last: int | None = Field(None, ge=1, description="checkpoints to keep, the newest; by default all")
+    keep_every: int | None = Field(None, ge=1, description="keep those whose step is a multiple of this besides")
+    keep_best: str | None = Field(None, description="keep the best by this metric besides, 'val_loss' say")
+    certificate_steps: int = Field(
+        3, ge=0, description="steps after each checkpoint that a resumed run is compared with; 0: none"
+    )
+    sample_ledger: bool = Field(False, description="write down which samples each step used")
     resume_from_checkpoint: bool | str = Field(
         False, description="True: the newest in checkpoint_dir, if any; or a checkpoint's path"
     )
@@ -148,6 +162,21 @@ class DistributedConfig(BaseModel):
             )
         return name
 
+    @field_validator("checkpoint_frequency")
+    @classmethod
+    def _known_frequency(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            parse_frequency(value)
+        return value
+
+    @field_validator("virtual_ranks")
+    @classmethod
+    def _power_of_two(cls, count: int) -> int:
+        if count & (count - 1):
+            below = 2 ** (count.bit_length() - 1)
+            raise ValueError(f"must be a power of two, {below} or {2 * below}")
+        return count
+
     def source(self, name: str) -> str:
         """Where a value came from: 'default', 'argument', 'run.yaml:3', 'command line' …"""
         return self._sources.get(name, "default")
@@ -163,6 +192,22 @@ class DistributedConfig(BaseModel):
         """A config in which `values` win over these, with their source noted; None leaves a value as it is."""
         new = {name: value for name, value in values.items() if value is not None}
         return build_config([(self.given_values(), "", self._sources), (new, source, {})])
+
+
+def parse_frequency(value: int | str) -> tuple[float, str]:
+    """How often, and in what.
+
+    >>> parse_frequency(10), parse_frequency("500 steps"), parse_frequency("1.5 minutes")
+    ((10, 'epochs'), (500, 'steps'), (1.5, 'minutes'))
+    """
+    match = re.fullmatch(
+        r"(\d+(?:\.\d+)?)\s*(epoch|step|minute)s?", str(value).strip() + (" epochs" * isinstance(value, int))
+    )
+    count = float(match.group(1)) if match else 0.0
+    if not match or count <= 0 or (match.group(2) != "minute" and count != int(count)):
+        raise ValueError("should be a number of epochs, or like '2 epochs', '500 steps' or '10 minutes'")
+    unit = match.group(2) + "s"
+    return (count if unit == "minutes" else int(count)), unit
 
 
 Layer = tuple[Mapping[str, Any], str, Mapping[str, str]]
@@ -217,6 +262,16 @@ def _contradictions(config: DistributedConfig) -> list[Problem]:
         ("min_lr_ratio", config.lr_schedule == "constant", "lr_schedule='cosine' or 'linear'"),
     ):
         if useless and getattr(config, name):
+            found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))
+    bitwise = config.reproducible == "bitwise"
+    for name, useless, do in (
+        ("virtual_ranks", not bitwise, "reproducible='bitwise'"),
+        ("sync_batchnorm", bitwise and config.sync_batchnorm, "reproducible='off'"),
+        ("find_unused_parameters", bitwise and config.find_unused_parameters, "reproducible='off'"),
+        ("static_graph", bitwise and config.static_graph, "reproducible='off'"),
+        ("bucket_cap_mb", bitwise, "reproducible='off'"),
+    ):
+        if useless and name in config.model_fields_set:
             found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, get_type_hints
 
 
@@ -14,7 +14,7 @@ class Event:
     time: float
 
     def to_json(self) -> str:
-        return json.dumps({"event": type(self).__name__} | asdict(self), separators=(",", ":"))
+        return json.dumps({"event": type(self).__name__} | self.__dict__, separators=(",", ":"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,19 @@ class CheckpointSaved(Event):
     step: int
     path: str
     seconds: float
+    stall_seconds: float = 0.0  # how long training stood still for it
+    written_bytes: int = 0  # the rest was stored already
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeCompared(Event):
+    """The resume certificate: the first steps after a resume against those of the run that was not interrupted."""
+
+    passed: bool
+    steps: int
+    text: str
+    component: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

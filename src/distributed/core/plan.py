@@ -26,12 +26,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is cut: `accumulation` micro-batches, each shared by all ranks."""
+    """How a global batch is cut: `accumulation` micro-batches, each shared by all ranks; or into leaves, if any."""
 
     per_device: int
     ranks: int = 1
     accumulation: int = 1
     drop_last: bool = False
+    leaves: int = 0  # virtual ranks among which a whole global batch is shared; 0: none, the ranks themselves share
+    least_leaf: int = 1  # samples of a leaf, where a step has that many; a short step then has fewer leaves
 
     @property
     def micro_batch(self) -> int:
@@ -92,8 +94,15 @@ class ReplicatePlan:
 @dataclass(frozen=True)
 class CheckpointPlan:
     dir: str = ""
-    every_epochs: int | None = None
+    every: float | None = None
+    unit: str = "epochs"  # of `every`: "epochs", "steps" or "minutes"
     resume: bool | str = False
+    asynchronous: bool = True
+    keep_last: int | None = None
+    keep_every: int | None = None
+    best: str = ""  # the metric by which the best one is kept
+    certificate: int = 3  # steps after a checkpoint that a resumed run is compared with
+    ledger: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,11 @@ class Plan:
     @property
     def ranks_per_node(self) -> int:
         return self.world_size // self.num_nodes
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether the result has the same bytes at any number of ranks."""
+        return self.batch.leaves > 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

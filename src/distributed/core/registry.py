@@ -71,3 +71,7 @@ def nearest_hint(name: str, known: Iterable[str]) -> str:
 
 
 STRATEGIES = Registry("backend", {"pytorch-ddp": Entry("distributed.strategies.torch_mesh:TorchMesh")})
+BITWISE_STRATEGIES = Registry(  # what a backend becomes under reproducible='bitwise'
+    "backend with reproducible='bitwise'",
+    {"pytorch-ddp": Entry("distributed.strategies.bitwise:BitwiseReplicas")},
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
+from distributed.data.leaves import Leaf, LeafIndices, LeafReader, as_read
 from distributed.data.order import derive_seed, drawn_order, shuffled_order
 from distributed.data.shares import EpochCut, share, stream_weights
 from distributed.data.source import Source
@@ -18,8 +21,9 @@ from distributed.data.stream import OwnStream, SharedStream, StreamBatch
 
 class Microbatch(NamedTuple):
     batch: Any
-    weight: float  # its part of the step's mean loss, times the number of ranks
+    weight: float  # its part of the step's mean loss, times the number of ranks (but not for a leaf)
     size: int  # samples of this rank; 0: a stand-in that keeps the ranks in step and must leave no trace
+    leaf: Leaf | None = None  # of a virtual rank; an empty one has no batch, nothing stands in for it
 
 
 class Step(NamedTuple):
@@ -28,13 +32,21 @@ class Step(NamedTuple):
 
 
 class _Indices:
-    """The batch sampler of our DataLoaders: whatever lists of indices the current pass has."""
+    """The sampler of our DataLoaders: what the current pass reads, and what of it the loop has not seen yet."""
 
     def __init__(self) -> None:
-        self.lists: Iterator[list[int]] = iter(())
+        self._lists: Iterator[list[int]] = iter(())
+        self._key: Callable[[int, list[int]], Any] = lambda number, indices: indices
+        self.sent: deque[list[int]] = deque()  # workers read ahead of the loop
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.lists
+    def begin(self, lists: Iterator[list[int]], key: Callable[[int, list[int]], Any] | None = None) -> None:
+        self._lists, self.sent = lists, deque()
+        self._key = key or (lambda number, indices: indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, indices in enumerate(self._lists):
+            self.sent.append(indices)
+            yield self._key(number, indices)
 
 
 def epoch_order(source: Source, seed: int, epoch: int) -> list[int] | range:
@@ -50,42 +62,74 @@ class TrainLoader:
 
     def __init__(self, source: Source, batch: BatchPlan, rank: int, *, seed: int, pin_memory: bool = False) -> None:
         self._source, self._batch, self._rank, self._seed = source, batch, rank, seed
-        self._indices = _Indices()
-        options = source.loader_options(pin_memory=pin_memory)
-        self._loader = DataLoader(
-            source.dataset,
-            batch_sampler=self._indices,
-            collate_fn=source.collate_fn,
-            generator=torch.Generator(),
-            **options,
-        )
+        self._sampler = _Indices()
+        self._taken: list[list[int]] = []
+        options = source.loader_options(pin_memory=pin_memory) | {"generator": torch.Generator()}
+        if source.num_workers:  # each batch is read under its own seed, whichever worker reads it, also after a resume
+            reader = LeafReader(source.dataset, source.collate_fn)
+            self._loader = DataLoader(reader, batch_size=None, sampler=self._sampler, collate_fn=as_read, **options)
+        else:
+            self._loader = DataLoader(
+                source.dataset, batch_sampler=self._sampler, collate_fn=source.collate_fn, **options
+            )
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        return self._source.samples
 
     @property
     def steps_per_epoch(self) -> int | None:
         samples = self._source.samples
         return None if samples is None else self._batch.steps(samples)
 
+    @property
+    def indices(self) -> list[int]:
+        """Of the samples in the step that came last; a stand-in's is not among them."""
+        return [index for taken in self._taken for index in taken]
+
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
         order = epoch_order(self._source, self._seed, epoch)
         cut = EpochCut(len(order), self._batch, self._rank)
-        self._indices.lists = _index_lists(order, cut, first_step)
-        assert self._loader.generator is not None
-        self._loader.generator.manual_seed(derive_seed(self._seed, "workers", epoch, self._rank))
-        batches = iter(self._loader)
-        full = [(c.weight, c.size) for c in cut.micro_cuts(0)] if cut.full_steps else []
-        for step in range(first_step, cut.steps):
-            shape = full if step < cut.full_steps else [(c.weight, c.size) for c in cut.micro_cuts(step)]
-            yield Step([Microbatch(next(batches), weight, size) for weight, size in shape], cut.samples_in(step))
+        first_read = first_step * self._batch.accumulation
+        prefix = (self._seed, "batch", epoch, self._rank)
+
+        def seeded(number: int, indices: list[int]) -> LeafIndices:
+            return LeafIndices(derive_seed(*prefix, first_read + number), indices)
+
+        self._sampler.begin(_index_lists(order, cut, first_step), seeded if self._source.num_workers else None)
+        batches, sent = iter(self._loader), self._sampler.sent
+        samples, full_steps = self._batch.global_batch, max(first_step, cut.full_steps)
+        shape = [(c.weight, c.size) for c in cut.micro_cuts(0)] if cut.full_steps else []
+        if len(shape) == 1:  # the usual case, without a list comprehension a step
+            weight, size = shape[0]
+            for batch in islice(batches, full_steps - first_step):
+                self._taken = [sent.popleft()]
+                yield Step([Microbatch(batch, weight, size)], samples)
+        else:
+            for _ in range(first_step, full_steps):
+                micros = [Microbatch(next(batches), weight, size) for weight, size in shape]
+                self._taken = [sent.popleft() for _ in micros]
+                yield Step(micros, samples)
+        for step in range(full_steps, cut.steps):
+            cuts = cut.micro_cuts(step)
+            micros = [Microbatch(next(batches), c.weight, c.size) for c in cuts]
+            self._taken = [taken for taken, c in zip([sent.popleft() for _ in cuts], cuts, strict=True) if c.size]
+            yield Step(micros, cut.samples_in(step))
 
     def sample_indices(self, epoch: int, step: int) -> list[int]:
         """The dataset indices that this rank used in a step, computed anew: nothing was recorded."""
         order = epoch_order(self._source, self._seed, epoch)
-        cuts = EpochCut(len(order), self._batch, self._rank).micro_cuts(step)
+        cuts = EpochCut(len(order), self._batch, self._rank).cuts(step)
         return [index for cut in cuts for index in order[cut.start : cut.stop]]
 
 
 def _index_lists(order: list[int] | range, cut: EpochCut, first_step: int) -> Iterator[list[int]]:
-    for step in range(first_step, cut.steps):
+    size = cut.batch.global_batch
+    spans = [(micro.start, micro.stop) for micro in cut.micro_cuts(0)] if cut.full_steps else []
+    for base in range(first_step * size, cut.full_steps * size, size):
+        for start, stop in spans:  # every rank has a share of a full micro-batch
+            yield list(order[base + start : base + stop])
+    for step in range(max(first_step, cut.full_steps), cut.steps):
         for micro in cut.micro_cuts(step):
             yield list(order[micro.start : micro.stop]) or [order[micro.first]]
 
@@ -108,7 +152,8 @@ class StreamLoader:
         self._splits_itself, self._agree = split == "dataset", agree
         self._options = source.loader_options(pin_memory=pin_memory)
 
-    steps_per_epoch = None
+    steps_per_epoch = samples_per_epoch = None
+    indices: list[int] = []  # noqa: RUF012 - a stream's samples have no numbers
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
         batches = self._read(epoch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from distributed.core.config import DistributedConfig
+from distributed.core.config import DistributedConfig, parse_frequency
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError, Problem
 from distributed.core.mesh import MeshSpec
@@ -22,6 +22,7 @@ from distributed.core.plan import (
     SchedulePlan,
 )
 from distributed.planner.hardware import Hardware
+from distributed.planner.reproducible import plan_leaves
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,29 @@ def make_plan(
     world_size = world.world_size if world else resources.world_size
 
     batch = _plan_batch(config, profile, world_size, decisions, problems)
+    strategy = _plan_strategy(config, decisions)
+    bitwise = config.reproducible == "bitwise"
+    if bitwise:
+        batch = plan_leaves(
+            config,
+            batch,
+            strategy=strategy,
+            is_stream=profile.samples is None,
+            has_batchnorm=profile.has_batchnorm,
+            decisions=decisions,
+            problems=problems,
+        )
+    syncs_batchnorm = config.sync_batchnorm and world_size > 1 and not bitwise
     plan = Plan(
         run_dir=run_dir,
         batch=batch,
-        strategy=_plan_strategy(config, decisions),
+        strategy=strategy,
         mesh=MeshSpec(dp_replicate=world_size),
         num_nodes=resources.num_nodes,
         device=resources.device,
         collectives=_plan_collectives(config, resources.device, decisions, problems),
         collective_timeout_s=config.collective_timeout_s,
-        threads_per_rank=max(1, hardware.cpu_cores // resources.ranks_per_node),
+        threads_per_rank=1 if bitwise else max(1, hardware.cpu_cores // resources.ranks_per_node),
         seed=config.seed,
         epochs=config.epochs,
         max_steps=config.max_steps,
@@ -169,13 +183,13 @@ def make_plan(
             config.find_unused_parameters,
             config.static_graph,
             config.bucket_cap_mb,
-            config.sync_batchnorm and world_size > 1,
+            syncs_batchnorm,
         ),
         checkpoint=_plan_checkpoints(config, run_dir),
         observe=_plan_observers(config, run_dir, active_mlflow_run),
         settings=config.model_dump(mode="json"),
     )
-    if profile.has_batchnorm and world_size > 1 and config.sync_batchnorm:
+    if profile.has_batchnorm and syncs_batchnorm:
         reason = "statistics over the whole micro-batch of all ranks, so that the result is that of one process"
         decisions.append(Decision("synchronized BatchNorm", reason, "sync_batchnorm"))
     if not plan.schedule.is_constant and profile.owns_schedule:
@@ -325,9 +339,18 @@ def _plan_optimizer(
 
 
 def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan:
-    every = config.checkpoint_frequency or (1 if config.checkpoint_dir else None)
+    every, unit = parse_frequency(config.checkpoint_frequency or 1)
     return CheckpointPlan(
-        config.checkpoint_dir or os.path.join(run_dir, "checkpoints"), every, config.resume_from_checkpoint
+        dir=config.checkpoint_dir or os.path.join(run_dir, "checkpoints"),
+        every=every if config.checkpoint_frequency or config.checkpoint_dir else None,
+        unit=unit,
+        resume=config.resume_from_checkpoint,
+        asynchronous=config.checkpoint_async,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        best=config.keep_best or "",
+        certificate=config.certificate_steps,
+        ledger=config.sample_ledger,
     )
 
 

@@ -28,12 +28,14 @@ class Outcome(NamedTuple):
 class MetricSum(NamedTuple):
     """A metric as a sum and what it must be divided by, so that shares of any size add up exactly."""
 
-    total: torch.Tensor
+    total: torch.Tensor | float
     weight: torch.Tensor | float
 
 
 class StepOutput(NamedTuple):
-    loss: torch.Tensor  # of this rank's share, weighted so that the mean over the ranks is the global batch's loss
+    # Of this rank's share, weighted so that the mean over the ranks is the global batch's loss. On a CPU, where reading
+    # it waits for nothing, a number: cheaper to keep than a tensor.
+    loss: torch.Tensor | float
     gradient_norm: torch.Tensor | None = None
     metrics: Mapping[str, MetricSum] | None = None  # of this rank's share, when they were asked for
 
@@ -50,6 +52,8 @@ class StepTask(Protocol):
     """What a strategy needs to know of the work."""
 
     model: nn.Module
+
+    def move_to(self, device: torch.device) -> None: ...
 
     def run(self, model: nn.Module, batch: Any) -> Outcome: ...
 

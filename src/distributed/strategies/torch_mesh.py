@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,124 +16,72 @@ from distributed.core.plan import Plan, ReplicatePlan
 from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.runtime.session import Session
-from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.base import NonFiniteLoss, Outcome, StepOutput, StepTask
 from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
+from distributed.strategies.replica import Replica
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-class TorchMesh:
+class TorchMesh(Replica):
     """Forward, backward, reduction, clipping and the optimizer, with no host synchronization in between on a GPU."""
-
-    optimizer: torch.optim.Optimizer
 
     def __init__(self) -> None:
         self._desynchronize: Callable[[], None] = lambda: None
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
-        self._task, self._session = task, session
-        self._moves = session.device.type != "cpu"
-        self._checks_loss = plan.on_nan == "stop" and not self._moves  # on a GPU a look at the loss would wait for it
-        self._clip_norm = plan.optimizer.clip_norm
-        self.module = task.model.to(session.device)
+        super().setup(task, plan, session)
         if plan.replicate.sync_batchnorm and session.world_size > 1:
             self._desynchronize = synchronize_batchnorm(self.module)
         self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
-        self.optimizer = task.make_optimizer(self.module, plan)
-        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._model: nn.Module = self.module
         if session.world_size > 1:
             self._model = _replicate(self.module, plan.replicate, session.device, synced=bool(self._batchnorms))
-        dtype = _DTYPES.get(plan.precision.kind)
-        self._autocast = torch.autocast(session.device.type, dtype) if dtype else None
-        self._scaler = None
-        if plan.precision.kind == "fp16":
-            self._scaler = torch.amp.GradScaler(
-                session.device.type,
-                init_scale=plan.precision.scaler_init_scale,
-                growth_interval=plan.precision.scaler_growth_interval,
-            )
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
-        loss: torch.Tensor | None = None
+        loss: torch.Tensor | float = 0.0
         total_weight: torch.Tensor | None = None
-        metrics = None
         last = len(microbatches) - 1
         for index, micro in enumerate(microbatches):
-            batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
-            with self._scope(micro, synchronizes=index == last):
-                outcome = self._forward(self._model, batch)
-                part = outcome.loss
-                if outcome.weight is not None:
-                    weight = outcome.weight if micro.size else outcome.weight * 0
-                    total_weight = weight if total_weight is None else total_weight + weight
-                    part = part * (weight * self._session.world_size)
-                elif outcome.is_sum:
-                    part = part * (self._session.world_size if micro.size else 0)
-                elif micro.weight != 1.0:
-                    part = part * micro.weight
-                if not micro.size:
-                    part = part.nan_to_num(0.0)  # a stand-in's loss has weight 0, whatever it is
-                if self._checks_loss and not math.isfinite(value := part.item()):
-                    raise NonFiniteLoss(value)
-                if self._scaler is None:
-                    part.backward()
-                else:
-                    self._scaler.scale(part).backward()
-            loss = part.detach() if loss is None else loss + part.detach()
-            if measure and index == last and micro.size:
-                metrics = self._task.measure(outcome, micro.size)
-        assert loss is not None
+            if index == last and micro.size:
+                outcome, part = self._pass(micro)
+            else:
+                with self._special_scope(micro, index == last):
+                    outcome, part = self._pass(micro)
+            loss = loss + part
+            if outcome.weight is not None:
+                weight = outcome.weight if micro.size else outcome.weight * 0
+                total_weight = weight if total_weight is None else total_weight + weight
+        metrics = self._task.measure(outcome, micro.size) if measure and micro.size else None
         if total_weight is not None:
-            loss = loss * self._divide_gradients(total_weight)
-        norm = self._finish_gradients(measure)
-        if self._scaler is None:
-            self.optimizer.step()
-        else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return StepOutput(loss, norm, metrics)
+            factor = self._divide_gradients(total_weight)
+            loss = loss * (factor if self._moves else factor.item())
+        return StepOutput(loss, self._update(measure), metrics)
 
-    def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
-        with torch.no_grad():
-            outcome = self._forward(self.module, to_device(batch, self._session.device) if self._moves else batch)
-            weight: torch.Tensor | float = float(size) if outcome.weight is None else outcome.weight
-            loss = MetricSum(outcome.loss.double() * (1.0 if outcome.is_sum else weight), weight)
-            return {"loss": loss} | self._task.measure(outcome, size)
-
-    def train(self, mode: bool) -> None:
-        self._model.train(mode)
+    def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
+        """Forward and backward over one micro-batch, and its part of the loss."""
+        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
+        part = outcome.loss
+        if outcome.weight is not None:
+            part = part * (outcome.weight * (self._session.world_size if micro.size else 0))
+        elif outcome.is_sum:
+            part = part * (self._session.world_size if micro.size else 0)
+        elif micro.weight != 1.0:
+            part = part * micro.weight
+        if not micro.size:
+            part = part.nan_to_num(0.0)  # a stand-in's loss has weight 0, whatever it is
+        value = part.detach() if self._moves else part.item()
+        if self._checks_loss and not math.isfinite(value):
+            raise NonFiniteLoss(float(value))
+        self._backward(part)
+        return outcome, value
 
     def close(self) -> None:
         """Give the user's model back as it was made, with its new weights."""
         self._desynchronize()
 
-    def state(self) -> StateTree:
-        scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()} | scaler
-
-    def load_state(self, tree: StateTree) -> None:
-        self.module.load_state_dict(tree["model"])
-        self.optimizer.load_state_dict(tree["optimizer"])
-        if self._scaler is not None and "scaler" in tree:
-            self._scaler.load_state_dict(tree["scaler"])
-
-    def _forward(self, model: nn.Module, batch: Any) -> Outcome:
-        if self._autocast is None:
-            return self._task.run(model, batch)
-        with self._autocast:
-            return self._task.run(model, batch)
-
-    def _scope(self, micro: Microbatch, *, synchronizes: bool) -> Any:
-        """Around one micro-batch: only the last reduces gradients, and a stand-in leaves no trace in BatchNorm."""
-        if synchronizes and micro.size:
-            return nullcontext()
-        return self._special_scope(micro, synchronizes)
-
     @contextmanager
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
+        """Around a micro-batch: only the last reduces gradients, and a stand-in leaves no trace in BatchNorm."""
         holds = not synchronizes and isinstance(self._model, DistributedDataParallel)
         for layer in self._batchnorms:
             layer.share_is_empty = not micro.size
@@ -150,15 +98,6 @@ class TorchMesh:
         torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
         return factor
 
-    def _finish_gradients(self, measure: bool) -> torch.Tensor | None:
-        if self._clip_norm is None and not measure:
-            return None
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
-        if self._clip_norm is not None:
-            return nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-
 
 def _replicate(module: nn.Module, plan: ReplicatePlan, device: torch.device, *, synced: bool) -> nn.Module:
     """DistributedDataParallel; buffers are sent before each step only if some can differ between ranks."""
@@ -167,7 +106,7 @@ def _replicate(module: nn.Module, plan: ReplicatePlan, device: torch.device, *, 
     if device.type == "cpu":
         _make_contiguous(module)
     options: dict[str, Any] = {_buffer_option(): _buffers_can_differ(module) if synced else True}
-    return DistributedDataParallel(
+    replicated = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=plan.find_unused_parameters,
@@ -176,6 +115,26 @@ def _replicate(module: nn.Module, plan: ReplicatePlan, device: torch.device, *, 
         gradient_as_bucket_view=True,
         **options,
     )
+    if not plan.find_unused_parameters:
+        _settle_buckets(replicated)
+    return replicated
+
+
+def _settle_buckets(replicated: DistributedDataParallel) -> None:
+    """Let DDP lay out its buckets now, in the order of the parameters, with a backward pass that changes nothing.
+
+    It does so anew after the first one, and where a number lies decides in which order three or more ranks add it.
+    Without this, a resumed run would take its first step with another layout than the run that was not interrupted.
+    """
+    module = replicated.module
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    module.forward = lambda: torch.stack([p.sum().float() for p in parameters]).sum() * 0  # type: ignore[method-assign]
+    try:
+        replicated().backward()
+    finally:
+        del module.forward  # the class's own again
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _buffers_can_differ(module: nn.Module) -> bool:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
+
+from distributed.checkpoint.publishing import Saved
 from distributed.core.errors import NonFiniteLossError
 from distributed.core.events import (
     CheckpointSaved,
@@ -14,6 +18,7 @@ from distributed.core.events import (
     EvaluationEnded,
     Event,
     Observer,
+    ResumeCompared,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -21,6 +26,7 @@ from distributed.core.events import (
 )
 from distributed.core.history import EpochRecord, History
 from distributed.core.plan import Plan
+from distributed.data.ledger import Ledger, rewind_ledgers
 from distributed.data.loader import EvalLoader, Step
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
@@ -29,12 +35,19 @@ from distributed.strategies.base import NonFiniteLoss, Strategy
 from distributed.train.meter import Meter, Reading
 from distributed.train.metrics import MetricTotals
 from distributed.train.schedule import Schedule
-from distributed.train.state import Progress, restore_state, save_state
+from distributed.train.state import RunState
+from distributed.train.witness import Verdict
 
 
 class Loader(Protocol):
     @property
     def steps_per_epoch(self) -> int | None: ...
+
+    @property
+    def samples_per_epoch(self) -> int | None: ...
+
+    @property
+    def indices(self) -> list[int]: ...  # of the samples that this rank used in the step that came last
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
 
@@ -61,38 +74,45 @@ class Loop:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
         self._stop, self._heartbeat, self._observer, self._utilization = stop, heartbeat, observer, utilization
-        self._progress = Progress()
-        self._epochs: list[EpochRecord] = []
+        self._state = RunState(plan, strategy, schedule, session, train.samples_per_epoch, self._saved)
+        self._ledger = Ledger(_ledger_dir(plan), session.rank) if plan.checkpoint.ledger else None
+        self._last_save = time.monotonic()
         self._meter = Meter(session, metric_names, checks_loss=plan.on_nan == "stop" and session.device.type != "cpu")
-        self._saved_at = -1
-        self._model_path = ""
 
     def run(self) -> History:
         """Train until the epochs or steps are done, or somebody asks to stop; then save."""
         begun = time.perf_counter()
-        self._restore()
-        self._announce()
-        stopped = self._is_over()
-        while not stopped and self._progress.epoch < self._plan.epochs:
-            epoch = self._progress.epoch
-            stopped, seconds, samples = self._train_epoch(epoch)
-            metrics = self._meter.epoch_metrics() | (self._evaluate(epoch) if not self._interrupted else {})
-            if self._progress.samples_in_epoch == 0:  # the epoch was trained to its end
-                self._schedule.epoch_ended(metrics)
-            self._close_epoch(epoch, seconds, samples, metrics)
-            every = self._plan.checkpoint.every_epochs
-            if every and self._progress.samples_in_epoch == 0 and self._progress.epoch % every == 0:
-                self._save()
-        self._save()
-        return self._finish(time.perf_counter() - begun)
+        state = self._state
+        try:
+            self._restore()
+            self._announce()
+            stopped = self._is_over()
+            while not stopped and state.progress.epoch < self._plan.epochs:
+                epoch = state.progress.epoch
+                stopped, seconds, samples = self._train_epoch(epoch)
+                metrics = self._meter.epoch_metrics() | (self._evaluate(epoch) if not self._interrupted else {})
+                is_whole = state.progress.samples_in_epoch == 0
+                if is_whole:
+                    self._schedule.epoch_ended(metrics)
+                self._close_epoch(epoch, seconds, samples, metrics)
+                if is_whole and self._save_is_due("epochs", state.progress.epoch):
+                    state.save(metrics)
+            state.save(wait=True)
+            self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
+            return self._finish(time.perf_counter() - begun)
+        finally:
+            state.close()
+            if self._ledger is not None:
+                self._ledger.close()
 
     def _train_epoch(self, epoch: int) -> tuple[bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is over, seconds, samples)."""
-        progress, meter, train_step = self._progress, self._meter, self._strategy.train_step
+        state, meter, train_step, ledger = self._state, self._meter, self._strategy.train_step, self._ledger
+        progress, train = state.progress, self._train
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
         first_step = progress.samples_in_epoch // self._plan.batch.global_batch
         before_epoch = progress.step - first_step  # steps of the epochs before this one
-        last_step = before_epoch + self._train.steps_per_epoch if self._train.steps_per_epoch else None
+        last_step = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
         end, before = self._plan.max_steps, progress.samples_in_epoch
         self._emit(EpochStarted(time=time.time(), epoch=epoch, step=progress.step))
         self._strategy.train(True)
@@ -100,7 +120,7 @@ class Loop:
         begun = time.perf_counter()
         step, stopped = progress.step, False
         try:
-            for microbatches, samples in self._train.epoch(epoch, first_step):
+            for microbatches, samples in train.epoch(epoch, first_step):
                 step += 1
                 looks = step % log_every == 0 or step in (last_step, end)
                 output = train_step(microbatches, measure=looks)
@@ -108,8 +128,14 @@ class Loop:
                 meter.add(output, samples)
                 progress.step, progress.samples_in_epoch = step, progress.samples_in_epoch + samples
                 heartbeat.beat(step)
+                if ledger is not None:
+                    ledger.record(step, epoch, train.indices)
+                if state.is_watched(step):
+                    self._compare(state.witness(output.loss, train.indices))
                 if looks:
                     self._log(epoch, meter.read())
+                if step != last_step and (self._save_is_due("steps", step) or (looks and self._minutes_are_over())):
+                    state.save()
                 if stop.due(step) or step == end:
                     stopped = True
                     break
@@ -135,37 +161,66 @@ class Loop:
         self._strategy.train(True)
         seconds = time.perf_counter() - begun
         self._emit(
-            EvaluationEnded(time=time.time(), step=self._progress.step, epoch=epoch, seconds=seconds, metrics=metrics)
+            EvaluationEnded(
+                time=time.time(), step=self._state.progress.step, epoch=epoch, seconds=seconds, metrics=metrics
+            )
         )
         return {f"val_{name}": value for name, value in metrics.items()}
 
-    def _save(self) -> None:
-        if self._saved_at == self._progress.step:
-            return
-        begun = time.perf_counter()
-        path = save_state(
-            self._plan.checkpoint.dir, self._progress, self._epochs, self._strategy, self._schedule, self._session
+    def _save_is_due(self, unit: str, count: int) -> bool:
+        every = self._plan.checkpoint.every
+        return every is not None and self._plan.checkpoint.unit == unit and count % every == 0
+
+    def _minutes_are_over(self) -> bool:
+        """Rank 0's clock decides for all, at the steps where they meet anyway."""
+        every = self._plan.checkpoint.every
+        if every is None or self._plan.checkpoint.unit != "minutes":
+            return False
+        due = self._session.is_main and time.monotonic() - self._last_save >= 60 * every
+        agreed = self._session.max("time for a checkpoint", torch.tensor([int(due)], device=self._session.device))
+        return bool(agreed.item())
+
+    def _saved(self, saved: Saved) -> None:
+        self._last_save = time.monotonic()
+        self._emit(
+            CheckpointSaved(
+                time=time.time(),
+                step=saved.step,
+                path=saved.path,
+                seconds=saved.seconds,
+                stall_seconds=saved.stall_s,
+                written_bytes=saved.written_bytes,
+                total_bytes=saved.total_bytes,
+            )
         )
-        self._saved_at, self._model_path = self._progress.step, str(path)
-        seconds = time.perf_counter() - begun
-        self._emit(CheckpointSaved(time=time.time(), step=self._progress.step, path=str(path), seconds=seconds))
+        if saved.warning:
+            self._emit(Warned(time=time.time(), message=saved.warning))
 
     def _restore(self) -> None:
-        restored = restore_state(self._plan, self._strategy, self._schedule, self._session)
+        restored = self._state.restore()
+        if self._ledger is not None and self._session.is_main:
+            rewind_ledgers(_ledger_dir(self._plan), self._state.progress.step)
+        self._session.barrier("restored")
         if restored is None:
             return
-        self._progress, self._epochs = restored.progress, list(restored.epochs)
-        self._saved_at, self._model_path = restored.progress.step, str(restored.path)
-        if not restored.has_rng:
-            message = "resumed with another number of ranks: their random generators begin anew from the seed"
+        for line in str(restored.report).splitlines():
+            self._emit(Warned(time=time.time(), message=line))
+        if restored.own is None and not self._plan.is_bitwise:
+            message = "another number of ranks than before: their random generators begin anew from the seed"
             self._emit(Warned(time=time.time(), message=message))
+        self._compare(self._state.verdict)
+
+    def _compare(self, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            found: dict[str, Any] = {"passed": verdict.passed, "steps": verdict.steps, "component": verdict.component}
+            self._emit(ResumeCompared(time=time.time(), text=str(verdict), **found))
 
     @property
     def _interrupted(self) -> bool:
         return self._stop.received is not None
 
     def _is_over(self) -> bool:
-        return self._plan.max_steps is not None and self._progress.step >= self._plan.max_steps
+        return self._plan.max_steps is not None and self._state.progress.step >= self._plan.max_steps
 
     def _announce(self) -> None:
         plan, per_epoch = self._plan, self._train.steps_per_epoch
@@ -174,7 +229,7 @@ class Loop:
             if per_epoch is None
             else min(plan.max_steps or per_epoch * plan.epochs, per_epoch * plan.epochs)
         )
-        self._heartbeat.beat(self._progress.step)
+        self._heartbeat.beat(self._state.progress.step)
         self._emit(
             RunStarted(
                 time=time.time(),
@@ -185,7 +240,7 @@ class Loop:
                 epochs=plan.epochs,
                 steps_per_epoch=per_epoch,
                 total_steps=total,
-                first_step=self._progress.step,
+                first_step=self._state.progress.step,
                 global_batch=plan.batch.global_batch,
                 settings=plan.settings,
                 decisions=[str(decision) for decision in plan.decisions],
@@ -193,13 +248,14 @@ class Loop:
         )
 
     def _log(self, epoch: int, reading: Reading) -> None:
+        self._state.poll()
         if self._observer is None:
             return
         metrics = dict(reading.metrics)
         self._emit(
             StepEnded(
                 time=time.time(),
-                step=self._progress.step,
+                step=self._state.progress.step,
                 epoch=epoch,
                 loss=metrics.pop("loss"),
                 learning_rate=float(self._strategy.optimizer.param_groups[0]["lr"]),
@@ -211,14 +267,14 @@ class Loop:
         )
 
     def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:
-        steps = self._progress.step - sum(record.steps for record in self._epochs)
+        steps = self._state.progress.step - sum(record.steps for record in self._state.epochs)
         record = EpochRecord(epoch, steps, samples, seconds, metrics)
-        self._epochs.append(record)
+        self._state.epochs.append(record)
         self._emit(
             EpochEnded(
                 time=time.time(),
                 epoch=epoch,
-                step=self._progress.step,
+                step=self._state.progress.step,
                 seconds=seconds,
                 samples=samples,
                 samples_per_second=record.samples_per_second,
@@ -228,23 +284,23 @@ class Loop:
 
     def _finish(self, seconds: float) -> History:
         history = History(
-            epochs=tuple(self._epochs),
+            epochs=tuple(self._state.epochs),
             total_time=seconds,
-            steps=self._progress.step,
+            steps=self._state.progress.step,
             world_size=self._plan.world_size,
             run_dir=self._plan.run_dir,
             interrupted=self._interrupted,
-            checkpoint=self._model_path,
+            checkpoint=self._state.path,
         )
         self._emit(
             RunEnded(
                 time=time.time(),
                 status="interrupted" if self._interrupted else "done",
-                step=self._progress.step,
+                step=self._state.progress.step,
                 seconds=seconds,
                 samples_per_second=history.throughput,
-                metrics=self._epochs[-1].metrics if self._epochs else {},
-                model_path=self._model_path,
+                metrics=self._state.epochs[-1].metrics if self._state.epochs else {},
+                model_path=self._state.path,
             )
         )
         return history
@@ -262,3 +318,7 @@ class Loop:
     def _emit(self, event: Event) -> None:
         if self._observer is not None:
             self._observer.on(event)
+
+
+def _ledger_dir(plan: Plan) -> Path:
+    return Path(plan.run_dir) / "ledger"

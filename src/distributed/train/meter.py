@@ -32,7 +32,7 @@ class Meter:
 
     def __init__(self, session: Session, names: list[str], *, checks_loss: bool) -> None:
         self._session, self._names, self._checks_loss = session, ["loss", *names], checks_loss
-        self._losses: list[torch.Tensor] = []
+        self._losses: list[torch.Tensor | float] = []
         self._samples: list[int] = []
         self._last: StepOutput | None = None
         self._since = time.perf_counter()
@@ -52,16 +52,12 @@ class Meter:
 
     def read(self) -> Reading:
         """Every rank calls it after the same step. Raises NonFiniteLoss for the first step that was not finite."""
-        losses = torch.stack(self._losses)
-        weights = torch.tensor(self._samples, dtype=losses.dtype, device=losses.device)
         samples, last = sum(self._samples), self._last
         assert last is not None
         ranks = self._session.world_size
         totals = MetricTotals()
-        totals.add({"loss": MetricSum((losses * weights).sum().double() / ranks, samples / ranks)})
+        totals.add({"loss": MetricSum(self._weighted_loss() / ranks, samples / ranks)})
         totals.add(last.metrics or {})
-        if self._checks_loss:
-            _check_finite(losses)
         metrics = totals.mean("training metrics", self._session, self._names)
         now = time.perf_counter()
         reading = Reading(
@@ -72,6 +68,16 @@ class Meter:
             total, weight = self._epoch.get(name, (0.0, 0.0))
             self._epoch[name] = (total + value * samples, weight + samples)
         return reading
+
+    def _weighted_loss(self) -> torch.Tensor | float:
+        """The sum over the steps of loss × samples, where the losses are."""
+        if isinstance(self._losses[0], float):
+            return math.fsum(loss * samples for loss, samples in zip(self._losses, self._samples, strict=True))
+        losses = torch.stack(self._losses)  # type: ignore[arg-type]  # on a device all of them are tensors
+        if self._checks_loss:
+            _check_finite(losses)
+        weights = torch.tensor(self._samples, dtype=losses.dtype, device=losses.device)
+        return (losses * weights).sum().double()
 
     def epoch_metrics(self) -> dict[str, float]:
         """The loss over every sample of the epoch; other metrics over the batches of the steps that were read."""

@@ -34,7 +34,7 @@ def class_accuracy(outputs: Any, target: Any, ignore_index: int = -100) -> torch
         chosen = outputs.argmax(1)
     else:
         return torch.empty(0)
-    hits = (chosen == target).float()
+    hits = chosen == target
     return hits if target.dim() == 1 else hits[target != ignore_index]
 
 
@@ -52,7 +52,8 @@ def sum_metrics(metrics: Mapping[str, Metric], outputs: Any, target: Any, size: 
         if value.dim() == 0:
             sums[name] = MetricSum(value.detach().double() * size, float(size))
         elif value.numel():
-            sums[name] = MetricSum(value.detach().double().sum(), float(value.numel()))
+            total = value.sum() if value.dtype == torch.bool else value.detach().double().sum()
+            sums[name] = MetricSum(total, float(value.numel()))
     return sums
 
 
@@ -60,7 +61,7 @@ class MetricTotals:
     """Sums of many batches on the device, and one collective for all of them at the end."""
 
     def __init__(self) -> None:
-        self._totals: dict[str, tuple[torch.Tensor, torch.Tensor | float]] = {}
+        self._totals: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = {}
 
     def add(self, sums: Mapping[str, MetricSum]) -> None:
         for name, (total, weight) in sums.items():
@@ -72,11 +73,14 @@ class MetricTotals:
 
     def mean(self, name: str, session: Session, names: list[str]) -> dict[str, float]:
         """The means over all ranks; `names` must be the same on each, and may include some that a rank never saw."""
-        rows = torch.zeros(len(names), 2, dtype=torch.float64, device=session.device)
-        for row, metric in enumerate(names):
-            if metric in self._totals:
-                total, weight = self._totals[metric]
-                rows[row, 0], rows[row, 1] = total, weight
+        pairs = [self._totals.get(metric, (0.0, 0.0)) for metric in names]
+        if session.device.type == "cpu":  # nothing to wait for, and numbers are quicker put together than tensors
+            rows = torch.tensor([[float(part) for part in pair] for pair in pairs], dtype=torch.float64)
+        else:
+            columns = [
+                torch.as_tensor(part, dtype=torch.float64, device=session.device) for pair in pairs for part in pair
+            ]
+            rows = torch.stack(columns).view(-1, 2)
         session.sum(name, rows)
         return {metric: total / weight for metric, (total, weight) in zip(names, rows.tolist(), strict=True) if weight}
 

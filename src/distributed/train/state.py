@@ -1,21 +1,27 @@
-"""Where a run stands, and how that goes into a checkpoint and comes back."""
+"""Where a run stands, how that goes into a checkpoint and comes back, and how a resumed run proves to be the same."""
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from distributed.checkpoint.files import Storage
+from distributed.checkpoint.publishing import Saved
+from distributed.checkpoint.restoring import Restored, find, restore
 from distributed.checkpoint.rng import restore_rng, rng_state
-from distributed.checkpoint.store import find_checkpoint, load_part, read_manifest, save_checkpoint
+from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
 from distributed.train.schedule import Schedule
+from distributed.train.witness import Verdict, Witness
 
 
 @dataclass
@@ -27,75 +33,161 @@ class Progress:
     samples_in_epoch: int = 0
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What was read from a checkpoint."""
+class RunState:
+    """Everything of one rank that a checkpoint holds, and the checkpoints themselves. Every rank makes every call."""
 
-    path: Path
-    progress: Progress
-    epochs: tuple[EpochRecord, ...]
-    has_rng: bool
+    def __init__(
+        self,
+        plan: Plan,
+        strategy: Strategy,
+        schedule: Schedule,
+        session: Session,
+        samples: int | None,
+        on_saved: Callable[[Saved], None],
+    ) -> None:
+        self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
+        self._samples, self._on_saved = samples, on_saved
+        self.progress = Progress()
+        self.epochs: list[EpochRecord] = []
+        self._storage = open_storage(plan.checkpoint.dir)
+        self._witness = Witness(session, self._storage.write, steps=plan.checkpoint.certificate)
+        self._saver: Saver | None = None
+        self._saved_at = -1
+        self.path = ""  # of the newest checkpoint
+        self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
+        self.is_watched = self._witness.wants
 
+    def restore(self) -> Restored | None:
+        """Load the checkpoint that the plan names, or nothing when it says True and there is none; then be ready."""
+        plan = self._plan
+        restored = restore(plan.checkpoint.dir, plan.checkpoint.resume, self._session, expected=self._strategy.state())
+        if restored is not None:
+            self._load(restored)
+        checkpoint = plan.checkpoint
+        self._saver = Saver(
+            self._storage,
+            self._session,
+            asynchronous=checkpoint.asynchronous,
+            keep_last=checkpoint.keep_last,
+            keep_every=checkpoint.keep_every,
+            best=("min" if "loss" in checkpoint.best else "max") if checkpoint.best else None,
+            known=restored.verified if restored is not None else (),
+            on_saved=self._published,
+        )
+        self._saver.prepare(self._shared(), self._own())
+        return restored
 
-def save_state(
-    directory: str,
-    progress: Progress,
-    epochs: list[EpochRecord],
-    strategy: Strategy,
-    schedule: Schedule,
-    session: Session,
-) -> Path:
-    """Every rank calls it after the same step."""
-    shared: dict[str, Any] = {}
-    if session.is_main:
-        shared = strategy.state() | {
-            "schedule": schedule.state(),
-            "progress": asdict(progress),
-            "epochs": [asdict(record) for record in epochs],
+    def _load(self, restored: Restored) -> None:
+        shared = restored.shared
+        self._check(restored)
+        self._strategy.load_state(shared)
+        self.progress = Progress(**shared["progress"])
+        self._schedule.load_state(shared["schedule"], self.progress.step)
+        self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
+        if restored.own is not None:
+            restore_rng(restored.own["rng"], self._session.device)
+            self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
+        self._saved_at, self.path = restored.step, restored.path
+        self.verdict = self._look({})
+
+    def _check(self, restored: Restored) -> None:
+        """What would make it another run: another model, another dataset, a batch that cuts elsewhere."""
+        report, meta = restored.report, restored.manifest.meta
+        of_model = [
+            *(f"{name} is only in this model" for name in report.missing if name.startswith("model/")),
+            *(f"{name} is only in the checkpoint" for name in report.unexpected if name.startswith("model/")),
+            *(text for text in report.mismatched if text.startswith("model/")),
+        ]
+        if of_model:
+            more = f" and {len(of_model) - 3} more" if len(of_model) > 3 else ""
+            raise CheckpointError(
+                f"the checkpoint {restored.path} is of another model",
+                why="; ".join(of_model[:3]) + more,
+                do="pass the model that was trained, or another checkpoint_dir",
+            )
+        trained_on = meta.get("samples")
+        if trained_on not in (None, self._samples):
+            raise CheckpointError(
+                f"the checkpoint {restored.path} knows {trained_on} samples an epoch, this data has {self._samples}",
+                why="the order of samples would be another one, so some would be repeated and others left out",
+                do="pass the same dataset; to train on with new data, load the weights and begin a new checkpoint_dir",
+            )
+        position, batch = restored.shared["progress"]["samples_in_epoch"], self._plan.batch.global_batch
+        if position % batch:
+            raise CheckpointError(
+                f"the checkpoint {restored.path} stands {position} samples into an epoch, and batches are of {batch}",
+                why="samples would be repeated or left out",
+                do="keep batch_size × ranks × gradient_accumulation_steps as it was in the first run, "
+                f"{meta.get('global_batch')}",
+            )
+
+    def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        """The state after this step; nothing when it is saved already, except to wait for it."""
+        assert self._saver is not None, "restore comes first"
+        if self._saved_at != self.progress.step:
+            self._saved_at = self.progress.step
+            best = self._plan.checkpoint.best
+            metric = (metrics or {}).get(best) if best else None
+            self._saver.save(self.progress.step, self._shared(), self._own(), self._meta(), metric=metric)
+            self._witness.saved(self.progress.step)
+            self._look({})
+        if wait:
+            self.path = self._saver.wait() or self.path
+
+    def poll(self) -> None:
+        """Tell of saves that have ended since; raises what went wrong in them."""
+        if self._saver is not None:
+            self._saver.poll()
+
+    def witness(self, loss: Any, samples: list[int]) -> Verdict | None:
+        """After each step: part of the resume certificate, where this step belongs to one."""
+        return self._look({"loss": loss, "samples": samples})
+
+    def _look(self, more: dict[str, Any]) -> Verdict | None:
+        step = self.progress.step
+        if not self._witness.wants(step):
+            return None
+        rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
+        components = self._strategy.state() | {
+            "position": asdict(self.progress),
+            "schedule": {"state": self._schedule.state(), "rates": rates},
+            "rng": rng_state(self._session.device),
         }
-    return save_checkpoint(directory, progress.step, shared, {"rng": rng_state(session.device)}, session)
+        return self._witness.look(step, components | more)
+
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+
+    def _shared(self) -> dict[str, Any]:
+        return self._strategy.state() | {
+            "schedule": self._schedule.state(),
+            "progress": asdict(self.progress),
+            "epochs": [asdict(record) for record in self.epochs],
+        }
+
+    def _own(self) -> dict[str, Any]:
+        return {"rng": rng_state(self._session.device)}
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "settings": self._plan.settings,
+            "samples": self._samples,
+            "global_batch": self._plan.batch.global_batch,
+            "mesh": self._plan.mesh.sizes(),
+            "machine": platform.machine(),
+            "device": torch.cuda.get_device_name() if self._session.device.type == "cuda" else "cpu",
+        }
+
+    def _published(self, saved: Saved) -> None:
+        self.path = saved.path
+        self._on_saved(saved)
+        if self._session.is_main:
+            kept = {f"{candidate.step:06d}" for candidate in find(self._storage, True)}
+            for name in self._storage.list("witness"):
+                if name.split("/")[1].removeprefix("step-") not in kept:
+                    self._storage.delete(name)
 
 
-def restore_state(plan: Plan, strategy: Strategy, schedule: Schedule, session: Session) -> Restored | None:
-    """Load the checkpoint that the plan names, or nothing when it says True and there is none."""
-    path = find_checkpoint(plan.checkpoint.dir, plan.checkpoint.resume)
-    if path is None:
-        return None
-    manifest = read_manifest(path)
-    shared = load_part(path, "shared")
-    if shared is None:
-        raise CheckpointError(f"the checkpoint {path} has no shared part", do="use an older one")
-    check_same_model(shared["model"], strategy.state()["model"], path)
-    strategy.load_state(shared)
-    progress = Progress(**shared["progress"])
-    schedule.load_state(shared["schedule"], progress.step)
-    if progress.samples_in_epoch % plan.batch.global_batch:
-        raise CheckpointError(
-            f"the checkpoint {path} stands {progress.samples_in_epoch} samples into an epoch, "
-            f"which is no multiple of the global batch {plan.batch.global_batch}",
-            why="samples would be repeated or left out",
-            do="keep batch_size × ranks × gradient_accumulation_steps as it was in the first run",
-        )
-    own = load_part(path, f"rank-{session.rank}") if manifest["world_size"] == session.world_size else None
-    if own is not None:
-        restore_rng(own["rng"], session.device)
-    epochs = tuple(EpochRecord(**record) for record in shared["epochs"])
-    return Restored(path, progress, epochs, own is not None)
-
-
-def check_same_model(saved: dict[str, torch.Tensor], own: dict[str, torch.Tensor], path: Path) -> None:
-    """Names and shapes must agree; the first that do not are told."""
-    differing = [f"{name} is only in the checkpoint" for name in saved if name not in own]
-    differing += [f"{name} is only in this model" for name in own if name not in saved]
-    differing += [
-        f"{name} is {tuple(saved[name].shape)} in the checkpoint and {tuple(own[name].shape)} in this model"
-        for name in own
-        if name in saved and saved[name].shape != own[name].shape
-    ]
-    if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise CheckpointError(
-            f"the checkpoint {path} is of another model",
-            why="; ".join(differing[:3]) + more,
-            do="pass the model that was trained, or another checkpoint_dir",
-        )
+def _reader(storage: Storage) -> Callable[[str], bytes | None]:
+    return lambda name: storage.read(name) if storage.size(name) is not None else None

@@ -50,6 +50,12 @@ class Task:
     def metric_names(self) -> list[str]:
         return sorted(self._resolved)
 
+    def move_to(self, device: torch.device) -> None:
+        """The model, and a loss that has tensors of its own (class weights)."""
+        self.model.to(device)
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.to(device)
+
     def run(self, model: nn.Module, batch: Any) -> Outcome:
         if isinstance(batch, (list, tuple)) and len(batch) == 2:
             inputs, target = batch

@@ -45,8 +45,9 @@ class Verdict:
 class Witness:
     """Records the steps after a save, or compares them after a resume; told of every step, it mostly does nothing."""
 
-    def __init__(self, session: Session, put: Put, get: Get, *, steps: int) -> None:
-        self._session, self._put, self._get, self._steps = session, put, get, steps
+    def __init__(self, session: Session, put: Put, *, steps: int) -> None:
+        self._session, self._put, self._steps = session, put, steps
+        self._get: Get = lambda name: None
         self._saved_at: int | None = None
         self._compares_until: int | None = None
         self._resumed_at = -1
@@ -63,8 +64,9 @@ class Witness:
         if self._steps:
             self._saved_at = step
 
-    def resumed(self, step: int) -> None:
-        """This run begins with the state after `step` steps of another: compare for as long as that one went on."""
+    def resumed(self, step: int, get: Get) -> None:
+        """This run begins with the state after `step` steps of another, whose records `get` reads."""
+        self._get = get
         last = step - 1
         while last < step + self._steps and self._get(_name(step, self._session.rank, last + 1)) is not None:
             last += 1
@@ -105,7 +107,7 @@ class Witness:
 
 
 def _name(saved_at: int, rank: int, step: int) -> str:
-    return f"step-{saved_at:06d}/witness/rank-{rank}-step-{step}.json"
+    return f"witness/step-{saved_at:06d}/rank-{rank}-step-{step}.json"
 
 
 def _ordered(components: Mapping[str, Any]) -> list[str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from distributed.checkpoint.store import load_part
+from distributed.checkpoint.reading import load
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import CheckpointError, ConfigError, LaunchError, Problem, RankFailedError
+from distributed.core.errors import ConfigError, LaunchError, Problem, RankFailedError
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.data.source import Source
@@ -140,15 +140,13 @@ def _launch(job: Job, launch: LaunchRequest) -> History:
     finally:
         payload.unlink(missing_ok=True)
     history = History.load(outcome)
-    _bring_home(job.task, Path(history.checkpoint))
+    _bring_home(job.task, history.checkpoint)
     return history
 
 
-def _bring_home(task: Task, checkpoint: Path) -> None:
+def _bring_home(task: Task, checkpoint: str) -> None:
     """The trained state into the user's own objects."""
-    trained = load_part(checkpoint, "shared")
-    if trained is None:
-        raise CheckpointError(f"the trained model is not at {checkpoint}", why="the checkpoint has no shared part")
+    trained = load(checkpoint, ranks=()).shared
     task.model.load_state_dict(trained["model"])
     if isinstance(task.optimizer, torch.optim.Optimizer):
         task.optimizer.load_state_dict(trained["optimizer"])

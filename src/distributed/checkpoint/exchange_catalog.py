@@ -1,0 +1,214 @@
+"""Catalog: which checkpoints a place holds, what each added, and the one that a path means."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from distributed.checkpoint.chunks import FOLDER, Damaged
+from distributed.checkpoint.files import Storage
+from distributed.checkpoint.manifest import FILE, Manifest, manifest_file, step_name, step_of
+from distributed.checkpoint.parsing import NewerFormat
+from distributed.checkpoint.reading import open_checkpoint, read_manifest
+from distributed.checkpoint.storage import open_storage
+from distributed.core.errors import CheckpointError
+from distributed.core.registry import nearest
+
+_IN_A_RUN = "checkpoints"  # where a run directory has them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint of a listing; numbers are None where its manifest cannot be read."""
+
+    step: int
+    path: str
+    status: str  # ok, or what is wrong
+    created: str = ""
+    total_bytes: int | None = None
+    new_bytes: int | None = None  # of chunks that no checkpoint of an earlier step has
+    world_size: int | None = None
+    metric: float | None = None
+    marks: tuple[str, ...] = ()  # best, pinned
+
+    @property
+    def is_sound(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass(frozen=True)
+class Listing:
+    root: str
+    rows: tuple[Row, ...]  # by step
+    stored_bytes: int
+    unused_bytes: int | None  # of chunks that no manifest names; None where one cannot be read
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One checkpoint, its manifest read and checked."""
+
+    path: str
+    storage: Storage
+    manifest: Manifest
+
+
+def list_checkpoints(url: str) -> Listing:
+    """What a checkpoint_dir or run directory holds. Manifests are checked and chunks counted; no chunk is read."""
+    storage = find_root(url)
+    chunks = {name.rsplit("/", 1)[-1]: entry.size for name, entry in storage.entries(FOLDER).items()}
+    rows: list[Row] = []
+    manifests: list[Manifest] = []
+    seen: set[str] = set()
+    for step in _steps(storage, whole=False):
+        path = storage.locate(step_name(step))
+        try:
+            manifest = read_manifest(storage, step)
+        except NewerFormat as newer:
+            rows.append(Row(step, path, newer.problems[0].what))
+            continue
+        except Damaged as bad:
+            incomplete = storage.size(manifest_file(step)) is None
+            rows.append(Row(step, path, "incomplete: it has no manifest" if incomplete else _say(bad)))
+            continue
+        manifests.append(manifest)
+        wrong = sum(chunks.get(digest) != length for digest, length in manifest.chunks.items())
+        rows.append(
+            Row(
+                step,
+                path,
+                f"damaged: {wrong} of {len(manifest.chunks)} chunks are missing or cut short" if wrong else "ok",
+                manifest.created,
+                manifest.nbytes,
+                sum(length for digest, length in manifest.chunks.items() if digest not in seen),
+                manifest.world_size,
+                manifest.metric,
+            )
+        )
+        seen |= manifest.chunks.keys()
+    readable = len(manifests) == sum(not row.status.startswith("incomplete") for row in rows)
+    unused = sum(size for digest, size in chunks.items() if digest not in seen) if readable else None
+    return Listing(storage.root, _mark(rows, manifests), sum(chunks.values()), unused)
+
+
+def open_one(path: str) -> Opened:
+    """The checkpoint at a path, or the newest of a checkpoint_dir or run directory; its manifest is sound."""
+    trimmed = path.rstrip("/").removesuffix(f"/{FILE}")
+    name = trimmed.rpartition("/")[2]
+    if step_of(name) is not None:
+        storage, step = open_checkpoint(path)
+        if storage.size(manifest_file(step)) is None:
+            raise _no_such_step(storage, step, path)
+    else:
+        storage = find_root(path)
+        whole = _steps(storage)
+        if not whole:
+            raise CheckpointError(
+                f"no checkpoint in {storage.root} is complete", why="none has a manifest", do="choose another folder"
+            )
+        step = whole[-1]
+    return Opened(storage.locate(step_name(step)), storage, read_manifest(storage, step))
+
+
+def open_all(path: str) -> list[tuple[str, Storage, int]]:
+    """The checkpoint at a path, or all of a folder, oldest first, as path, storage and step; none is read."""
+    trimmed = path.rstrip("/").removesuffix(f"/{FILE}")
+    if step_of(trimmed.rpartition("/")[2]) is None:
+        storage = find_root(path)
+        return [(storage.locate(step_name(step)), storage, step) for step in _steps(storage)]
+    storage, step = open_checkpoint(path)
+    if storage.size(manifest_file(step)) is None:
+        raise _no_such_step(storage, step, path)
+    return [(storage.locate(step_name(step)), storage, step)]
+
+
+def find_root(url: str) -> Storage:
+    """The storage of a checkpoint_dir, or of the checkpoints of a run directory."""
+    storage = open_storage(url)
+    children = storage.children()
+    if any(step_of(child) is not None for child in children):
+        return storage
+    if _IN_A_RUN in children:
+        inner = open_storage(f"{url.rstrip('/')}/{_IN_A_RUN}")
+        if any(step_of(child) is not None for child in inner.children()):
+            return inner
+    if os.path.isfile(url):
+        raise CheckpointError(
+            f"{url} is a file, not a checkpoint",
+            why="a checkpoint is a folder such as step-000500",
+            do=f"distributed checkpoint import {url} --to DIR makes one of a .pt or .safetensors file",
+        )
+    if children:
+        names = ", ".join(children[:5]) + (" …" if len(children) > 5 else "")
+        raise CheckpointError(
+            f"there is no checkpoint in {url}", why=f"it holds {names}", do="pass a folder with step-… in it"
+        )
+    raise CheckpointError(f"there is no checkpoint at {url}", why=_why_missing(url), do=_hint(url))
+
+
+def _steps(storage: Storage, *, whole: bool = True) -> list[int]:
+    steps = {step for name in storage.children() if (step := step_of(name)) is not None and name == step_name(step)}
+    return sorted(step for step in steps if not whole or storage.size(manifest_file(step)) is not None)
+
+
+def _mark(rows: list[Row], manifests: list[Manifest]) -> tuple[Row, ...]:
+    """Best and pinned, as far as the newest checkpoint says which are kept for that."""
+    kept = manifests[-1].meta.get("retention") if manifests else None
+    kept = kept if isinstance(kept, dict) else {}
+    rated = [(row.metric, row.step) for row in rows if row.metric is not None and math.isfinite(row.metric)]
+    best = None
+    if rated and kept.get("best") in ("min", "max"):
+        best = (min(rated) if kept["best"] == "min" else max(rated))[1]
+    pinned = kept.get("pinned") if isinstance(kept.get("pinned"), list) else []
+    marked = []
+    for row in rows:
+        marks = ["best"] * (row.step == best) + ["pinned"] * (step_name(row.step) in (pinned or []))
+        marked.append(replace(row, marks=tuple(marks)))
+    return tuple(marked)
+
+
+def _no_such_step(storage: Storage, step: int, path: str) -> CheckpointError:
+    if storage.entries(step_name(step)):
+        return CheckpointError(
+            f"{path} is not complete", why=f"it has no {FILE}: its save did not end", do="use another one"
+        )
+    steps = _steps(storage)
+    if not steps:
+        return CheckpointError(f"there is no checkpoint at {path}", why=_why_missing(path), do=_hint(path))
+    close = sorted(steps, key=lambda other: abs(other - step))[:3]
+    return CheckpointError(
+        f"there is no checkpoint at {path}",
+        why=f"{storage.root} has {len(steps)} others",
+        do=f"the nearest are {_join(step_name(other) for other in sorted(close))}",
+    )
+
+
+def _why_missing(url: str) -> str:
+    return "it is empty" if os.path.isdir(url) else "it does not exist"
+
+
+def _hint(url: str) -> str:
+    """Names beside a path that is not there."""
+    above, _, name = url.rstrip("/").rpartition("/")
+    if above.endswith(":/") or (not above and url.startswith("/")):
+        return "check the path"
+    try:
+        beside = [child for child in open_storage(above or ".").children() if not child.startswith(".")]
+    except CheckpointError:
+        beside = []
+    close = nearest(name, beside) or [child for child in beside if step_of(child) is not None][-3:]
+    prefix = f"{above}/" if above else ""
+    if close:
+        return f"did you mean {_join((prefix + child for child in close), 'or')}?"
+    return f"there are {_join(prefix + child for child in beside[:5])}" if beside else "check the path"
+
+
+def _say(bad: CheckpointError) -> str:
+    return f"damaged: {bad.problems[0].why or bad.problems[0].what}"
+
+
+def _join(names: Iterable[str], word: str = "and") -> str:
+    *first, last = names
+    return f"{', '.join(first)} {word} {last}" if first else last

@@ -1,0 +1,60 @@
+"""Notes: short texts that the ranks' background threads leave each other; nobody waits in a collective for them.
+
+They go through their own connection to the store that the ranks met at, and the loop's use of it never holds them up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from distributed.core.errors import CheckpointError
+from distributed.runtime.session import Session
+
+_MADE = itertools.count()  # in this process: every rank makes them in the same order
+_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.25
+
+
+class Notes:
+    """A board of one saver; `token` is the same on all its ranks and differs from that of any earlier attempt."""
+
+    def __init__(self, session: Session) -> None:
+        key = f"checkpoint-{session.env.attempt}-{next(_MADE)}"
+        self.token = session.share_text(key, uuid.uuid4().hex if session.is_main else None)
+        self._own: dict[str, str] = {}
+        self._store: dist.Store | None = None
+        if session.world_size > 1:
+            assert session.store is not None, "a world of several ranks has met at a store"
+            self._store = session.store.clone()  # type: ignore[attr-defined]
+
+    def leave(self, key: str, text: str) -> None:
+        if self._store is None:
+            self._own[key] = text
+        else:
+            self._store.set(f"{self.token}/{key}", text)
+
+    def look(self, key: str) -> str | None:
+        if self._store is None:
+            return self._own.get(key)
+        name = f"{self.token}/{key}"
+        return self._store.get(name).decode() if self._store.check([name]) else None
+
+    def wait(self, keys: list[str], timeout_s: float, on_late: Callable[[list[str]], CheckpointError]) -> list[str]:
+        """The texts under all these keys; raises `on_late(keys that are missing)` after the deadline."""
+        deadline, pause = time.monotonic() + timeout_s, _PAUSE_S
+        found: dict[str, str] = {}
+        while True:
+            for key in keys:
+                if key not in found and (text := self.look(key)) is not None:
+                    found[key] = text
+            if len(found) == len(keys):
+                return [found[key] for key in keys]
+            if time.monotonic() > deadline:
+                raise on_late([key for key in keys if key not in found])
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)

@@ -1,0 +1,219 @@
+"""Publishing: the half of a save that happens behind the loop: store the chunks, tell rank 0, write the manifest last.
+
+A checkpoint exists only when its manifest does. A failure on any rank is told to all, so that all raise the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from distributed.checkpoint.assembly import (
+    Outline,
+    RankPart,
+    StoredChunk,
+    assemble,
+    build_part,
+    parse_rank_part,
+    render_rank_part,
+)
+from distributed.checkpoint.chunks import ChunkStore
+from distributed.checkpoint.digests import digest_bytes
+from distributed.checkpoint.files import NotThere, Storage
+from distributed.checkpoint.layout import ChunkPlan
+from distributed.checkpoint.manifest import manifest_file, render, step_name
+from distributed.checkpoint.notes import Notes
+from distributed.checkpoint.retention import PARTS, Collector
+from distributed.core.errors import CheckpointError, DistributedError
+from distributed.runtime.session import Session
+
+_VISIBLE_S = 60.0  # how long a file that another host wrote may take to show here
+_WRITERS = 2
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was published, the same on every rank save for `stall_s`."""
+
+    step: int
+    path: str
+    seconds: float  # from the call to the published manifest, on rank 0
+    written_bytes: int  # by all ranks together, without what was stored already
+    total_bytes: int
+    stall_s: float = 0.0  # how long this rank's loop stood still
+    warning: str = ""  # of the removal of older ones
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save of one rank, independent of the live state."""
+
+    number: int
+    step: int
+    shared: Outline
+    own: Outline
+    shared_bytes: list[tuple[int, ChunkPlan, torch.Tensor]]
+    own_bytes: list[tuple[ChunkPlan, torch.Tensor]]
+    meta: dict[str, Any]
+    metric: float | None
+    begun: float
+
+
+@dataclass
+class Publisher:
+    """The background half of one rank's saver."""
+
+    storage: Storage
+    session: Session
+    chunks: ChunkStore
+    notes: Notes
+    collector: Collector
+    timeout_s: float
+    at: Callable[[str], None]
+
+    def run(self, job: Job) -> Saved | DistributedError:
+        """Store this rank's part, then publish or hear how it ended."""
+        try:
+            try:
+                self._store_part(job)
+                if self.session.is_main:
+                    saved = self._publish(job)
+                    self.notes.leave(f"{job.number}/outcome", json.dumps({"saved": asdict(saved)}))
+            except Exception as failed:  # the boundary of a thread: told to all ranks, raised by the loop
+                self._tell_failure(job, failed)
+            return self._hear(job)
+        except Exception as failed:
+            return _explain(job.step, self.session.rank, failed)
+
+    def _store_part(self, job: Job) -> None:
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="checkpoint-writer") as writers:
+            shared = list(writers.map(lambda item: self._store_chunk(item[1], item[2]), job.shared_bytes))
+            own = list(writers.map(lambda item: self._store_chunk(*item), job.own_bytes))
+        self.at("chunks written")
+        own_part, own_chunks = build_part(job.own, [stored for stored, _ in own])
+        text = render_rank_part(
+            RankPart(
+                self.session.rank,
+                job.shared.signature,
+                {index: stored for (index, _, _), (stored, _) in zip(job.shared_bytes, shared, strict=True)},
+                own_part,
+                own_chunks,
+                sum(written for _, written in [*shared, *own]),
+            )
+        )
+        self.storage.write(self._part_file(job, self.session.rank), text)
+        self.at("part written")
+        self.notes.leave(f"{job.number}/part-{self.session.rank}", digest_bytes(text))
+
+    def _store_chunk(self, chunk: ChunkPlan, data: torch.Tensor) -> tuple[StoredChunk, int]:
+        content = data.numpy()
+        digest, written = self.chunks.put(content)
+        self.at("chunk written")
+        if len(chunk.stretches) == 1:
+            return StoredChunk(digest, (digest,)), written
+        blocks = [digest_bytes(content[s.offset : s.offset + s.length]) for s in chunk.stretches]
+        return StoredChunk(digest, tuple(blocks)), written
+
+    def _publish(self, job: Job) -> Saved:
+        ranks = range(self.session.world_size)
+        digests = self._await_parts(job)
+        parts = [self._read_part(job, rank, digest) for rank, digest in zip(ranks, digests, strict=True)]
+        manifest = assemble(job.step, job.shared, parts, job.meta, job.metric)
+        self.chunks.check_sizes(dict(manifest.chunks))
+        self.at("before the manifest")
+        self.storage.write(manifest_file(job.step), render(manifest))
+        self.at("manifest written")
+        warning = self._tidy(job)
+        return Saved(
+            step=job.step,
+            path=self.storage.locate(step_name(job.step)),
+            seconds=time.perf_counter() - job.begun,
+            written_bytes=sum(part.written_bytes for part in parts),
+            total_bytes=manifest.nbytes,
+            warning=warning,
+        )
+
+    def _await_parts(self, job: Job) -> list[str]:
+        """The digests of all ranks' parts; ends early when a rank says that it failed."""
+
+        def late(missing: list[str]) -> CheckpointError:
+            return CheckpointError(
+                f"the checkpoint of step {job.step} is not complete after {self.timeout_s:.0f} s",
+                why=f"nothing came from {', '.join(key.split('/')[1].replace('part-', 'rank ') for key in missing)}",
+                do="look at these ranks' logs; if the storage is slow, save less often",
+            )
+
+        keys = [f"{job.number}/part-{rank}" for rank in range(self.session.world_size)]
+        found = self.notes.wait(keys, self.timeout_s, late)
+        for text in found:
+            if text.startswith("{"):
+                raise _error_from(text)
+        return found
+
+    def _read_part(self, job: Job, rank: int, digest: str) -> RankPart:
+        name, deadline = self._part_file(job, rank), time.monotonic() + _VISIBLE_S
+        while True:
+            try:
+                text = self.storage.read(name)
+                if digest_bytes(text) == digest:
+                    return parse_rank_part(text, self.storage.locate(name))
+            except NotThere:
+                pass
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank {rank} wrote {self.storage.locate(name)}, and rank 0 does not see it",
+                    why="all ranks must write into one folder",
+                    do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…",
+                )
+            time.sleep(0.2)
+
+    def _tidy(self, job: Job) -> str:
+        """Remove the parts and what retention does not keep. The checkpoint is published: no failure here undoes it."""
+        try:
+            for rank in range(self.session.world_size):
+                self.storage.delete(self._part_file(job, rank))
+            collected = self.collector.collect()
+            return str(collected) if collected.blocked_by else ""
+        except CheckpointError as failed:
+            return str(failed)
+
+    def _tell_failure(self, job: Job, failed: Exception) -> None:
+        error = _explain(job.step, self.session.rank, failed)
+        text = json.dumps({"error": [asdict(problem) for problem in error.problems]})
+        if self.session.is_main:
+            self.notes.leave(f"{job.number}/outcome", text)
+        else:
+            self.notes.leave(f"{job.number}/part-{self.session.rank}", text)
+
+    def _hear(self, job: Job) -> Saved | DistributedError:
+        late = CheckpointError(
+            f"rank 0 has not published the checkpoint of step {job.step}", why="it failed or is slow", do="see its log"
+        )
+        text = self.notes.wait([f"{job.number}/outcome"], 2 * self.timeout_s + _VISIBLE_S, lambda missing: late)[0]
+        document = json.loads(text)
+        return Saved(**document["saved"]) if "saved" in document else _error_from(text)
+
+    def _part_file(self, job: Job, rank: int) -> str:
+        return f"{PARTS}/{self.notes.token}/{step_name(job.step)}-{job.number}-rank-{rank}.json"
+
+
+def _explain(step: int, rank: int, failed: Exception) -> CheckpointError:
+    if isinstance(failed, CheckpointError):
+        return failed
+    return CheckpointError(
+        f"the checkpoint of step {step} was not written: rank {rank} failed",
+        why=f"{type(failed).__name__}: {failed}",
+        do="the checkpoint before it is whole; see the log of that rank",
+    )
+
+
+def _error_from(text: str) -> CheckpointError:
+    problems = json.loads(text)["error"]
+    first = problems[0]
+    return CheckpointError(str(first["what"]), why=str(first["why"]), do=str(first["do"]))

@@ -1,0 +1,192 @@
+"""Reading: a stored checkpoint back into memory, chunk by chunk into tensors made once; and its verification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from distributed.checkpoint.chunks import ChunkStore, Damaged
+from distributed.checkpoint.digests import as_bytes
+from distributed.checkpoint.files import NotThere, Storage
+from distributed.checkpoint.manifest import FILE, Manifest, Part, Piece, TensorEntry, manifest_file, step_of
+from distributed.checkpoint.parsing import MAX_TEXT_BYTES, parse_manifest
+from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.tree import unflatten
+from distributed.core.errors import CheckpointError
+
+StateTree = dict[str, Any]
+Progress = Callable[[int, int], None]  # bytes read, bytes to read
+_READERS = 4
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A whole checkpoint in memory."""
+
+    manifest: Manifest
+    shared: StateTree
+    own: dict[int, StateTree]  # by rank
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a verification found; sound when there is no problem."""
+
+    path: str
+    chunks: int
+    total_bytes: int
+    problems: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.problems:
+            return f"{self.path}: sound ({self.chunks} chunks, {self.total_bytes / 2**20:.1f} MiB)"
+        return "\n".join([f"{self.path}: {len(self.problems)} problems", *(f"- {text}" for text in self.problems)])
+
+
+def load(path: str, *, ranks: Iterable[int] | None = None, progress: Progress = lambda done, total: None) -> Loaded:
+    """Everything that a checkpoint holds, on the CPU; `ranks` narrows whose own parts are read."""
+    storage, step = open_checkpoint(path)
+    manifest = read_manifest(storage, step)
+    chosen = [rank for rank in (range(manifest.world_size) if ranks is None else ranks) if rank < manifest.world_size]
+    parts = [manifest.shared, *(manifest.own[rank] for rank in chosen)]
+    shared, *own = load_parts(manifest, parts, ChunkStore(storage), progress)
+    return Loaded(manifest, shared, dict(zip(chosen, own, strict=True)))
+
+
+def verify(path: str, *, progress: Progress = lambda done, total: None) -> Verified:
+    """Read every byte of a checkpoint and tell everything that is wrong with it."""
+    storage, step = open_checkpoint(path)
+    try:
+        manifest = read_manifest(storage, step)
+    except CheckpointError as bad:
+        return Verified(path, 0, 0, (str(bad),))
+    chunks, total, problems, done = ChunkStore(storage), sum(manifest.chunks.values()), [], 0
+    for digest, length in manifest.chunks.items():
+        try:
+            chunks.get(digest, length)
+        except Damaged as bad:
+            problems.append(f"{bad.problems[0].what}: {bad.problems[0].why} ({', '.join(_users(manifest, digest))})")
+        done += length
+        progress(done, total)
+    return Verified(path, len(manifest.chunks), manifest.nbytes, tuple(problems))
+
+
+def open_checkpoint(path: str) -> tuple[Storage, int]:
+    """The storage that a checkpoint's folder lies in, and its step."""
+    trimmed = path.rstrip("/").removesuffix(f"/{FILE}")
+    root, _, name = trimmed.rpartition("/")
+    step = step_of(name)
+    if step is None:
+        raise CheckpointError(f"{path} is not a checkpoint", why="its name is not step-…", do="pass …/step-000500")
+    return open_storage(root or ("/" if trimmed.startswith("/") else ".")), step
+
+
+def read_manifest(storage: Storage, step: int) -> Manifest:
+    """The manifest of one step; Damaged when it is missing, of another step, or unsound."""
+    name = manifest_file(step)
+    where = storage.locate(name)
+    try:
+        text = storage.read(name, 0, MAX_TEXT_BYTES + 1)
+    except NotThere as missing:
+        raise Damaged(f"{where} is missing", why="the checkpoint is not complete", do="use another one") from missing
+    manifest = parse_manifest(text, where)
+    if manifest.step != step:
+        raise Damaged(
+            f"{where} is of step {manifest.step}", why="it lies in another step's folder", do="use another one"
+        )
+    return manifest
+
+
+def load_parts(
+    manifest: Manifest, parts: Sequence[Part], chunks: ChunkStore, progress: Progress = lambda done, total: None
+) -> list[StateTree]:
+    """These parts as trees. Nothing is allocated before the chunks are known to be there and the sum to fit."""
+    needed = {
+        ref.chunk for part in parts for entry in part.tensors.values() for piece in entry.pieces for ref in piece.refs
+    }
+    lengths = {digest: manifest.chunks[digest] for digest in needed}
+    chunks.check_sizes(lengths)
+    _check_memory(sum(part.nbytes for part in parts))
+    targets = [
+        {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in part.tensors.items()}
+        for part in parts
+    ]
+    boxes: list[tuple[torch.Tensor, Piece, torch.Tensor]] = []  # tensor, its piece, the piece's own memory
+    runs: dict[str, list[tuple[np.ndarray[Any, Any], int, int, int]]] = {digest: [] for digest in needed}
+    for part, tensors in zip(parts, targets, strict=True):
+        for name, entry in part.tensors.items():
+            for piece in entry.pieces:
+                memory = _memory_for(entry, piece, tensors[name], boxes)
+                start = 0
+                for ref in piece.refs:
+                    runs[ref.chunk].append((memory, start, ref.offset, ref.length))
+                    start += ref.length
+    _fill(runs, lengths, chunks, progress)
+    for tensor, piece, box in boxes:
+        assert piece.ranges is not None
+        tensor[tuple(slice(start, stop) for start, stop in piece.ranges)] = box
+    return [dict(unflatten(part.skeleton, tensors)) for part, tensors in zip(parts, targets, strict=True)]
+
+
+def _memory_for(
+    entry: TensorEntry, piece: Piece, tensor: torch.Tensor, boxes: list[tuple[torch.Tensor, Piece, torch.Tensor]]
+) -> np.ndarray[Any, Any]:
+    """The bytes that a piece is read into: the tensor's own, or those of a box that is put into it afterwards."""
+    if piece.ranges is None:
+        return as_bytes(tensor).numpy()
+    box = torch.empty([stop - start for start, stop in piece.ranges], dtype=entry.torch_dtype)
+    boxes.append((tensor, piece, box))
+    return as_bytes(box).numpy()
+
+
+def _fill(
+    runs: dict[str, list[tuple[np.ndarray[Any, Any], int, int, int]]],
+    lengths: dict[str, int],
+    chunks: ChunkStore,
+    progress: Progress,
+) -> None:
+    """Read every chunk once, verify it, and copy from it to wherever its bytes belong."""
+
+    def fetch(digest: str) -> int:
+        data = np.frombuffer(chunks.get(digest, lengths[digest]), dtype=np.uint8)
+        for memory, start, offset, length in runs[digest]:
+            memory[start : start + length] = data[offset : offset + length]
+        return lengths[digest]
+
+    total, done = sum(lengths.values()), 0
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as readers:
+        try:
+            for length in readers.map(fetch, runs):
+                done += length
+                progress(done, total)
+        except BaseException:
+            readers.shutdown(cancel_futures=True)
+            raise
+
+
+def _check_memory(needed: int) -> None:
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise CheckpointError(
+            f"the checkpoint holds {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free",
+            why="a chunk can be used many times, so a small checkpoint can become a large state",
+            do="load it on a larger machine; if it should be small, do not trust it",
+        )
+
+
+def _users(manifest: Manifest, digest: str) -> list[str]:
+    """The tensors that a chunk belongs to."""
+    labelled = [("", manifest.shared), *((f"rank-{rank}/", part) for rank, part in enumerate(manifest.own))]
+    names = [
+        prefix + name
+        for prefix, part in labelled
+        for name, entry in part.tensors.items()
+        if any(ref.chunk == digest for piece in entry.pieces for ref in piece.refs)
+    ]
+    return names[:3] + ([f"and {len(names) - 3} more"] if len(names) > 3 else [])

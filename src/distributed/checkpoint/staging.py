@@ -1,0 +1,91 @@
+"""Staging: host memory that a save copies into and the next save uses again; pinned where the state is on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from distributed.checkpoint.digests import as_bytes
+from distributed.checkpoint.layout import CHUNK_BYTES, ChunkPlan
+
+_SEGMENT_BYTES = 16 * CHUNK_BYTES  # a power of two: pinned memory is handed out in those
+_ALIGNMENT = 4096
+_MOST_THREADS = 8
+
+
+class HostBuffer:
+    """Grows by segments and never shrinks, so that a save takes no new memory after the first."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._segments: list[torch.Tensor] = []
+        self._segment, self._used = 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._segments) * _SEGMENT_BYTES
+
+    def reserve(self, lengths: Iterable[int]) -> None:
+        """Take the memory for chunks of these lengths now, rather than in the first save."""
+        self.clear()
+        for length in lengths:
+            self.take(length)
+        if not self._pinned:
+            for segment in self._segments:
+                segment.zero_()  # the pages are mapped when they are first written
+        self.clear()
+
+    def clear(self) -> None:
+        self._segment, self._used = 0, 0
+
+    def take(self, length: int) -> torch.Tensor:
+        """Room for one chunk, until the buffer is cleared."""
+        assert 0 < length <= CHUNK_BYTES
+        if self._used + length > _SEGMENT_BYTES:
+            self._segment, self._used = self._segment + 1, 0
+        if self._segment == len(self._segments):
+            self._segments.append(torch.empty(_SEGMENT_BYTES, dtype=torch.uint8, pin_memory=self._pinned))
+        room = self._segments[self._segment][self._used : self._used + length]
+        self._used += -(-length // _ALIGNMENT) * _ALIGNMENT
+        return room
+
+
+def copy_chunks(
+    plan: Iterable[ChunkPlan], tensors: Mapping[str, torch.Tensor], buffer: HostBuffer
+) -> list[tuple[ChunkPlan, torch.Tensor]]:
+    """The chunks' bytes as they are now, whatever happens to the tensors afterwards."""
+    copied: list[tuple[ChunkPlan, torch.Tensor]] = []
+    flat: dict[str, torch.Tensor] = {}
+    on_host: list[tuple[torch.Tensor, torch.Tensor]] = []
+    devices: set[torch.device] = set()
+    for chunk in plan:
+        room = buffer.take(chunk.length)
+        copied.append((chunk, room))
+        for stretch in chunk.stretches:
+            if stretch.tensor not in flat:
+                flat[stretch.tensor] = as_bytes(tensors[stretch.tensor].detach())
+            source = flat[stretch.tensor][stretch.start : stretch.start + stretch.length]
+            target = room[stretch.offset : stretch.offset + stretch.length]
+            if source.device.type == "cpu":
+                on_host.append((target, source))
+            else:
+                target.copy_(source, non_blocking=True)
+                devices.add(source.device)
+    _copy_on_host(on_host)
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+    return copied
+
+
+def _copy_on_host(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """With threads that take what is next: torch's own wait for each other, which is slow where cores are shared."""
+    threads = min(torch.get_num_threads(), _MOST_THREADS)
+    if threads == 1 or sum(target.numel() for target, _ in pairs) < CHUNK_BYTES:
+        for target, source in pairs:
+            np.copyto(target.numpy(), source.numpy())
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda pair: np.copyto(pair[0].numpy(), pair[1].numpy()), pairs))

@@ -1,0 +1,45 @@
+"""Weights out of checkpoints and into them, with a bar and a summary."""
+
+from __future__ import annotations
+
+from distributed.checkpoint.exchange_catalog import open_one
+from distributed.checkpoint.exchange_export import export_checkpoint
+from distributed.checkpoint.exchange_import import import_weights
+from distributed.cli.checkpoint_text import byte_bar, console, size
+
+
+def export_to(
+    path: str, to: str, format: str, *, max_shard_bytes: int | None, with_optimizer: bool, force: bool
+) -> None:
+    opened = open_one(path)
+    with byte_bar("exporting") as progress:
+        done = export_checkpoint(
+            opened,
+            to,
+            format,
+            max_shard_bytes=max_shard_bytes,
+            with_optimizer=with_optimizer,
+            force=force,
+            progress=progress,
+        )
+    screen = console()
+    screen.print(f"{opened.path}: {done.tensors} tensors, {size(done.total_bytes)}, written as {format}")
+    for file in done.files:
+        screen.print(f"  {file}")
+    for alias, name in done.tied.items():
+        screen.print(f"  tied: {alias} is {name}; safetensors.torch.load_model puts it back")
+    if done.left_out:
+        screen.print(f"  left out, because it is no tensor: {', '.join(done.left_out)}", style="yellow")
+
+
+def import_from(source: str, to: str, *, step: int, key: str | None, strip_prefix: str, trust: bool) -> None:
+    with byte_bar("importing") as progress:
+        done = import_weights(source, to, step=step, key=key, strip_prefix=strip_prefix, trust=trust, progress=progress)
+    screen = console()
+    screen.print(
+        f"{done.path}: {done.tensors} tensors, {size(done.total_bytes)} from {done.format}, "
+        f"{size(done.written_bytes)} of it new"
+    )
+    if done.left_out:
+        screen.print(f"  left out, because it is no tensor: {', '.join(done.left_out)}", style="yellow")
+    screen.print(f"  to begin from it: resume_from_checkpoint={done.path}")

@@ -1,0 +1,1 @@
+"""What crosses the wire: reductions in a fixed order."""

@@ -1,0 +1,87 @@
+"""Leaves: the parts of a step that virtual ranks take, each with random streams of its own.
+
+What is drawn for a leaf is a function of seed, epoch, step and leaf, so neither the number of processes nor that of
+data loader workers nor a resume changes an augmentation or a dropout mask.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from distributed.data.order import derive_seed
+
+
+class Leaf(NamedTuple):
+    """One leaf of one step."""
+
+    step_seed: int  # the same for all leaves of the step
+    number: int  # 0 ≤ number < virtual ranks
+
+    @staticmethod
+    def of(seed: int, epoch: int, step: int, number: int) -> Leaf:
+        return Leaf(derive_seed(seed, "leaves", epoch, step), number)
+
+    @property
+    def loading_seed(self) -> int:
+        return derive_seed(self.step_seed, "load", self.number)
+
+    @property
+    def training_seed(self) -> int:
+        return derive_seed(self.step_seed, "train", self.number)
+
+    @property
+    def after_seed(self) -> int:
+        """For whatever is drawn between this step and the next, alike on every rank."""
+        return derive_seed(self.step_seed, "after")
+
+
+class LeafIndices(NamedTuple):
+    """Which samples a leaf holds, as the sampler hands it to a data loader's worker."""
+
+    loading_seed: int
+    indices: list[int]
+
+
+class LeafReader(Dataset[Any]):
+    """Reads whole leaves of a dataset, each under its own seed. For anything else it passes for the dataset.
+
+    A worker_init_fn finds it as `get_worker_info().dataset` and may use and set the dataset's attributes through it.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.__dict__.update(_dataset=dataset, _collate=collate)
+
+    def __getitem__(self, leaf: LeafIndices) -> Any:
+        dataset = self.__dict__["_dataset"]
+        seed_generators(leaf.loading_seed)
+        read_all = getattr(dataset, "__getitems__", None)
+        samples = read_all(leaf.indices) if callable(read_all) else [dataset[index] for index in leaf.indices]
+        return self.__dict__["_collate"](samples)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dataset" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.__dict__["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_dataset"], name, value)
+
+
+def as_read(leaf: Any) -> Any:
+    """The collate function of a loader whose dataset has collated already."""
+    return leaf
+
+
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Python's, numpy's and torch's generators, with that of a GPU if one is given."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)

@@ -1,0 +1,176 @@
+"""BitwiseReplicas: the step of data parallelism whose result has the same bytes at any number of processes.
+
+A step is cut into leaves, one for each virtual rank, and never otherwise: kernels see the same shapes, random streams
+belong to leaves, and the leaves' gradients are added as one binary tree. Processes only divide the leaves among them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from distributed.comm.layout import FlatLayout
+from distributed.comm.tree import TreeSum, send_from_first
+from distributed.core.errors import CheckpointError, TaskError
+from distributed.core.plan import Plan
+from distributed.data.leaves import seed_generators
+from distributed.data.loader import Microbatch
+from distributed.data.transfer import to_device
+from distributed.runtime.session import Session
+from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.leaf_buffers import LeafBuffers
+from distributed.strategies.replica import Replica
+
+_LOSS, _WEIGHT, _WEIGHTED, _USED = range(4)  # of the scalars that travel with the gradients; from _USED on, parameters
+
+
+class BitwiseReplicas(Replica):
+    """Leaf by leaf forward and backward, one sum over all leaves, then clipping and the optimizer on every rank."""
+
+    def __init__(self) -> None:
+        self._restore_kernels: Callable[[], None] = lambda: None
+
+    def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+        super().setup(task, plan, session)
+        _refuse_collectives(self.module)
+        self._cut = {"virtual_ranks": plan.batch.leaves, "global_batch": plan.batch.global_batch}
+        send_from_first("rank 0's model", [*self.module.parameters(), *self.module.buffers()], session)
+        self._buffers = LeafBuffers(self.module)
+        self._scalars = torch.ones(_USED + len(self._parameters), dtype=torch.float64, device=session.device)
+        self._scalars[:_USED] = 0.0
+        self._tree = self._make_tree()
+        self._restore_kernels = _fix_kernels(session.device)
+
+    def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
+        """One optimizer step over this rank's leaves; `measure` adds metrics and the gradient's norm."""
+        self._tree.discard()
+        self._buffers.begin_step()
+        missing = set(range(len(self._parameters)))  # parameters that no leaf of this rank has used
+        is_weighted: bool | None = None
+        metrics = None
+        last = max((index for index, micro in enumerate(microbatches) if micro.size), default=-1)
+        for index, micro in enumerate(microbatches):
+            if not micro.size:
+                self._tree.add(None)
+                continue
+            outcome = self._train_leaf(micro)
+            is_weighted = outcome.weight is not None
+            missing &= self._add_leaf(micro)
+            if measure and index == last:
+                metrics = self._task.measure(outcome, micro.size)
+        loss = self._take_totals(missing, is_weighted)
+        norm = self._update(measure)
+        if self._buffers.agree(self._session):
+            self._tree = self._make_tree()
+        leaf = microbatches[0].leaf
+        assert leaf is not None
+        seed_generators(leaf.after_seed, self._session.device)
+        return StepOutput(loss, norm, metrics)
+
+    def close(self) -> None:
+        self._restore_kernels()
+
+    def state(self) -> StateTree:
+        return super().state() | {"bitwise": dict(self._cut)}
+
+    def load_state(self, tree: StateTree) -> None:
+        saved = tree.get("bitwise", self._cut)  # none in a checkpoint of the normal mode
+        differing = [f"{name}={saved[name]}, now {value}" for name, value in self._cut.items() if saved[name] != value]
+        if differing:
+            raise CheckpointError(
+                f"the checkpoint was trained with {'; '.join(differing)}",
+                why="reproducible='bitwise' promises the bytes of one run, and these settings change them",
+                do="set them as they were (global_batch is batch_size × ranks × gradient_accumulation_steps), "
+                "or reproducible='off'",
+            )
+        super().load_state(tree)
+
+    def _train_leaf(self, micro: Microbatch) -> Outcome:
+        """Forward and backward under the leaf's random streams; the scalars hold its loss and weight."""
+        assert micro.leaf is not None, "this strategy is given leaves"
+        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        seed_generators(micro.leaf.training_seed, self._session.device)
+        outcome = self._forward(self._model, batch)
+        part = outcome.loss
+        if outcome.weight is not None:
+            part = part * outcome.weight
+            self._scalars[_WEIGHT] = outcome.weight.detach()
+            self._scalars[_WEIGHTED] = 1.0
+        elif not outcome.is_sum and micro.weight != 1.0:
+            part = part * micro.weight
+        if self._checks_loss and not math.isfinite(value := part.item()):
+            raise NonFiniteLoss(value)
+        self._backward(part)
+        self._scalars[_LOSS] = part.detach()
+        return outcome
+
+    def _add_leaf(self, micro: Microbatch) -> set[int]:
+        """The leaf's gradients, scalars and buffers into the tree; returns which parameters it did not use."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        missing = {index for index, gradient in enumerate(gradients) if gradient is None}
+        if missing:
+            self._scalars[_USED:] = torch.tensor([float(g is not None) for g in gradients])
+        self._tree.add([*gradients, self._scalars, *self._buffers.take_changes(micro)])
+        if missing:
+            self._scalars[_USED:] = 1.0
+        for parameter in self._parameters:
+            parameter.grad = None
+        return missing
+
+    def _take_totals(self, missing: set[int], is_weighted: bool | None) -> torch.Tensor:
+        """Gradients and buffers of the whole step onto the model; returns its loss, the same on every rank.
+
+        The host looks at a value only if this rank's leaves cannot tell: they were empty, or used not all parameters.
+        """
+        totals = self._tree.total()
+        count = len(self._parameters)
+        gradients, scalars, changes = totals[:count], totals[count], totals[count + 1 :]
+        self._buffers.end_step(changes)
+        if missing:  # those that nobody used have no gradient, as in one process: the optimizer leaves them alone
+            missing = {index for index, used in enumerate(scalars[_USED:].tolist()) if not used}
+        for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
+            parameter.grad = None if index in missing else gradient
+        if is_weighted is None:
+            is_weighted = scalars[_WEIGHTED].item() > 0
+        if not is_weighted:
+            return scalars[_LOSS].clone()
+        factor = 1.0 / scalars[_WEIGHT]
+        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+        return scalars[_LOSS] * factor
+
+    def _make_tree(self) -> TreeSum:
+        layout = FlatLayout([*self._parameters, self._scalars, *self._buffers.tensors])
+        return TreeSum("gradients of the leaves", layout, self._session)
+
+
+def _refuse_collectives(module: nn.Module) -> None:
+    found = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
+    if found:
+        raise TaskError(
+            f"{found[0]} is a SyncBatchNorm",
+            why="it talks to the other ranks in forward, and under reproducible='bitwise' these run other leaves",
+            do="use BatchNorm, whose statistics then are those of a leaf, or GroupNorm",
+        )
+
+
+def _fix_kernels(device: torch.device) -> Callable[[], None]:
+    """One thread and deterministic kernels in this process; returns what undoes it."""
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+    torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+
+    def restore() -> None:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns_only)
+
+    return restore

@@ -1,0 +1,96 @@
+"""Replica: what every engine does that keeps the whole model on each rank, before and after gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributed.core.plan import Plan
+from distributed.data.transfer import to_device
+from distributed.runtime.session import Session
+from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Replica:
+    """The model, its optimizer, precision and clipping on one rank."""
+
+    optimizer: torch.optim.Optimizer
+
+    def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+        self._task, self._session = task, session
+        self._moves = session.device.type != "cpu"
+        self._checks_loss = plan.on_nan == "stop" and not self._moves  # on a GPU a look at the loss would wait for it
+        self._clip_norm = plan.optimizer.clip_norm
+        task.move_to(session.device)
+        self.module = task.model
+        self.optimizer = task.make_optimizer(self.module, plan)
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._model: nn.Module = self.module  # what training calls
+        dtype = _DTYPES.get(plan.precision.kind)
+        self._autocast = torch.autocast(session.device.type, dtype) if dtype else None
+        self._scaler = None
+        if plan.precision.kind == "fp16":
+            self._scaler = torch.amp.GradScaler(
+                session.device.type,
+                init_scale=plan.precision.scaler_init_scale,
+                growth_interval=plan.precision.scaler_growth_interval,
+            )
+
+    def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
+        with torch.no_grad():
+            outcome = self._forward(self.module, to_device(batch, self._session.device) if self._moves else batch)
+            weight: torch.Tensor | float = float(size) if outcome.weight is None else outcome.weight
+            loss = MetricSum(outcome.loss.double() * (1.0 if outcome.is_sum else weight), weight)
+            return {"loss": loss} | self._task.measure(outcome, size)
+
+    def train(self, mode: bool) -> None:
+        self._model.train(mode)
+
+    def state(self) -> StateTree:
+        scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()} | scaler
+
+    def load_state(self, tree: StateTree) -> None:
+        self.module.load_state_dict(tree["model"])
+        self.optimizer.load_state_dict(tree["optimizer"])
+        if self._scaler is not None and "scaler" in tree:
+            self._scaler.load_state_dict(tree["scaler"])
+
+    def _forward(self, model: nn.Module, batch: Any) -> Outcome:
+        if self._autocast is None:
+            return self._task.run(model, batch)
+        with self._autocast:
+            return self._task.run(model, batch)
+
+    def _backward(self, part: torch.Tensor) -> None:
+        if self._scaler is None:
+            part.backward()
+        else:
+            self._scaler.scale(part).backward()
+
+    def _update(self, measure: bool) -> torch.Tensor | None:
+        """Clip, step, and forget the gradients, which are those of the whole global batch; returns their norm."""
+        norm = self._finish_gradients(measure)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        for parameter in self._parameters:  # what zero_grad does, without its profiling and grouping
+            parameter.grad = None
+        return norm
+
+    def _finish_gradients(self, measure: bool) -> torch.Tensor | None:
+        if self._clip_norm is None and not measure:
+            return None
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self._clip_norm is not None:
+            return nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        norms = torch._foreach_norm([p.grad for p in self._parameters if p.grad is not None])
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
