@@ -9,14 +9,16 @@ endif
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 WORKERS ?= 2
+HISTORIES ?= 200
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help train test test-gpu check format bench clean
+.PHONY: help train test test-gpu soak check format bench clean
 
 help:
 	@echo "make train      train a digit classifier on two synchronized processes"
 	@echo "make test       all tests that need no GPU"
 	@echo "make test-gpu   the tests that need one"
+	@echo "make soak       hundreds of kills, each compared with the undisturbed run; long"
 	@echo "make check      lint, format, types, who may import whom"
 	@echo "make format     put the code into shape"
 	@echo "make bench      overhead against a hand-written loop, and scaling"
@@ -36,6 +38,9 @@ test: .venv/installed-all
 test-gpu: .venv/installed-all
 	$(PYTEST) -m gpu
 
+soak: .venv/installed-all
+	folder=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/kill_histories.py $$folder/kills --histories $(HISTORIES)
+
 check: .venv/installed-all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,6 +54,7 @@ format: .venv/installed-all
 bench: .venv/installed-all
 	$(BIN)/distributed bench overhead
 	$(BIN)/distributed bench scaling
+	$(BIN)/distributed bench checkpoint
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .grimp_cache build dist src/*.egg-info

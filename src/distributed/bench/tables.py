@@ -8,6 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from distributed.bench.bitwise import BitwiseCost
+from distributed.bench.checkpoint import TARGET_SECOND, TARGET_STALL, TARGET_STALL_GPU, CheckpointCost
 from distributed.bench.contenders import BARE_AGAIN, OURS
 from distributed.bench.overhead import TARGET_US, Overhead
 from distributed.bench.scaling import Scaling
@@ -51,6 +53,33 @@ def _overhead_notes(found: Overhead) -> Iterator[str]:
             if found.floor_us > TARGET_US
             else ""
         )
+
+
+def checkpoint_table(found: CheckpointCost, bitwise: BitwiseCost | None) -> Group:
+    """A row a way of saving, then the two ratios that we hold ourselves to."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("way", no_wrap=True)
+    for name in ("stall s", "× copy", "on disk after s", "MiB written"):
+        table.add_column(name, justify="right", no_wrap=True)
+    floor = found.row("copy").stall_s
+    for row in found.rows:
+        cells = [f"{row.stall_s:.3f}", f"{row.stall_s / floor:.2f}"]
+        cells += ["" if value is None else f"{value:.2f}" for value in (row.total_s, row.written_mib)]
+        table.add_row(row.name, *cells, style="bold" if row.name.startswith("save") else None)
+    limit = TARGET_STALL if found.device == "cpu" else TARGET_STALL_GPU
+    notes = [
+        f"{found.state_mib:.0f} MiB of state on {found.device}, median of {found.rounds} rounds by turns; load average "
+        f"{found.load_before} before, {found.load_after} after",
+        "copy: a plain clone" if found.device == "cpu" else "copy: to pinned host memory",
+        f"stall of an asynchronous save: {found.stall_ratio:.2f} × the copy; our own limit is {limit}",
+        f"5 % of the bytes changed: {found.second_part:.1%} written; our own limit is {TARGET_SECOND:.0%}",
+    ]
+    if bitwise is not None:
+        notes.append(
+            f"reproducible='bitwise' with {bitwise.virtual_ranks} virtual ranks on {bitwise.processes} processes: "
+            f"{bitwise.slowdown:.2f} × the time of the normal mode"
+        )
+    return Group(table, Text("\n".join(["", *notes])))
 
 
 def scaling_table(found: Scaling) -> Group:

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from distributed.bench.contenders import find_contenders
 from distributed.bench.overhead import measure_overhead
 from distributed.bench.scaling import measure_scaling
-from distributed.bench.tables import overhead_table, scaling_table
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -52,6 +51,8 @@ def overhead(
       distributed bench overhead
       distributed bench overhead --only ours --rounds 40 --json overhead.json
     """
+    from distributed.bench.tables import overhead_table
+
     with _progress() as notify:
         found = measure_overhead(find_contenders(only), processes=processes, steps=steps, rounds=rounds, notify=notify)
     _show(overhead_table(found), found.to_dict(), json_file)
@@ -77,9 +78,40 @@ def scaling(
       distributed bench scaling
       distributed bench scaling --max-processes 4 --strong
     """
+    from distributed.bench.tables import scaling_table
+
     with _progress() as notify:
         found = measure_scaling(max_processes, steps=steps, repeats=repeats, strong=strong, notify=notify)
     _show(scaling_table(found), found.to_dict(), json_file)
+
+
+@app.command("checkpoint")
+def checkpoint(
+    mebibytes: Annotated[int, typer.Option("--mib", min=32, metavar="N", help="State to save.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each way of saving.")] = 5,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Where the state is: cpu or cuda.")] = "cpu",
+    bitwise: Annotated[bool, typer.Option(help="Also measure reproducible='bitwise' against the normal mode.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """What a checkpoint costs: how long training stands still for it, against a plain copy of the same bytes.
+
+    Beside ours, torch.save and torch.distributed.checkpoint save the same state in the same run. A second save of
+    ours, of which a twentieth has changed, shows how much is written again.
+
+    \b
+    Examples:
+      distributed bench checkpoint
+      distributed bench checkpoint --mib 10240 --device cuda --no-bitwise
+    """
+    from distributed.bench.bitwise import measure_bitwise
+    from distributed.bench.checkpoint import measure_checkpoint
+    from distributed.bench.tables import checkpoint_table
+
+    with _progress() as notify:
+        found = measure_checkpoint(mebibytes=mebibytes, rounds=rounds, device=device, notify=notify)
+        cost = measure_bitwise(processes=2, virtual_ranks=8, rounds=2, notify=notify) if bitwise else None
+    record = found.to_dict() | ({"bitwise": cost.to_dict()} if cost is not None else {})
+    _show(checkpoint_table(found, cost), record, json_file)
 
 
 @contextmanager

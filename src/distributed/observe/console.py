@@ -13,6 +13,7 @@ from distributed.core.events import (
     EvaluationEnded,
     Event,
     RankFailed,
+    ResumeCompared,
     RunEnded,
     RunStarted,
     StepEnded,
@@ -94,6 +95,8 @@ class Console:
                 facts = [*_facts(event.metrics), _rate(event.samples_per_second), _span(event.seconds)]
                 self._line("  ".join([self._label(), *facts]))
                 self._draw(now=True)
+            case ResumeCompared():
+                self._line(event.text)
             case Warned():
                 self._line(f"warning: {event.message}")
             case RankFailed():
