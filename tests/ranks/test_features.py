@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -234,3 +236,20 @@ def test_a_run_grows_from_one_rank_to_two_in_the_middle_of_an_epoch(tmp_path: Pa
     whole = train("whole", 1, False)
     train("cut-1", 1, False, max_steps=4)
     torch.testing.assert_close(train("cut-2", 2, True), whole, rtol=0, atol=1e-12)
+
+
+def test_training_begins_with_imported_weights(tmp_path: Path) -> None:
+    weights = model().state_dict()
+    torch.save(weights, tmp_path / "weights.pt")
+    command = [sys.executable, "-m", "distributed", "checkpoint", "import", str(tmp_path / "weights.pt")]
+    done = subprocess.run(
+        [*command, "--to", str(tmp_path / "checkpoints")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    other = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 2)).double()
+    options = settings(str(tmp_path / "run"), num_gpus=1, epochs=1, learning_rate=1e-9)
+    trainer = Trainer(other, checkpoint_dir=str(tmp_path / "checkpoints"), resume_from_checkpoint=True, **options)
+    history = trainer.fit(problem())
+    assert history.steps == 14
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)

@@ -397,13 +397,13 @@ def test_a_listing_tells_what_each_added_and_what_is_broken(tmp_path: Path) -> N
     with torch.no_grad():
         model.wide.weight[0, 0] += 1  # type: ignore[operator, index, union-attr]
     save(tmp_path, model, optimizer, 2, metric=0.25)
-    save(tmp_path, model, optimizer, 3, metric=0.75, meta={"retention": {"best": "min", "pinned": ["step-000001"]}})
+    save(tmp_path, model, optimizer, 3, metric=0.75, meta={"settings": {"keep_best": "val_loss"}})
     rows = {row.step: row for row in list_checkpoints(str(tmp_path)).rows}
     assert rows[1].new_bytes is not None
     assert rows[1].total_bytes is not None
     assert 0 < (rows[2].new_bytes or 0) <= 4 * 2**20 < rows[1].new_bytes <= rows[1].total_bytes
     assert [row.is_sound for row in rows.values()] == [True] * 3
-    assert [row.marks for row in rows.values()] == [("pinned",), ("best",), ()]
+    assert [row.is_best for row in rows.values()] == [False, True, False]
     assert list_checkpoints(str(tmp_path)).unused_bytes == 0
     changed = open_one(f"{tmp_path}/step-000002").manifest.shared.tensors["model/wide.weight"].pieces[0].refs[0].chunk
     (tmp_path / chunk_name(changed)).unlink()

@@ -57,15 +57,17 @@ class RankPart:
     written_bytes: int
 
 
-def outline(tree: Mapping[str, Any]) -> tuple[Outline, dict[str, torch.Tensor]]:
-    """A tree's outline, and its tensors by name."""
+def outline(tree: Mapping[str, Any], before: Outline | None = None) -> tuple[Outline, dict[str, torch.Tensor]]:
+    """A tree's outline, and its tensors by name. The plan of the one `before` is taken over where it still fits."""
     tensors, skeleton = flatten(dict(tree))
     for name, tensor in tensors.items():
         byte_size(name, tensor)  # refuses what cannot be stored
     specs = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
     if not all(isinstance(key, str) for key in tree):
         raise CheckpointError("the keys of a state must be texts", do="name its components: model, optimizer, …")
-    return Outline(skeleton, specs, tuple(plan_chunks(tensors))), tensors
+    fits = before is not None and before.specs == specs and list(before.specs) == list(specs)
+    plan = before.plan if fits and before is not None else tuple(plan_chunks(tensors))
+    return Outline(skeleton, specs, plan), tensors
 
 
 def build_part(tree: Outline, stored: Sequence[StoredChunk]) -> tuple[Part, dict[str, int]]:

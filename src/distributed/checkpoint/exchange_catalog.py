@@ -31,7 +31,7 @@ class Row:
     new_bytes: int | None = None  # of chunks that no checkpoint of an earlier step has
     world_size: int | None = None
     metric: float | None = None
-    marks: tuple[str, ...] = ()  # best, pinned
+    is_best: bool = False
 
     @property
     def is_sound(self) -> bool:
@@ -154,19 +154,14 @@ def _steps(storage: Storage, *, whole: bool = True) -> list[int]:
 
 
 def _mark(rows: list[Row], manifests: list[Manifest]) -> tuple[Row, ...]:
-    """Best and pinned, as far as the newest checkpoint says which are kept for that."""
-    kept = manifests[-1].meta.get("retention") if manifests else None
-    kept = kept if isinstance(kept, dict) else {}
+    """The best one, by the metric that the run of the newest checkpoint keeps it for."""
+    settings = manifests[-1].meta.get("settings") if manifests else None
+    keep_best = settings.get("keep_best") if isinstance(settings, dict) else None
     rated = [(row.metric, row.step) for row in rows if row.metric is not None and math.isfinite(row.metric)]
-    best = None
-    if rated and kept.get("best") in ("min", "max"):
-        best = (min(rated) if kept["best"] == "min" else max(rated))[1]
-    pinned = kept.get("pinned") if isinstance(kept.get("pinned"), list) else []
-    marked = []
-    for row in rows:
-        marks = ["best"] * (row.step == best) + ["pinned"] * (step_name(row.step) in (pinned or []))
-        marked.append(replace(row, marks=tuple(marks)))
-    return tuple(marked)
+    if not rated or not isinstance(keep_best, str):
+        return tuple(rows)
+    best = (min(rated) if "loss" in keep_best else max(rated))[1]  # as the run itself chooses it
+    return tuple(replace(row, is_best=row.step == best) for row in rows)
 
 
 def _no_such_step(storage: Storage, step: int, path: str) -> CheckpointError:

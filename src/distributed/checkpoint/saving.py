@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from distributed.checkpoint.assembly import outline
+from distributed.checkpoint.assembly import Outline, outline
 from distributed.checkpoint.chunks import ChunkStore
 from distributed.checkpoint.files import Storage
 from distributed.checkpoint.layout import share
@@ -72,11 +72,14 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._outcome: Saved | DistributedError | None = None
         self._stall_s, self._count = 0.0, 0
+        self._whole: Outline | None = None  # of the last save: the next one is mostly cut alike
+        self._mine: Outline | None = None
         self.last_saved: Saved | None = None
 
     def prepare(self, shared: StateTree, own: StateTree) -> None:
         """Before the first save: check that one of this size can be written, and take the host memory for it."""
         whole, mine = outline(shared)[0], outline(own)[0]
+        self._whole, self._mine = whole, mine
         if self._session.is_main:
             check_writable(self._storage, whole.nbytes + self._session.world_size * mine.nbytes)
         plans = [*share(list(whole.plan), self._session.rank, self._session.world_size), *mine.plan]
@@ -96,8 +99,9 @@ class Saver:
         """Copy the state and return; raises what went wrong in the save before this one. `wait` for the last one."""
         begun = time.perf_counter()
         self._finish()  # at most one save is in flight
-        whole, shared_tensors = outline(shared)
-        mine, own_tensors = outline(own)
+        whole, shared_tensors = outline(shared, self._whole)
+        mine, own_tensors = outline(own, self._mine)
+        self._whole, self._mine = whole, mine
         places = {id(chunk): index for index, chunk in enumerate(whole.plan)}
         part = share(list(whole.plan), self._session.rank, self._session.world_size)
         self._buffer.clear()

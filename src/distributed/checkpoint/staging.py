@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from distributed.checkpoint.digests import as_bytes
-from distributed.checkpoint.layout import CHUNK_BYTES, ChunkPlan
+from distributed.checkpoint.layout import CHUNK_BYTES, ChunkPlan, Stretch
 
 _SEGMENT_BYTES = 16 * CHUNK_BYTES  # a power of two: pinned memory is handed out in those
 _ALIGNMENT = 4096
@@ -32,7 +33,7 @@ class HostBuffer:
         """Take the memory for chunks of these lengths now, rather than in the first save."""
         self.clear()
         for length in lengths:
-            self.take(length)
+            self.place(length)
         if not self._pinned:
             for segment in self._segments:
                 segment.zero_()  # the pages are mapped when they are first written
@@ -41,16 +42,16 @@ class HostBuffer:
     def clear(self) -> None:
         self._segment, self._used = 0, 0
 
-    def take(self, length: int) -> torch.Tensor:
-        """Room for one chunk, until the buffer is cleared."""
+    def place(self, length: int) -> tuple[torch.Tensor, int]:
+        """Room for one chunk, until the buffer is cleared: a segment, and where in it."""
         assert 0 < length <= CHUNK_BYTES
         if self._used + length > _SEGMENT_BYTES:
             self._segment, self._used = self._segment + 1, 0
         if self._segment == len(self._segments):
             self._segments.append(torch.empty(_SEGMENT_BYTES, dtype=torch.uint8, pin_memory=self._pinned))
-        room = self._segments[self._segment][self._used : self._used + length]
+        segment, at = self._segments[self._segment], self._used
         self._used += -(-length // _ALIGNMENT) * _ALIGNMENT
-        return room
+        return segment, at
 
 
 def copy_chunks(
@@ -61,23 +62,47 @@ def copy_chunks(
     flat: dict[str, torch.Tensor] = {}
     on_host: list[tuple[torch.Tensor, torch.Tensor]] = []
     devices: set[torch.device] = set()
+    runs: list[_Run] = []
     for chunk in plan:
-        room = buffer.take(chunk.length)
-        copied.append((chunk, room))
+        segment, at = buffer.place(chunk.length)
+        copied.append((chunk, segment[at : at + chunk.length]))
         for stretch in chunk.stretches:
-            if stretch.tensor not in flat:
-                flat[stretch.tensor] = as_bytes(tensors[stretch.tensor].detach())
-            source = flat[stretch.tensor][stretch.start : stretch.start + stretch.length]
-            target = room[stretch.offset : stretch.offset + stretch.length]
-            if source.device.type == "cpu":
-                on_host.append((target, source))
-            else:
-                target.copy_(source, non_blocking=True)
-                devices.add(source.device)
+            if not (runs and runs[-1].extend(stretch, segment, at + stretch.offset)):
+                runs.append(_Run(stretch.tensor, stretch.start, stretch.length, segment, at + stretch.offset))
+    for run in runs:
+        if run.tensor not in flat:
+            flat[run.tensor] = as_bytes(tensors[run.tensor].detach())
+        source = flat[run.tensor][run.start : run.start + run.length]
+        target = run.segment[run.at : run.at + run.length]
+        if source.device.type == "cpu":
+            on_host += zip(
+                target.split(CHUNK_BYTES), source.split(CHUNK_BYTES), strict=True
+            )  # small enough to share out
+        else:
+            target.copy_(source, non_blocking=True)
+            devices.add(source.device)
     _copy_on_host(on_host)
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()
     return copied
+
+
+@dataclass
+class _Run:
+    """Bytes of one tensor that lie together on both sides, so that one copy takes them all."""
+
+    tensor: str
+    start: int
+    length: int
+    segment: torch.Tensor
+    at: int
+
+    def extend(self, stretch: Stretch, segment: torch.Tensor, at: int) -> bool:
+        follows = stretch.tensor == self.tensor and stretch.start == self.start + self.length
+        if not follows or segment is not self.segment or at != self.at + self.length:
+            return False
+        self.length += stretch.length
+        return True
 
 
 def _copy_on_host(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -165,18 +165,14 @@ def show_difference(a: str, b: str, limit: int, as_json: bool) -> None:
 
 def _listing_table(listing: Listing) -> Any:
     has_metric = any(row.metric is not None for row in listing.rows)
-    has_marks = any(row.marks for row in listing.rows)
-    optional = [name for name, wanted in (("metric", has_metric), ("kept as", has_marks)) if wanted]
-    columns = ["step", "saved", "age", "size", "new", "ranks", *optional, "status"]
+    columns = ["step", "saved", "age", "size", "new", "ranks", *(["metric"] if has_metric else []), "status"]
     made = table(*columns, right=("step", "size", "new", "ranks", "metric"))
     for row in listing.rows:
         cells = [str(row.step), row.created or "?", age(row.created), size(row.total_bytes), size(row.new_bytes)]
         cells.append("?" if row.world_size is None else str(row.world_size))
         if has_metric:
             cells.append("" if row.metric is None else f"{row.metric:g}")
-        if has_marks:
-            cells.append(", ".join(row.marks))
-        made.add_row(*cells, row.status, style=None if row.is_sound else "red")
+        made.add_row(*cells, row.status + (", best" if row.is_best else ""), style=None if row.is_sound else "red")
     return made
 
 

@@ -57,7 +57,8 @@ class Replica:
 
     def load_state(self, tree: StateTree) -> None:
         self.module.load_state_dict(tree["model"])
-        self.optimizer.load_state_dict(tree["optimizer"])
+        if "optimizer" in tree:  # not in weights that came from another program
+            self.optimizer.load_state_dict(tree["optimizer"])
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
 

@@ -205,7 +205,10 @@ class Loop:
             return
         for line in str(restored.report).splitlines():
             self._emit(Warned(time=time.time(), message=line))
-        if restored.own is None and not self._plan.is_bitwise:
+        if "imported" in restored.manifest.meta:
+            message = "weights of another program: optimizer, schedule and position begin anew"
+            self._emit(Warned(time=time.time(), message=message))
+        elif restored.own is None and not self._plan.is_bitwise:
             message = "another number of ranks than before: their random generators begin anew from the seed"
             self._emit(Warned(time=time.time(), message=message))
         self._compare(self._state.verdict)

@@ -81,6 +81,10 @@ class RunState:
         shared = restored.shared
         self._check(restored)
         self._strategy.load_state(shared)
+        if "imported" in restored.manifest.meta:  # weights of another program: all else begins anew
+            self.progress = Progress(step=restored.step)
+            self._saved_at, self.path = restored.step, restored.path
+            return
         self.progress = Progress(**shared["progress"])
         self._schedule.load_state(shared["schedule"], self.progress.step)
         self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
@@ -112,6 +116,8 @@ class RunState:
                 why="the order of samples would be another one, so some would be repeated and others left out",
                 do="pass the same dataset; to train on with new data, load the weights and begin a new checkpoint_dir",
             )
+        if "imported" in meta:
+            return
         position, batch = restored.shared["progress"]["samples_in_epoch"], self._plan.batch.global_batch
         if position % batch:
             raise CheckpointError(
