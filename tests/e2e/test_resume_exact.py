@@ -149,3 +149,75 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(tmp_path: Pa
     assert "step-000020" in events
     assert '"first_step":15' in events
     assert history.steps == 60
+
+
+def manifests(folder: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in folder.glob("step-*/manifest.json"))
+
+
+def test_checkpoints_are_taken_when_they_are_due(tmp_path: Path) -> None:
+    """Also where a step of an epoch's end is due, and the best by a metric is kept beside the last."""
+    every = {"batch_size": 30, "epochs": 4, "run_dir": f"{tmp_path}/a", "checkpoint_frequency": "3 steps"}
+    make_trainer(f"{tmp_path}/a", 1, **every).fit(problem(), problem())  # three steps an epoch
+    assert manifests(tmp_path / "a" / "checkpoints") == [3, 6, 9, 12]
+    best = {"batch_size": 30, "epochs": 4, "run_dir": f"{tmp_path}/b", "keep_last": 1, "keep_best": "max:val_loss"}
+    make_trainer(f"{tmp_path}/b", 1, **best).fit(problem(), problem())
+    assert manifests(tmp_path / "b" / "checkpoints") == [3, 12], "the first epoch has the highest loss"
+
+
+def plateau_run(folder: str) -> list[bool]:
+    """A scheduler that looks at the epoch's training loss, resumed in the middle of an epoch."""
+
+    def train(name: str, **more: Any) -> torch.Tensor:
+        options = {
+            "epochs": 4,
+            "run_dir": f"{folder}/{name}",
+            "checkpoint_dir": f"{folder}/{name[0]}",
+            "log_every_n_steps": 4,
+        }
+        trainer = make_trainer(folder, 2, **options | more)
+        trainer._task.scheduler = lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, threshold=0.2
+        )
+        trainer.fit(DataLoader(problem(), shuffle=True))
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    whole = train("whole")
+    train("cut", max_steps=37)
+    return [torch.equal(whole, train("cut-again", resume_from_checkpoint=True)), True]
+
+
+def test_a_scheduler_that_watches_the_loss_survives_a_resume(tmp_path: Path) -> None:
+    assert run_ranks(plateau_run, 2, str(tmp_path)) == [[True, True]] * 2
+
+
+def unsynced_run(folder: str) -> list[Any]:
+    """BatchNorm of its own on every rank: what is saved is rank 0's, and a resume begins with it."""
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {
+        "num_gpus": 2,
+        "batch_size": 3,
+        "progress": False,
+        "sync_batchnorm": False,
+        "drop_last": True,
+    }
+
+    def train(name: str, **more: Any) -> Trainer:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 300), nn.BatchNorm1d(300), nn.Linear(300, 300), nn.Linear(300, 2))
+        trainer = Trainer(model, checkpoint_dir=f"{folder}/{name[0]}", epochs=2, **parts | more)
+        trainer.fit(DataLoader(problem(), shuffle=True))
+        return trainer
+
+    whole = train("whole", checkpoint_frequency="4 steps")
+    again = train("second", resume_from_checkpoint=f"{folder}/w/step-000004")
+    assert again.history is not None
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(whole.model.state_dict().values(), again.model.state_dict().values(), strict=True)
+    )
+    return [same, [verdict["passed"] for verdict in verdicts(again.history.run_dir)]]
+
+
+def test_buffers_that_differ_between_ranks_are_rank_0s(tmp_path: Path) -> None:
+    assert run_ranks(unsynced_run, 2, str(tmp_path)) == [[True, [True]]] * 2

@@ -253,3 +253,23 @@ def test_training_begins_with_imported_weights(tmp_path: Path) -> None:
     assert history.steps == 14
     for name, value in other.state_dict().items():
         torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_micro_batch_of_ignored_targets_has_no_say(tmp_path: Path) -> None:
+    x, y = problem(32).tensors
+    y = y.clone()
+    y[8:16] = -100  # the second of four micro-batches
+    data = TensorDataset(x, y)
+    options = settings(str(tmp_path / "run"), num_gpus=1, batch_size=8, gradient_accumulation_steps=4, epochs=1)
+    trainer = Trainer(model(), loss_fn=nn.CrossEntropyLoss(), loss_weighting="targets", **options)
+    history = trainer.fit(data, DataLoader(data, batch_size=8))
+    assert all(value == value for value in history.epochs[-1].metrics.values()), history.epochs[-1].metrics
+
+
+def test_a_scaled_rate_is_scaled_once(tmp_path: Path) -> None:
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    for number in range(3):
+        options = settings(str(tmp_path / str(number)), num_gpus=1, epochs=1)
+        Trainer(trained, optimizer=optimizer, lr_scaling="linear", base_batch_size=2, **options).fit(problem())
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)

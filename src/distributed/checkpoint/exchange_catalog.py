@@ -13,6 +13,7 @@ from distributed.checkpoint.manifest import FILE, Manifest, manifest_file, step_
 from distributed.checkpoint.parsing import NewerFormat
 from distributed.checkpoint.reading import open_checkpoint, read_manifest
 from distributed.checkpoint.storage import open_storage
+from distributed.core.config import parse_best
 from distributed.core.errors import CheckpointError
 from distributed.core.registry import nearest
 
@@ -160,7 +161,7 @@ def _mark(rows: list[Row], manifests: list[Manifest]) -> tuple[Row, ...]:
     rated = [(row.metric, row.step) for row in rows if row.metric is not None and math.isfinite(row.metric)]
     if not rated or not isinstance(keep_best, str):
         return tuple(rows)
-    best = (min(rated) if "loss" in keep_best else max(rated))[1]  # as the run itself chooses it
+    best = (min(rated) if parse_best(keep_best)[0] == "min" else max(rated))[1]  # as the run itself chooses it
     return tuple(replace(row, is_best=row.step == best) for row in rows)
 
 

@@ -113,7 +113,9 @@ class DistributedConfig(BaseModel):
     checkpoint_async: bool = Field(True, description="go on training while a checkpoint is written")
     keep_last: int | None = Field(None, ge=1, description="checkpoints to keep, the newest; by default all")
     keep_every: int | None = Field(None, ge=1, description="keep those whose step is a multiple of this besides")
-    keep_best: str | None = Field(None, description="keep the best by this metric besides, 'val_loss' say")
+    keep_best: str | None = Field(
+        None, description="keep the best by a metric of epochs besides: 'val_loss', 'val_accuracy', 'min:val_mae' …"
+    )
     certificate_steps: int = Field(
         3, ge=0, description="steps after each checkpoint that a resumed run is compared with; 0: none"
     )
@@ -169,6 +171,13 @@ class DistributedConfig(BaseModel):
             parse_frequency(value)
         return value
 
+    @field_validator("keep_best")
+    @classmethod
+    def _known_direction(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_best(value)
+        return value
+
     @field_validator("virtual_ranks")
     @classmethod
     def _power_of_two(cls, count: int) -> int:
@@ -208,6 +217,20 @@ def parse_frequency(value: int | str) -> tuple[float, str]:
         raise ValueError("should be a number of epochs, or like '2 epochs', '500 steps' or '10 minutes'")
     unit = match.group(2) + "s"
     return (count if unit == "minutes" else int(count)), unit
+
+
+def parse_best(value: str) -> tuple[str, str]:
+    """Whether the least or the most is best, and of which metric.
+
+    >>> parse_best("val_loss"), parse_best("val_accuracy"), parse_best("min:val_mae")
+    (('min', 'val_loss'), ('max', 'val_accuracy'), ('min', 'val_mae'))
+    """
+    direction, _, metric = value.rpartition(":")
+    if not direction:
+        direction = "min" if metric.endswith("loss") else "max" if metric.endswith("accuracy") else ""
+    if direction not in ("min", "max") or not metric:
+        raise ValueError(f"say which is best: 'min:{metric}' or 'max:{metric}'")
+    return direction, metric
 
 
 Layer = tuple[Mapping[str, Any], str, Mapping[str, str]]
@@ -250,6 +273,14 @@ def _contradictions(config: DistributedConfig) -> list[Problem]:
                 f"node_rank={config.node_rank}, but there are num_nodes={nodes}",
                 why="they count from 0",
                 do=f"set node_rank to 0..{nodes - 1}",
+            )
+        )
+    if config.keep_best and config.checkpoint_frequency and parse_frequency(config.checkpoint_frequency)[1] != "epochs":
+        found.append(
+            Problem(
+                f"keep_best={config.keep_best!r}, but checkpoint_frequency={config.checkpoint_frequency!r}",
+                why="metrics are known at the end of an epoch, and most of these checkpoints would have none",
+                do="set checkpoint_frequency to a number of epochs, or leave keep_best out",
             )
         )
     if config.warmup_steps and config.warmup_epochs:

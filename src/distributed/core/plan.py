@@ -100,7 +100,7 @@ class CheckpointPlan:
     asynchronous: bool = True
     keep_last: int | None = None
     keep_every: int | None = None
-    best: str = ""  # the metric by which the best one is kept
+    best: str = ""  # 'min:val_loss': the metric by which the best one is kept
     certificate: int = 3  # steps after a checkpoint that a resumed run is compared with
     ledger: bool = False
 

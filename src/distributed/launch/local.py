@@ -32,7 +32,9 @@ class LocalLauncher:
 
     environ: Mapping[str, str] = field(default_factory=inherited_environ, repr=False)
     python: str = sys.executable
-    interrupt_grace_s: float = 30.0  # from the first Ctrl-C to SIGKILL: time to reach a common step and save
+    interrupt_grace_s: float = (
+        300.0  # from the first Ctrl-C to SIGKILL: a few steps and a save; a second one is quicker
+    )
 
     def render(self, request: LaunchRequest, place: NodePlace) -> Rendered:
         """The exact commands, environments and log files of this node's ranks."""

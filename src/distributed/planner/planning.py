@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from distributed.core.config import DistributedConfig, parse_frequency
+from distributed.core.config import DistributedConfig, parse_best, parse_frequency
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError, Problem
 from distributed.core.mesh import MeshSpec
@@ -348,7 +348,7 @@ def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan
         asynchronous=config.checkpoint_async,
         keep_last=config.keep_last,
         keep_every=config.keep_every,
-        best=config.keep_best or "",
+        best=":".join(parse_best(config.keep_best)) if config.keep_best else "",
         certificate=config.certificate_steps,
         ledger=config.sample_ledger,
     )

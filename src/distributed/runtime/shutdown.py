@@ -41,16 +41,33 @@ class StopRequest:
         self.received = signal.Signals(number)
         signal.signal(number, self._previous[self.received])  # a second one does what it always did
 
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the run ends before its time, the same on every rank."""
+        return self._stop_at is not None
+
+    def hear(self) -> None:
+        """A signal may have reached another rank only; asked now and then, since it costs a message."""
+        if (
+            self.received is None
+            and self._store is not None
+            and self._world_size > 1
+            and self._store.check(["stop/asked"])
+        ):
+            self.received = signal.SIGTERM
+
     def due(self, step: int) -> bool:
         """Whether the run ends here, after `step` steps. Costs a look at an attribute until a signal came."""
         if self.received is None:
             return False
         if self._store is None or self._world_size == 1:
+            self._stop_at = step
             return True
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # else the hosts may be many steps apart
         if not self._told:
             self._store.set(f"stop/{self._rank}", "asked")
+            self._store.set("stop/asked", "asked")
             self._told = True
         if (
             self._stop_at is None

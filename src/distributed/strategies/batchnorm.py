@@ -51,8 +51,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
-        use_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if not use_batch or not dist.is_initialized():
+        if not self.training or not dist.is_initialized():  # in an evaluation the ranks are not in step
             return super().forward(input)
         x = input if input.dtype == torch.float64 else input.float()
         count, mean, var = self._global_statistics(x)

@@ -23,7 +23,7 @@ from distributed.data.transfer import to_device
 from distributed.runtime.session import Session
 from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.leaf_buffers import LeafBuffers
-from distributed.strategies.replica import Replica
+from distributed.strategies.replica import Replica, unless_empty
 
 _LOSS, _WEIGHT, _WEIGHTED, _USED = range(4)  # of the scalars that travel with the gradients; from _USED on, parameters
 
@@ -97,7 +97,7 @@ class BitwiseReplicas(Replica):
         outcome = self._forward(self._model, batch)
         part = outcome.loss
         if outcome.weight is not None:
-            part = part * outcome.weight
+            part = unless_empty(part, outcome.weight) * outcome.weight
             self._scalars[_WEIGHT] = outcome.weight.detach()
             self._scalars[_WEIGHTED] = 1.0
         elif not outcome.is_sum and micro.weight != 1.0:

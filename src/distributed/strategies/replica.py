@@ -12,8 +12,14 @@ from distributed.core.plan import Plan
 from distributed.data.transfer import to_device
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask
+from distributed.strategies.optimizer_state import load_named_state, named_state
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def unless_empty(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A mean over nothing is NaN in torch; here it is 0, as it has no weight."""
+    return torch.where(weight > 0, loss, loss.nan_to_num(0.0))
 
 
 class Replica:
@@ -45,7 +51,8 @@ class Replica:
         with torch.no_grad():
             outcome = self._forward(self.module, to_device(batch, self._session.device) if self._moves else batch)
             weight: torch.Tensor | float = float(size) if outcome.weight is None else outcome.weight
-            loss = MetricSum(outcome.loss.double() * (1.0 if outcome.is_sum else weight), weight)
+            value = outcome.loss if outcome.weight is None else unless_empty(outcome.loss, outcome.weight)
+            loss = MetricSum(value.double() * (1.0 if outcome.is_sum else weight), weight)
             return {"loss": loss} | self._task.measure(outcome, size)
 
     def train(self, mode: bool) -> None:
@@ -53,12 +60,12 @@ class Replica:
 
     def state(self) -> StateTree:
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()} | scaler
+        return {"model": self.module.state_dict(), "optimizer": named_state(self.optimizer, self.module)} | scaler
 
     def load_state(self, tree: StateTree) -> None:
         self.module.load_state_dict(tree["model"])
         if "optimizer" in tree:  # not in weights that came from another program
-            self.optimizer.load_state_dict(tree["optimizer"])
+            load_named_state(self.optimizer, self.module, tree["optimizer"])
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
 

@@ -9,16 +9,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.core.plan import Plan, ReplicatePlan
 from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.runtime.session import Session
-from distributed.strategies.base import NonFiniteLoss, Outcome, StepOutput, StepTask
+from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
-from distributed.strategies.replica import Replica
+from distributed.strategies.replica import Replica, unless_empty
 
 
 class TorchMesh(Replica):
@@ -32,8 +34,10 @@ class TorchMesh(Replica):
         if plan.replicate.sync_batchnorm and session.world_size > 1:
             self._desynchronize = synchronize_batchnorm(self.module)
         self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
+        self._buffers_differ = False
         if session.world_size > 1:
-            self._model = _replicate(self.module, plan.replicate, session.device, synced=bool(self._batchnorms))
+            self._buffers_differ = _buffers_can_differ(self.module)
+            self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ)
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
@@ -62,7 +66,9 @@ class TorchMesh(Replica):
         outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
         part = outcome.loss
         if outcome.weight is not None:
-            part = part * (outcome.weight * (self._session.world_size if micro.size else 0))
+            part = unless_empty(part, outcome.weight) * (
+                outcome.weight * (self._session.world_size if micro.size else 0)
+            )
         elif outcome.is_sum:
             part = part * (self._session.world_size if micro.size else 0)
         elif micro.weight != 1.0:
@@ -75,6 +81,21 @@ class TorchMesh(Replica):
         self._backward(part)
         return outcome, value
 
+    def state(self) -> StateTree:
+        self._agree_on_buffers()
+        return super().state()
+
+    def train(self, mode: bool) -> None:
+        if not mode:
+            self._agree_on_buffers()
+        super().train(mode)
+
+    def _agree_on_buffers(self) -> None:
+        """Rank 0's are those that count, for DDP, for a checkpoint and for an evaluation. Every rank comes here."""
+        if self._buffers_differ:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, src=0)
+
     def close(self) -> None:
         """Give the user's model back as it was made, with its new weights."""
         self._desynchronize()
@@ -85,12 +106,17 @@ class TorchMesh(Replica):
         holds = not synchronizes and isinstance(self._model, DistributedDataParallel)
         for layer in self._batchnorms:
             layer.share_is_empty = not micro.size
+        unsynced = [] if micro.size else [m for m in self.module.modules() if _sees_its_share(m)]
+        for module in unsynced:
+            module.eval()  # keeps its running statistics as they are
         try:
             with self._model.no_sync() if holds else nullcontext():  # type: ignore[operator]
                 yield
         finally:
             for layer in self._batchnorms:
                 layer.share_is_empty = False
+            for module in unsynced:
+                module.train()
 
     def _divide_gradients(self, total_weight: torch.Tensor) -> torch.Tensor:
         """Divide by the weight of the whole global batch, which is known only now; returns the factor."""
@@ -99,13 +125,13 @@ class TorchMesh(Replica):
         return factor
 
 
-def _replicate(module: nn.Module, plan: ReplicatePlan, device: torch.device, *, synced: bool) -> nn.Module:
+def _replicate(module: nn.Module, plan: ReplicatePlan, device: torch.device, sends_buffers: bool) -> nn.Module:
     """DistributedDataParallel; buffers are sent before each step only if some can differ between ranks."""
     if not any(p.requires_grad for p in module.parameters()):
         return module
     if device.type == "cpu":
         _make_contiguous(module)
-    options: dict[str, Any] = {_buffer_option(): _buffers_can_differ(module) if synced else True}
+    options: dict[str, Any] = {_buffer_option(): sends_buffers}
     replicated = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -115,7 +141,7 @@ def _replicate(module: nn.Module, plan: ReplicatePlan, device: torch.device, *, 
         gradient_as_bucket_view=True,
         **options,
     )
-    if not plan.find_unused_parameters:
+    if not plan.find_unused_parameters and not plan.static_graph:
         _settle_buckets(replicated)
     return replicated
 
@@ -128,13 +154,20 @@ def _settle_buckets(replicated: DistributedDataParallel) -> None:
     """
     module = replicated.module
     parameters = [p for p in module.parameters() if p.requires_grad]
+    own = module.__dict__.get("forward")  # of a compiled or patched model
     module.forward = lambda: torch.stack([p.sum().float() for p in parameters]).sum() * 0  # type: ignore[method-assign]
     try:
         replicated().backward()
     finally:
         del module.forward  # the class's own again
+        if own is not None:
+            module.forward = own  # type: ignore[method-assign]
     for parameter in parameters:
         parameter.grad = None
+
+
+def _sees_its_share(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and module.training
 
 
 def _buffers_can_differ(module: nn.Module) -> bool:

@@ -74,10 +74,10 @@ class Loop:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
         self._stop, self._heartbeat, self._observer, self._utilization = stop, heartbeat, observer, utilization
-        self._state = RunState(plan, strategy, schedule, session, train.samples_per_epoch, self._saved)
         self._ledger = Ledger(_ledger_dir(plan), session.rank) if plan.checkpoint.ledger else None
         self._last_save = time.monotonic()
         self._meter = Meter(session, metric_names, checks_loss=plan.on_nan == "stop" and session.device.type != "cpu")
+        self._state = RunState(plan, strategy, schedule, session, self._meter, train.samples_per_epoch, self._saved)
 
     def run(self) -> History:
         """Train until the epochs or steps are done, or somebody asks to stop; then save."""
@@ -86,7 +86,7 @@ class Loop:
         try:
             self._restore()
             self._announce()
-            stopped = self._is_over()
+            stopped, metrics = self._is_over(), {}
             while not stopped and state.progress.epoch < self._plan.epochs:
                 epoch = state.progress.epoch
                 stopped, seconds, samples = self._train_epoch(epoch)
@@ -95,9 +95,12 @@ class Loop:
                 if is_whole:
                     self._schedule.epoch_ended(metrics)
                 self._close_epoch(epoch, seconds, samples, metrics)
-                if is_whole and self._save_is_due("epochs", state.progress.epoch):
+                is_due = self._save_is_due("epochs", state.progress.epoch) or self._save_is_due(
+                    "steps", state.progress.step
+                )
+                if is_whole and is_due:
                     state.save(metrics)
-            state.save(wait=True)
+            state.save(metrics, wait=True)
             self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
             return self._finish(time.perf_counter() - begun)
         finally:
@@ -110,23 +113,27 @@ class Loop:
         state, meter, train_step, ledger = self._state, self._meter, self._strategy.train_step, self._ledger
         progress, train = state.progress, self._train
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
-        first_step = progress.samples_in_epoch // self._plan.batch.global_batch
+        first_step = progress.steps_in_epoch
+        if train.samples_per_epoch is not None:  # samples count, so that another number of ranks can go on
+            first_step = progress.samples_in_epoch // self._plan.batch.global_batch
         before_epoch = progress.step - first_step  # steps of the epochs before this one
         last_step = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
         end, before = self._plan.max_steps, progress.samples_in_epoch
         self._emit(EpochStarted(time=time.time(), epoch=epoch, step=progress.step))
         self._strategy.train(True)
-        meter.begin_epoch()
+        meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
         step, stopped = progress.step, False
         try:
             for microbatches, samples in train.epoch(epoch, first_step):
                 step += 1
-                looks = step % log_every == 0 or step in (last_step, end)
+                saves = step != last_step and self._save_is_due("steps", step)  # the last one is saved after evaluation
+                looks = saves or step % log_every == 0 or step in (last_step, end)  # what is not finite is not saved
                 output = train_step(microbatches, measure=looks)
                 schedule.step_ended(step)
                 meter.add(output, samples)
-                progress.step, progress.samples_in_epoch = step, progress.samples_in_epoch + samples
+                progress.step, progress.steps_in_epoch = step, step - before_epoch
+                progress.samples_in_epoch += samples
                 heartbeat.beat(step)
                 if ledger is not None:
                     ledger.record(step, epoch, train.indices)
@@ -134,8 +141,10 @@ class Loop:
                     self._compare(state.witness(output.loss, train.indices))
                 if looks:
                     self._log(epoch, meter.read())
-                if step != last_step and (self._save_is_due("steps", step) or (looks and self._minutes_are_over())):
+                if saves or (looks and step != last_step and self._minutes_are_over()):
                     state.save()
+                if looks:
+                    stop.hear()
                 if stop.due(step) or step == end:
                     stopped = True
                     break
@@ -145,7 +154,7 @@ class Loop:
             self._log(epoch, meter.read())
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
         if not stopped or step == last_step:
-            progress.epoch, progress.samples_in_epoch = epoch + 1, 0
+            progress.epoch, progress.samples_in_epoch, progress.steps_in_epoch = epoch + 1, 0, 0
         return stopped, seconds, trained
 
     def _evaluate(self, epoch: int) -> dict[str, float]:
@@ -154,11 +163,17 @@ class Loop:
             return {}
         begun = time.perf_counter()
         self._strategy.train(False)
-        totals = MetricTotals()
+        totals, was_cut = MetricTotals(), False
         for batch, size in self._evaluation:
+            if self._stop.received is not None:
+                was_cut = True
+                break
             totals.add(self._strategy.eval_step(batch, size))
         metrics = totals.mean("validation metrics", self._session, ["loss", *self._metric_names])
+        cut = torch.tensor([int(was_cut)], device=self._session.device)
         self._strategy.train(True)
+        if self._session.max("evaluation was cut short", cut).item():
+            return {}
         seconds = time.perf_counter() - begun
         self._emit(
             EvaluationEnded(
@@ -220,7 +235,7 @@ class Loop:
 
     @property
     def _interrupted(self) -> bool:
-        return self._stop.received is not None
+        return self._stop.is_agreed
 
     def _is_over(self) -> bool:
         return self._plan.max_steps is not None and self._state.progress.step >= self._plan.max_steps

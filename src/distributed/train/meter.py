@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,8 +48,24 @@ class Meter:
     def is_empty(self) -> bool:
         return not self._losses
 
-    def begin_epoch(self) -> None:
-        self._epoch, self._since = {}, time.perf_counter()
+    def begin_epoch(self, *, goes_on: bool = False) -> None:
+        """`goes_on`: a resumed run has its totals from the checkpoint."""
+        self._epoch, self._since = self._epoch if goes_on else {}, time.perf_counter()
+
+    def state(self) -> dict[str, Any]:
+        """The totals of the epoch so far, this rank's losses that were not read yet among them."""
+        return {
+            "epoch": {name: list(pair) for name, pair in self._epoch.items()},
+            "losses": [float(loss) for loss in self._losses],
+            "samples": list(self._samples),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._epoch = {name: (total, weight) for name, (total, weight) in state["epoch"].items()}
+        device = self._session.device
+        numbers = state["losses"]
+        self._losses = numbers if device.type == "cpu" else list(torch.tensor(numbers, device=device).unbind())
+        self._samples = state["samples"]
 
     def read(self) -> Reading:
         """Every rank calls it after the same step. Raises NonFiniteLoss for the first step that was not finite."""

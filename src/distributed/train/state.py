@@ -20,6 +20,7 @@ from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
+from distributed.train.meter import Meter
 from distributed.train.schedule import Schedule
 from distributed.train.witness import Verdict, Witness
 
@@ -31,6 +32,7 @@ class Progress:
     epoch: int = 0
     step: int = 0  # optimizer steps of the whole run
     samples_in_epoch: int = 0
+    steps_in_epoch: int = 0  # by which a stream, whose batches may be short in the middle, finds its place
 
 
 class RunState:
@@ -42,11 +44,12 @@ class RunState:
         strategy: Strategy,
         schedule: Schedule,
         session: Session,
+        meter: Meter,
         samples: int | None,
         on_saved: Callable[[Saved], None],
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
-        self._samples, self._on_saved = samples, on_saved
+        self._meter, self._samples, self._on_saved = meter, samples, on_saved
         self.progress = Progress()
         self.epochs: list[EpochRecord] = []
         self._storage = open_storage(plan.checkpoint.dir)
@@ -70,7 +73,7 @@ class RunState:
             asynchronous=checkpoint.asynchronous,
             keep_last=checkpoint.keep_last,
             keep_every=checkpoint.keep_every,
-            best=("min" if "loss" in checkpoint.best else "max") if checkpoint.best else None,
+            best=checkpoint.best.partition(":")[0] or None,
             known=restored.verified if restored is not None else (),
             on_saved=self._published,
         )
@@ -90,6 +93,7 @@ class RunState:
         self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
         if restored.own is not None:
             restore_rng(restored.own["rng"], self._session.device)
+            self._meter.load_state(restored.own["meter"])
             self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
         self._saved_at, self.path = restored.step, restored.path
         self.verdict = self._look({})
@@ -119,7 +123,7 @@ class RunState:
         if "imported" in meta:
             return
         position, batch = restored.shared["progress"]["samples_in_epoch"], self._plan.batch.global_batch
-        if position % batch:
+        if self._samples is not None and position % batch:
             raise CheckpointError(
                 f"the checkpoint {restored.path} stands {position} samples into an epoch, and batches are of {batch}",
                 why="samples would be repeated or left out",
@@ -133,7 +137,7 @@ class RunState:
         if self._saved_at != self.progress.step:
             self._saved_at = self.progress.step
             best = self._plan.checkpoint.best
-            metric = (metrics or {}).get(best) if best else None
+            metric = (metrics or {}).get(best.partition(":")[2]) if best else None
             self._saver.save(self.progress.step, self._shared(), self._own(), self._meta(), metric=metric)
             self._witness.saved(self.progress.step)
             self._look({})
@@ -173,7 +177,7 @@ class RunState:
         }
 
     def _own(self) -> dict[str, Any]:
-        return {"rng": rng_state(self._session.device)}
+        return {"rng": rng_state(self._session.device), "meter": self._meter.state()}
 
     def _meta(self) -> dict[str, Any]:
         return {

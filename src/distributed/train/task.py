@@ -115,8 +115,11 @@ class Task:
         """The user's instance, what the user's factory makes of the parameters, or the one that the plan names."""
         wanted = plan.optimizer
         if isinstance(self.optimizer, torch.optim.Optimizer):
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * wanted.lr_factor
+            if self.optimizer.state:  # of an earlier training: onto the device where the parameters are now
+                self.optimizer.load_state_dict(self.optimizer.state_dict())
+            if wanted.lr_factor != 1.0:
+                for group in self.optimizer.param_groups:  # once, however often it is trained with
+                    group["lr"] = group.setdefault("unscaled_lr", group["lr"]) * wanted.lr_factor
             return self.optimizer
         parameters = [p for p in model.parameters() if p.requires_grad]
         if self.optimizer is not None:

@@ -26,6 +26,7 @@ from distributed.observe.observers import check_extras
 from distributed.planner.hardware import Gpu, Hardware, probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.strategies.batchnorm import has_batchnorm
+from distributed.strategies.optimizer_state import load_named_state
 from distributed.train.task import Task
 from distributed.trainers.payload import write_payload
 from distributed.worker import HISTORY, PATHS, PAYLOAD, Job, open_session, run_rank
@@ -149,7 +150,7 @@ def _bring_home(task: Task, checkpoint: str) -> None:
     trained = load(checkpoint, ranks=()).shared
     task.model.load_state_dict(trained["model"])
     if isinstance(task.optimizer, torch.optim.Optimizer):
-        task.optimizer.load_state_dict(trained["optimizer"])
+        load_named_state(task.optimizer, task.model, trained["optimizer"])
     if isinstance(getattr(task.scheduler, "optimizer", None), torch.optim.Optimizer):
         task.scheduler.load_state_dict(trained["schedule"])
 
