@@ -180,11 +180,12 @@ class RunState:
         return {"rng": rng_state(self._session.device), "meter": self._meter.state()}
 
     def _meta(self) -> dict[str, Any]:
+        plan = asdict(self._plan)
         return {
-            "settings": self._plan.settings,
+            "settings": plan.pop("settings"),
+            "plan": plan,
             "samples": self._samples,
             "global_batch": self._plan.batch.global_batch,
-            "mesh": self._plan.mesh.sizes(),
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name() if self._session.device.type == "cuda" else "cpu",
         }
