@@ -51,10 +51,7 @@ def run_rank(job: Job, session: Session, *, shows_progress: bool) -> History:
     strategy.setup(task, plan, session)
     train = _train_loader(job, session)
     per_epoch = train.steps_per_epoch
-    total = (
-        plan.max_steps if per_epoch is None else min(plan.max_steps or per_epoch * plan.epochs, per_epoch * plan.epochs)
-    )
-    schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, total)
+    schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, plan.total_steps(per_epoch))
     heartbeat = Heartbeat(session.env.attempt_dir(plan.run_dir), session.rank)
     observer = Observers(observers_for(plan)) if session.is_main else None
     ticker = Ticker(RunScreen(plan.run_dir, session.env.attempt)) if session.is_main and shows_progress else None

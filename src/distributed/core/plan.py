@@ -161,5 +161,11 @@ class Plan:
         """Whether the result has the same bytes at any number of ranks."""
         return self.batch.leaves > 0
 
+    def total_steps(self, steps_per_epoch: int | None) -> int | None:
+        """Of the whole run; None where a stream's length is not known and nothing limits it."""
+        if steps_per_epoch is None:
+            return self.max_steps
+        return min(self.max_steps or steps_per_epoch * self.epochs, steps_per_epoch * self.epochs)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -123,21 +123,7 @@ def make_plan(
     """
     resources, decisions, problems = plan_resources(config, hardware)
     if world is not None:
-        if config.num_gpus not in (None, world.world_size):
-            decisions.append(
-                Decision(
-                    f"{world.world_size} ranks",
-                    f"{world.launcher} started them; num_gpus={config.num_gpus} is not used",
-                )
-            )
-        else:
-            decisions = [d for d in decisions if d.override != "num_gpus"]
-        problems = _too_few_gpus(resources.device, world.local_world_size, hardware, world.launcher)
-        resources = Resources(resources.device, world.num_nodes, -(-world.world_size // world.num_nodes))
-        if world.run_dir and config.run_dir and os.path.abspath(config.run_dir) != os.path.abspath(run_dir):
-            decisions.append(
-                Decision(f"run directory {run_dir}", f"the launcher's; run_dir={config.run_dir} is not used")
-            )
+        resources, decisions, problems = _join(world, config, hardware, resources, decisions, run_dir)
     world_size = world.world_size if world else resources.world_size
 
     batch = _plan_batch(config, profile, world_size, decisions, problems)
@@ -192,7 +178,37 @@ def make_plan(
     if profile.has_batchnorm and syncs_batchnorm:
         reason = "statistics over the whole micro-batch of all ranks, so that the result is that of one process"
         decisions.append(Decision("synchronized BatchNorm", reason, "sync_batchnorm"))
-    if not plan.schedule.is_constant and profile.owns_schedule:
+    problems += _schedule_problems(config, profile, plan.schedule)
+    if problems:
+        raise PlanError(problems)
+    return replace(plan, decisions=tuple(decisions))
+
+
+def _join(
+    world: WorkerEnv,
+    config: DistributedConfig,
+    hardware: Hardware,
+    asked: Resources,
+    decisions: list[Decision],
+    run_dir: str,
+) -> tuple[Resources, list[Decision], list[Problem]]:
+    """The same for a world that is there already: what the config asks otherwise is not used, and that is said."""
+    if config.num_gpus not in (None, world.world_size):
+        why = f"{world.launcher} started them; num_gpus={config.num_gpus} is not used"
+        decisions = [*decisions, Decision(f"{world.world_size} ranks", why)]
+    else:
+        decisions = [d for d in decisions if d.override != "num_gpus"]
+    if world.run_dir and config.run_dir and os.path.abspath(config.run_dir) != os.path.abspath(run_dir):
+        why = f"the launcher's; run_dir={config.run_dir} is not used"
+        decisions.append(Decision(f"run directory {run_dir}", why))
+    problems = _too_few_gpus(asked.device, world.local_world_size, hardware, world.launcher)
+    resources = Resources(asked.device, world.num_nodes, -(-world.world_size // world.num_nodes))
+    return resources, decisions, problems
+
+
+def _schedule_problems(config: DistributedConfig, profile: JobProfile, schedule: SchedulePlan) -> list[Problem]:
+    problems: list[Problem] = []
+    if not schedule.is_constant and profile.owns_schedule:
         problems.append(
             Problem(
                 "both a scheduler and lr_schedule/warmup settings are given",
@@ -209,16 +225,9 @@ def make_plan(
             )
         )
     if config.given("scheduler_interval") and not profile.owns_schedule:
-        problems.append(
-            Problem(
-                "scheduler_interval is set, but no scheduler is passed",
-                why="it would have no effect",
-                do="leave it out",
-            )
-        )
-    if problems:
-        raise PlanError(problems)
-    return replace(plan, decisions=tuple(decisions))
+        why = "it would have no effect"
+        problems.append(Problem("scheduler_interval is set, but no scheduler is passed", why=why, do="leave it out"))
+    return problems
 
 
 def _plan_strategy(config: DistributedConfig, decisions: list[Decision]) -> str:

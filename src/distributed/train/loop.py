@@ -242,11 +242,6 @@ class Loop:
 
     def _announce(self) -> None:
         plan, per_epoch = self._plan, self._train.steps_per_epoch
-        total = (
-            plan.max_steps
-            if per_epoch is None
-            else min(plan.max_steps or per_epoch * plan.epochs, per_epoch * plan.epochs)
-        )
         self._heartbeat.beat(self._state.progress.step)
         self._emit(
             RunStarted(
@@ -257,7 +252,7 @@ class Loop:
                 backend=plan.strategy,
                 epochs=plan.epochs,
                 steps_per_epoch=per_epoch,
-                total_steps=total,
+                total_steps=plan.total_steps(per_epoch),
                 first_step=self._state.progress.step,
                 global_batch=plan.batch.global_batch,
                 settings=plan.settings,
