@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import random
 from collections.abc import Callable
@@ -105,7 +106,13 @@ class Session:
 
 
 def leave_world() -> None:
+    """End the process group, and with it the threads of its collectives.
+
+    Whatever still holds the group (DDP does, in a cycle) would let them live on into the interpreter's end, where a
+    thread that frees a tensor aborts a process that has done its work.
+    """
     if dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 
