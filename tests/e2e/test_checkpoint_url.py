@@ -1,4 +1,4 @@
-"""A checkpoint_dir may be any fsspec URL: a run saves there, is resumed from there, and its model comes home from there."""
+"""A checkpoint_dir may be any fsspec URL: a run saves there, goes on from there, and its model comes from there."""
 
 from __future__ import annotations
 
