@@ -31,11 +31,6 @@ class MeshSpec:
     def world_size(self) -> int:
         return math.prod(self.sizes().values())
 
-    @property
-    def data_parallel_size(self) -> int:
-        """How many ranks see different samples of one global batch."""
-        return self.dp_replicate * self.dp_shard
-
     def __str__(self) -> str:
         named = [f"{name}={size}" for name, size in self.sizes().items() if size > 1]
         return " × ".join(named) or "one rank"

@@ -84,9 +84,9 @@ class RunState:
         shared = restored.shared
         self._check(restored)
         self._strategy.load_state(shared)
+        self._saved_at, self.path = restored.step, restored.path
         if "imported" in restored.manifest.meta:  # weights of another program: all else begins anew
             self.progress = Progress(step=restored.step)
-            self._saved_at, self.path = restored.step, restored.path
             return
         self.progress = Progress(**shared["progress"])
         self._schedule.load_state(shared["schedule"], self.progress.step)
@@ -95,7 +95,6 @@ class RunState:
             restore_rng(restored.own["rng"], self._session.device)
             self._meter.load_state(restored.own["meter"])
             self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
-        self._saved_at, self.path = restored.step, restored.path
         self.verdict = self._look({})
 
     def _check(self, restored: Restored) -> None:
