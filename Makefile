@@ -27,13 +27,9 @@ help:
 train: .venv/installed-train
 	$(BIN)/distributed train --script examples/01-ddp-basics/ddp_mnist.py --num-gpus 2
 
-# Tests that must have the machine to themselves come after those that share it; both are run, and either can fail it.
 test: .venv/installed-all
 	bash tests/system_tools.sh
-	@status=0; \
-	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not gpu and not serial" || status=1; \
-	$(PYTEST) -m "serial and not gpu" || [ $$? -eq 5 ] || status=1; \
-	exit $$status
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not gpu"
 
 test-gpu: .venv/installed-all
 	$(PYTEST) -m gpu

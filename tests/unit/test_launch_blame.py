@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
+from distributed.core.failure import FailureRecord, is_collateral
 from distributed.launch.blame import Ending, describe, failure_error, first_failure
-from distributed.launch.failure import FailureRecord, is_collateral
 
 
 def ending(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distributed.core.env import FAILURE_MARK, WorkerEnv
-from distributed.launch.failure import FailureRecord, failure_path
+from distributed.core.failure import FailureRecord, failure_path
 
 PLAIN_ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 

@@ -97,6 +97,26 @@ class DistributedConfig(BaseModel):
         600, gt=0, description="after which a collective that nobody answers is an error"
     )
 
+    # Survival
+    max_restarts: int | None = Field(
+        None,
+        ge=0,
+        description="faults in a row without a new step before the run is given up; by default 10, "
+        "and 0 for a script that does not use the Trainer",
+    )
+    min_nodes: int | None = Field(None, ge=1, description="go on with so few machines; by default num_nodes")
+    max_nodes: int | None = Field(None, ge=1, description="grow to so many machines; by default num_nodes")
+    min_gpus: int | None = Field(
+        None, ge=1, description="ranks of a machine to go on with when one cannot be replaced; by default all"
+    )
+    hang_timeout_s: float | None = Field(
+        None, gt=0, description="seconds without a step after which a rank is stuck; by default from its own steps"
+    )
+    warm_start: bool = Field(True, description="fork the ranks of a machine from one process that has imported torch")
+    requeue_exit_code: int = Field(
+        143, ge=1, le=255, description="exit code after SIGTERM or SIGUSR1: what Slurm or Kubernetes starts again"
+    )
+
     # Data
     drop_last: bool | None = Field(
         None, description="drop the last incomplete batch; by default as the data loader says"
@@ -275,6 +295,7 @@ def _contradictions(config: DistributedConfig) -> list[Problem]:
                 do=f"set node_rank to 0..{nodes - 1}",
             )
         )
+    found += _node_contradictions(config)
     if config.keep_best and config.checkpoint_frequency and parse_frequency(config.checkpoint_frequency)[1] != "epochs":
         found.append(
             Problem(
@@ -304,6 +325,19 @@ def _contradictions(config: DistributedConfig) -> list[Problem]:
     ):
         if useless and name in config.model_fields_set:
             found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))
+    return found
+
+
+def _node_contradictions(config: DistributedConfig) -> list[Problem]:
+    least, nodes, most = config.min_nodes, config.num_nodes, config.max_nodes
+    found = []
+    if least is not None and least > nodes:
+        found.append(Problem(f"min_nodes={least}, but num_nodes={nodes}", do=f"set min_nodes to 1..{nodes}"))
+    if most is not None and most < nodes:
+        found.append(Problem(f"max_nodes={most}, but num_nodes={nodes}", do=f"set max_nodes to {nodes} or more"))
+    if config.min_gpus and config.gpus_per_node and config.min_gpus > config.gpus_per_node:
+        do = f"set min_gpus to 1..{config.gpus_per_node}"
+        found.append(Problem(f"min_gpus={config.min_gpus}, but gpus_per_node={config.gpus_per_node}", do=do))
     return found
 
 

@@ -104,6 +104,67 @@ class RankFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankStalled(Event):
+    """A rank made no step within its deadline; told by the process that watches it, with where it stands."""
+
+    rank: int
+    host: str
+    step: int  # the last one that it finished
+    where: str  # "train.py:31 in wait_for_data", "the collective 'validation metrics'", "stopped by SIGSTOP" …
+    late_seconds: float  # since its last sign of life
+    deadline_seconds: float
+    waiting: list[int] = field(default_factory=list)  # the ranks that wait for it
+    stack_path: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSlow(Event):
+    """A rank stays slower than its peers."""
+
+    rank: int
+    step: int
+    ratio: float  # its own time for a step, over the median of the ranks
+    cause: str  # "data", "compute" or "communication"
+    seconds: float  # its own time for a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnded(Event):
+    """The world broke, or is about to get another size; what is left of it goes on in the next attempt."""
+
+    attempt: int
+    cause: str  # "machine", "code", "hang", "resize" or "unknown"
+    message: str
+    rank: int = -1  # -1: not one rank's doing
+    host: str = ""
+    step: int = -1  # the last one that was finished; -1: not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered(Event):
+    """The first step after the world broke."""
+
+    attempt: int
+    step: int  # of the state that it went on from
+    lost_steps: int  # steps that must be taken again
+    source: str  # "memory of rank 1", a checkpoint's path, or "the beginning"
+    seconds: float  # from the fault to the first new step
+    world_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReported(Event):
+    """One report of all attempts."""
+
+    attempts: int
+    faults: dict[str, int]  # by cause
+    seconds: float
+    seconds_lost: float
+    goodput: float  # the part of the time in which steps were taken that count
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     status: str  # "done" or "interrupted"; a failed run ends with RankFailed
     step: int

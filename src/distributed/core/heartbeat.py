@@ -5,15 +5,32 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
-RECORD = struct.Struct("<qq")  # optimizer steps done, monotonic nanoseconds of the last of them
+
+class Phase(IntEnum):
+    """What a rank is at. Only a step has a deadline: how long the others take, nobody knows beforehand."""
+
+    STARTING = 0  # also the first steps, in which kernels are compiled and caches are filled
+    TRAINING = 1
+    EVALUATING = 2
+    SAVING = 3
+    REGROUPING = 4
+    ENDED = 5
+
+
+# steps done, monotonic ns of the last sign of life, phase, slowest recent step in ns, name of the collective it is in
+RECORD = struct.Struct("<qqqq48s")
 
 
 @dataclass(frozen=True)
 class Beat:
     step: int
     time_ns: int
+    phase: Phase = Phase.STARTING
+    slowest_ns: int = 0
+    collective: str = ""
 
 
 def heartbeat_path(attempt_dir: str | os.PathLike[str], rank: int) -> Path:
@@ -26,4 +43,7 @@ def read_beat(path: Path) -> Beat | None:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    return Beat(*RECORD.unpack(raw[: RECORD.size])) if len(raw) >= RECORD.size else None
+    if len(raw) < RECORD.size:
+        return None
+    step, time_ns, phase, slowest_ns, collective = RECORD.unpack(raw[: RECORD.size])
+    return Beat(step, time_ns, Phase(phase), slowest_ns, collective.rstrip(b"\0").decode(errors="replace"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from distributed.core.errors import RankFailedError
-from distributed.launch.failure import FailureRecord
+from distributed.core.failure import FailureRecord
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from distributed.core.errors import RankFailedError
 from distributed.core.events import RankFailed
+from distributed.core.failure import FailureRecord, failure_path
 from distributed.launch.blame import Ending, describe, failure_error, first_failure
-from distributed.launch.failure import FailureRecord, failure_path
 from distributed.launch.logtail import LogTail, crash_dump
 from distributed.launch.peers import News, Peers
 from distributed.launch.processes import RankProcess, end_all

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from distributed.core.env import LAUNCHER_PID, WorkerEnv, inherited_environ
 from distributed.core.errors import LaunchError
-from distributed.launch.failure import failure_path
+from distributed.core.failure import failure_path
 from distributed.launch.job import LocalJob, Screen
 from distributed.launch.peers import News, Peers
 from distributed.launch.ports import free_port

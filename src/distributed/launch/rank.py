@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from distributed.core.env import FAILURE_MARK, launcher_pid, worker_env
 from distributed.core.errors import DistributedError
-from distributed.launch.failure import FailureRecord, failure_path, is_collateral, rank_of
+from distributed.core.failure import FailureRecord, failure_path, is_collateral, rank_of
 
 _PR_SET_PDEATHSIG = 1
 

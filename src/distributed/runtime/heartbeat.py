@@ -3,24 +3,68 @@
 from __future__ import annotations
 
 import mmap
+import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from distributed.core.heartbeat import RECORD, heartbeat_path
+from distributed.core.heartbeat import RECORD, Phase, heartbeat_path
+
+_STEP = struct.Struct("<qqqq")
+_NAME_AT, _NAME_BYTES = _STEP.size, RECORD.size - _STEP.size
+_WARM_UP = 3  # steps of an attempt that may compile
+_FORGET = 0.99  # how much of the slowest step is remembered a step later
 
 
 class Heartbeat:
+    """`beat` after every step; `phase` around whatever is not a step."""
+
     def __init__(self, attempt_dir: str | Path, rank: int) -> None:
         path = heartbeat_path(attempt_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._step, self._beats, self._slowest, self._phase = 0, 0, 0, int(Phase.STARTING)
+        self._last = time.monotonic_ns()
         with path.open("w+b") as file:
-            file.write(RECORD.pack(0, time.monotonic_ns()))
+            file.write(RECORD.pack(0, self._last, self._phase, 0, b""))
             file.flush()
             self._map = mmap.mmap(file.fileno(), RECORD.size)
-        self._pack = RECORD.pack_into
+        self._pack = _STEP.pack_into
 
     def beat(self, step: int) -> None:
-        self._pack(self._map, 0, step, time.monotonic_ns())
+        now = time.monotonic_ns()
+        if self._beats >= _WARM_UP:
+            self._slowest = max(now - self._last, int(self._slowest * _FORGET))
+            self._phase = 1
+        self._beats += 1
+        self._step, self._last = step, now
+        self._pack(self._map, 0, step, now, self._phase, self._slowest)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """What happens inside has no deadline, and its time is no step's."""
+        before, self._phase = self._phase, int(phase)
+        self._write()
+        try:
+            yield
+        finally:
+            self._phase = before
+            self._write()
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Inside, this rank waits for the others under this name."""
+        self._map[_NAME_AT:] = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        try:
+            yield
+        finally:
+            self._map[_NAME_AT:] = bytes(_NAME_BYTES)
+
+    def _write(self) -> None:
+        self._last = time.monotonic_ns()
+        self._pack(self._map, 0, self._step, self._last, self._phase, self._slowest)
 
     def close(self) -> None:
+        self._phase = int(Phase.ENDED)
+        self._write()
         self._map.close()

@@ -1,0 +1,81 @@
+"""What a launcher and its ranks say to each other while they run: JSON lines over a socket pair that a rank inherits.
+
+A rank tells when it joins and when it has lost its world; the launcher tells it the next one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+CONTROL_FD = "DISTRIBUTED_CONTROL_FD"  # the rank's end of the line
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Rank to launcher: it runs our loop, and can go on in another world without being started anew."""
+
+    regroups: bool
+    sizes: list[int] = field(default_factory=list)  # numbers of ranks that are legal; none: any
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Rank to launcher: its world broke or was left; it holds the state after `step` steps and waits for the next."""
+
+    step: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Rank to launcher: the state that an attempt goes on from, told by rank 0."""
+
+    attempt: int
+    step: int
+    source: str  # "memory of rank 1", a checkpoint's path, or "the beginning"
+
+
+@dataclass(frozen=True)
+class World:
+    """Launcher to rank: go on in this world."""
+
+    environ: dict[str, str]  # as `WorkerEnv.to_environ` has it
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Launcher to rank: leave the world. In order: at a step that all agree on; else at once, out of any collective."""
+
+    in_order: bool
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Launcher to rank: write torch's flight recorder, where there is one, to this file."""
+
+    path: str
+
+
+Message = Joined | Lost | Resumed | World | Leave | Dump
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Joined, Lost, Resumed, World, Leave, Dump)}
+
+
+def encode(message: Message) -> bytes:
+    """
+    >>> decode(encode(Lost(7)))
+    Lost(step=7, message='')
+    """
+    return json.dumps({"kind": type(message).__name__} | asdict(message)).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message | None:
+    """None for a kind that this version does not know."""
+    raw = json.loads(line)
+    kind = _KINDS.get(raw.pop("kind", ""))
+    if kind is None:
+        return None
+    known = {f.name for f in fields(kind)}
+    message: Message = kind(**{name: value for name, value in raw.items() if name in known})
+    return message
