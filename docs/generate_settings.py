@@ -18,6 +18,7 @@ _SECTIONS = {  # by the first setting of each
     "batch_size": "Training",
     "mixed_precision": "Optimization",
     "communication_backend": "Communication",
+    "max_restarts": "Survival",
     "drop_last": "Data",
     "checkpoint_dir": "Checkpoints",
     "run_dir": "Monitoring",

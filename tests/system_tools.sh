@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The system's tools that some tests start for real: MPI, a Slurm cluster, a terminal.
+# The system's tools that some tests start for real: MPI, a Slurm cluster, a terminal, hosts on a network of their own.
 # Installs what is missing where that is possible without asking anybody; else says what is missing, in one line.
 set -euo pipefail
 
@@ -10,6 +10,7 @@ declare -A package_of=(
     [srun]=slurm-client
     [munged]=munge
     [tmux]=tmux
+    [ip]=iproute2
 )
 
 PATH=$PATH:/usr/sbin:/sbin

@@ -24,6 +24,9 @@ class _Lines:
     def rank_line(self, rank: int, text: str) -> None:
         print(f"[r{rank}] {text}", flush=True)
 
+    def attempt_began(self, attempt: int) -> None:
+        pass
+
     def refresh(self) -> None:
         pass
 

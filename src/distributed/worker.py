@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from distributed.core.control import Joined, Lost, Resumed
 from distributed.core.env import WorkerEnv, worker_env
+from distributed.core.failure import is_collateral
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.registry import BITWISE_STRATEGIES, STRATEGIES
@@ -19,10 +24,12 @@ from distributed.data.source import Source
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
+from distributed.runtime.agent_line import AgentLine, agent_line
 from distributed.runtime.heartbeat import Heartbeat
-from distributed.runtime.session import Session, leave_world
+from distributed.runtime.session import CollectiveError, Session, abandon_world, leave_world
 from distributed.runtime.shutdown import StopRequest
-from distributed.train.loop import Loader, Loop
+from distributed.train.handover import Held, hand_over
+from distributed.train.loop import LeftWorld, Loader, Loop
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
 
@@ -39,24 +46,95 @@ class Job:
     evaluation: Source | None
 
 
-def open_session(plan: Plan, env: WorkerEnv) -> Session:
-    return Session.open(env, device=plan.device, collectives=plan.collectives, timeout_s=plan.collective_timeout_s)
+def open_session(plan: Plan, env: WorkerEnv, line: AgentLine | None = None, held_step: int = -1) -> Session:
+    """Join the world. With a line to the launcher: or the one after it, should it break while the ranks meet."""
+    while True:
+        try:
+            return _join(plan, env, line)
+        except Exception as failed:
+            if line is None or not is_collateral(failed):
+                raise
+            env = next_world(line, env.attempt, held_step, str(failed))
 
 
-def run_rank(job: Job, session: Session, *, shows_progress: bool) -> History:
-    """Train this rank's part; what it returns is the same on every rank."""
-    plan, task = job.plan, job.task
-    session.seed(plan.seed)
-    strategy = (BITWISE_STRATEGIES if plan.is_bitwise else STRATEGIES).load(plan.strategy)()
-    strategy.setup(task, plan, session)
-    train = _train_loader(job, session)
-    per_epoch = train.steps_per_epoch
-    schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, plan.total_steps(per_epoch))
-    heartbeat = Heartbeat(session.env.attempt_dir(plan.run_dir), session.rank)
-    observer = Observers(observers_for(plan)) if session.is_main else None
-    ticker = Ticker(RunScreen(plan.run_dir, session.env.attempt)) if session.is_main and shows_progress else None
+def _join(plan: Plan, env: WorkerEnv, line: AgentLine | None) -> Session:
+    """The launcher can end the wait for the others, and later any collective."""
+    how: dict[str, Any] = {"device": plan.device, "collectives": plan.collectives}
+    if line is not None:
+        how["opening"] = lambda cut_off: setattr(line, "cut_off", cut_off)
+        how["is_over"] = lambda: line.is_cut_off(env.attempt)
+    session = Session.open(env, timeout_s=plan.collective_timeout_s, **how)
+    if line is not None:
+        line.cut_off = session.cut_off
+        if line.is_cut_off(env.attempt):  # it was told while the world was made
+            session.cut_off()
+    return session
+
+
+def next_world(line: AgentLine, attempt: int, held_step: int, message: str) -> WorkerEnv:
+    """Leave the world that broke, and wait for the one that the launcher makes of those who are left or come."""
+    line.cut_off()
+    abandon_world()
+    line.tell(Lost(attempt, held_step, message))
+    env = line.next_world(attempt)
+    if env is None:
+        raise CollectiveError("the launcher of this rank is gone")
+    return env
+
+
+def run_rank(job: Job, session: Session, *, shows_progress: bool, line: AgentLine | None = None) -> History:
+    """Train this rank's part; what it returns is the same on every rank.
+
+    With a line to its launcher, a rank that loses a peer keeps what it holds and goes on in the next world.
+    """
+    held: Held | None = None
+    watchers = _Watchers(shows_progress)
     try:
-        with StopRequest(session.rank, session.world_size, session.store) as stop:
+        while True:
+            outcome = _live(job, session, held, watchers, line)
+            if isinstance(outcome, History):
+                return outcome
+            assert line is not None
+            held, held_step = outcome.held, -1 if outcome.held is None else outcome.held.step
+            env = next_world(line, session.env.attempt, held_step, outcome.message)
+            session = open_session(job.plan, env, line, held_step)
+            job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
+    finally:
+        watchers.close()
+
+
+@dataclass(frozen=True)
+class Broken:
+    """How a world ended for a rank that goes on."""
+
+    held: Held | None
+    message: str
+
+
+def _live(
+    job: Job, session: Session, held: Held | None, watchers: _Watchers, line: AgentLine | None
+) -> History | Broken:
+    """One world of this rank, from joining it to the end of the run or of the world."""
+    plan, task, env = job.plan, job.task, session.env
+    heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)
+    session.enter = heartbeat.collective
+    strategy = (BITWISE_STRATEGIES if plan.is_bitwise else STRATEGIES).load(plan.strategy)()
+    loop: Loop | None = None
+    try:
+        inherited = None
+        if line is not None and env.restarts:
+            inherited = hand_over(session, held)
+        if inherited is not None:
+            held = Held(inherited.step, inherited.tree)
+            task.model.load_state_dict(inherited.tree["model"])  # what the strategy begins with is sent from rank 0
+        session.seed(plan.seed)
+        strategy.setup(task, plan, session)
+        train = _train_loader(job, session)
+        per_epoch = train.steps_per_epoch
+        total = plan.total_steps(per_epoch)
+        schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, total)
+        asked = (lambda: False) if line is None else (lambda: line.asked_to_leave(env.attempt))
+        with StopRequest(session.rank, session.world_size, session.store, asked) as stop:
             loop = Loop(
                 plan,
                 strategy,
@@ -67,20 +145,51 @@ def run_rank(job: Job, session: Session, *, shows_progress: bool) -> History:
                 session,
                 stop,
                 heartbeat,
-                observer,
+                watchers.observer(plan, session),
                 UtilizationSampler(session.device.type, session.device.index or 0).percent,
+                _teller(line, env.attempt),
             )
-            history = loop.run()
+            history = loop.run(inherited)
         if session.is_main:
             history.save(Path(plan.run_dir) / HISTORY)
         return history
+    except Exception as failed:
+        if line is None or not (isinstance(failed, LeftWorld) or is_collateral(failed)):
+            raise
+        return Broken(loop.held() if loop is not None and loop.has_begun else held, str(failed))
     finally:
         strategy.close()
         heartbeat.close()
-        if observer is not None:
-            observer.close()
-        if ticker is not None:
-            ticker.close()
+
+
+def _teller(line: AgentLine | None, attempt: int) -> Callable[[int, str], None]:
+    if line is None:
+        return lambda step, source: None
+    return lambda step, source: line.tell(Resumed(attempt, step, source))
+
+
+class _Watchers:
+    """Rank 0's observers, which live as long as its process: a world that breaks is part of one and the same run."""
+
+    def __init__(self, shows_progress: bool) -> None:
+        self._shows_progress = shows_progress
+        self._observer: Observers | None = None
+        self._ticker: Ticker | None = None
+
+    def observer(self, plan: Plan, session: Session) -> Observers | None:
+        if not session.is_main:
+            return None
+        if self._observer is None:
+            self._observer = Observers(observers_for(plan))
+            if self._shows_progress:
+                self._ticker = Ticker(RunScreen(plan.run_dir, session.env.attempt))
+        return self._observer
+
+    def close(self) -> None:
+        if self._observer is not None:
+            self._observer.close()
+        if self._ticker is not None:
+            self._ticker.close()
 
 
 def _train_loader(job: Job, session: Session) -> Loader:
@@ -108,6 +217,15 @@ def _eval_loader(job: Job, session: Session) -> EvalLoader | None:
     return EvalLoader(job.evaluation, size, session.rank, session.world_size, split=split, pin_memory=pins)
 
 
+def line_for(plan: Plan) -> AgentLine | None:
+    """The line to the launcher, which is told whether this rank can go on in another world; None if it cannot."""
+    line = agent_line()
+    regroups = plan.collectives == "gloo" and not dist.is_initialized()
+    if line is not None:
+        line.tell(Joined(regroups, plan.legal_sizes))
+    return line if regroups else None
+
+
 def main() -> None:
     """`python -m distributed.launch.rank -m distributed.worker <run_dir>`: a rank that `Trainer.fit` started."""
     run_dir = Path(sys.argv[1])
@@ -116,8 +234,10 @@ def main() -> None:
     assert env is not None, "the worker is started by a launcher"
     # a pickle, but one that our own parent wrote for this run, readable by this user alone
     job: Job = torch.load(run_dir / PAYLOAD, mmap=True, weights_only=False, map_location="cpu")
-    session = open_session(job.plan, env)
-    history = run_rank(job, session, shows_progress=False)
+    line = line_for(job.plan)
+    session = open_session(job.plan, env, line)
+    job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
+    history = run_rank(job, session, shows_progress=False, line=line)
     leave_world()
     if history.interrupted:
         raise KeyboardInterrupt

@@ -71,19 +71,13 @@ def resumed_run(folder: str, ranks: int, bug: str = "") -> tuple[bool, list[dict
 
 def seed_bug(name: str) -> None:
     """Breaks the resume in one place, in this process only."""
-    import distributed.train.state as state
     from distributed.data.loader import TrainLoader
+    from distributed.runtime.session import Session
     from distributed.strategies.torch_mesh import TorchMesh
 
     if name == "rng of one rank":
-        restore = state.restore_rng
-
-        def restore_wrongly(saved: Any, device: torch.device) -> None:
-            restore(saved, device)
-            if torch.distributed.get_rank() == 1:
-                torch.manual_seed(7)
-
-        state.restore_rng = restore_wrongly
+        seed_step = Session.seed_step
+        Session.seed_step = lambda self, seed, step: seed_step(self, seed + (self.rank == 1), step)  # type: ignore[method-assign]
     elif name == "sampler off by one batch":
         epoch = TrainLoader.epoch
         TrainLoader.epoch = lambda self, number, first=0: epoch(self, number, first + (first > 0))  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ def rendered(environ=None, place=None, **changes):
 
 
 def test_every_rank_is_told_its_place_in_the_worlds_words():
-    place = NodePlace(1, 2, 2, 4, "n0", 4000)
+    place = NodePlace(1, 2, 2, 4, "n0", 4000, 2)
     workers = [worker_env(process.env) for process in rendered(place=place, num_nodes=2, attempt=5).processes]
     assert [(w.rank, w.local_rank, w.world_size, w.local_world_size, w.node_rank) for w in workers] == [
         (2, 0, 4, 2, 1),
@@ -51,7 +51,7 @@ def test_submit_says_why_it_cannot_start(tmp_path):
     request = LaunchRequest(("x.py",), str(tmp_path), 1)
     launcher = LocalLauncher(python=str(tmp_path / "no-python"))
     with pytest.raises(LaunchError, match="no-python"):
-        launcher.submit(launcher.render(request, NodePlace.alone(request, 1)))
+        launcher.submit(request)
 
 
 def test_log_tail_passes_whole_lines_up_to_the_failure(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from distributed.core.errors import LaunchError
-from distributed.launch.elastic import NodeCard, meet, seat
-from distributed.launch.peers import News, NodeTalk
+from distributed.launch.elastic import meet
+from distributed.launch.nodes import News
+from distributed.launch.peers import ARRIVED, ROUND, NodeTalk
 from distributed.launch.ports import free_port
 from distributed.launch.request import LaunchRequest
+from distributed.launch.seats import NodeCard, RoundRecord, arrange, seat
 
 CARD = NodeCard("h", "127.0.0.1", None, 2, "runs/1", 0, 4000)
 
@@ -26,7 +29,13 @@ def cards(*wanted: int | None) -> list[NodeCard]:
 
 @pytest.mark.parametrize(
     ("wanted", "order"),
-    [((None, None), [0, 1]), ((1, 0), [1, 0]), ((None, 0, None), [1, 0, 2]), ((2, None, 0), [2, 1, 0])],
+    [
+        ((None, None), [0, 1]),
+        ((1, 0), [1, 0]),
+        ((None, 0, None), [1, 0, 2]),
+        ((2, None, 0), [2, 1, 0]),
+        ((5, 0, None), [1, 0, 2]),
+    ],
 )
 def test_numbers_are_honoured_and_the_rest_filled_in(wanted, order):
     assert seat(cards(*wanted)) == (order, [])
@@ -48,20 +57,27 @@ def wait_for(look: Callable[[], Any]) -> Any:
     raise AssertionError("did not come in 10 s")
 
 
+def talk(store: dist.Store, hosts: list[str], **options: Any) -> list[NodeTalk]:
+    agents = [store.add(ARRIVED, 1) for _ in hosts]
+    talks = [NodeTalk(store, agent, keeps_store=agent == 1, **options) for agent in agents]
+    store.add(ROUND, 1)
+    for each in talks:
+        each.enter(1, agents, hosts, agents)
+    return talks
+
+
 def test_a_failure_reaches_the_other_node_and_not_its_own():
-    store = dist.HashStore()
-    talks = [NodeTalk(store, rank, ["a", "b"], keeps_store=rank == 0) for rank in range(2)]
+    talks = talk(dist.HashStore(), ["a", "b"])
     talks[0].tell(News(0, "a", "failed", "boom", rank=1))
     heard = wait_for(talks[1].news)
     assert (heard.host, heard.message, heard.rank) == ("a", "boom", 1)
     assert talks[0].news() is None
-    for talk in reversed(talks):
-        talk.leave(ok=False)
+    for each in reversed(talks):
+        each.leave(ok=False)
 
 
 def test_a_node_that_is_done_waits_for_the_others_and_hears_their_late_failure():
-    store = dist.HashStore()
-    talks = [NodeTalk(store, rank, ["a", "b"]) for rank in range(2)]
+    talks = talk(dist.HashStore(), ["a", "b"])
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(talks[0].leave, True)
         time.sleep(1.0)
@@ -69,20 +85,57 @@ def test_a_node_that_is_done_waits_for_the_others_and_hears_their_late_failure()
         talks[1].tell(News(1, "b", "failed", "late"))
         talks[1].leave(ok=False)
         assert left.result(timeout=10).message == "late"
+    talks[0].leave(ok=False)
 
 
 def test_nodes_that_end_well_leave_together():
-    store = dist.HashStore()
-    talks = [NodeTalk(store, rank, ["a", "b"], keeps_store=rank == 0) for rank in range(2)]
+    talks = talk(dist.HashStore(), ["a", "b"])
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda talk: talk.leave(True), talks)) == [None, None]
+        assert list(pool.map(lambda each: each.leave(True), talks)) == [None, None]
 
 
 def test_a_node_that_falls_silent_is_lost():
-    talk = NodeTalk(dist.HashStore(), 0, ["a", "b"], lost_after_s=0.5)
-    lost = wait_for(talk.news)
-    assert (lost.kind, lost.node_rank, lost.host) == ("failed", 1, "b")
-    talk.leave(ok=False)
+    talks = talk(dist.HashStore(), ["a", "b"], lost_after_s=0.5)
+    talks[1].close()
+    lost = wait_for(talks[0].news)
+    assert (lost.kind, lost.node_rank, lost.host) == ("lost", 1, "b")
+    talks[0].leave(ok=False)
+
+
+class HangingStore:
+    """A store behind a link that can be cut: every operation then hangs."""
+
+    def __init__(self) -> None:
+        self._store, self.linked = dist.HashStore(), threading.Event()
+        self.linked.set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.linked.wait()
+        return getattr(self._store, name)
+
+
+def test_a_node_whose_store_hangs_is_told_that_it_is_cut_off():
+    store = HangingStore()
+    talks = talk(store, ["a"], cut_off_after_s=0.5)
+    time.sleep(1.0)
+    assert talks[0].news() is None
+    store.linked.clear()
+    assert wait_for(talks[0].news).kind == "cut off"
+    store.linked.set()
+    talks[0].leave(ok=False)
+
+
+def test_those_who_stay_keep_their_order_and_the_world_its_legal_size():
+    before = RoundRecord(agents=(7, 3, 5), hosts=("a", "b", "c"), ranks=(2, 2, 2), attempt=4)
+    again = [replace(CARD, agent=agent, attempt=attempt) for agent, attempt in ((9, 1), (5, 0), (7, 2))]
+    record = arrange(again, before)
+    assert (record.agents, record.ranks, record.attempt) == ((7, 5, 9), (2, 2, 2), 5)
+    record = arrange([replace(card, sizes=(1, 2, 3, 8)) for card in again], before)
+    assert record.ranks == (2, 1, 0)
+    standby = record.place(9)
+    assert (standby.ranks, standby.node_rank, standby.num_nodes, standby.world_size) == (0, 2, 2, 3)
+    assert record.place(5).rank_offset == 2
+    assert arrange([replace(CARD, sizes=(4, 8))], None).problems
 
 
 def test_a_rendezvous_that_is_not_complete_says_how_many_came():

@@ -13,11 +13,17 @@ from pathlib import Path
 import pytest
 
 from distributed.core.events import (
+    AttemptEnded,
     EpochEnded,
     EpochStarted,
     EvaluationEnded,
+    Event,
     RankFailed,
+    RankSlow,
+    RankStalled,
+    Recovered,
     RunEnded,
+    RunReported,
     RunStarted,
     StepEnded,
 )
@@ -145,6 +151,61 @@ def test_a_restart_is_told_without_repeating_the_decisions() -> None:
     assert "rank 3 on n1 failed: out of memory" in text
     assert "step 40" in text
     assert text.count(DECISION) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "facts"),
+    [
+        (
+            RankSlow(time=0, rank=3, step=9, ratio=1.84, cause="data", seconds=1),
+            ("rank 3", "1.8 ×", "waiting for data"),
+        ),
+        (RankSlow(time=0, rank=3, step=9, ratio=2, cause="compute", seconds=1), ("rank 3", "2.0 ×", "comput")),
+        (RankSlow(time=0, rank=3, step=9, ratio=4, cause="communication", seconds=1), ("rank 3", "4.0 ×", "messages")),
+        (
+            RankStalled(
+                time=0,
+                rank=1,
+                host="n1",
+                step=7,
+                where="train.py:31 in read",
+                late_seconds=75,
+                deadline_seconds=30,
+                waiting=[0, 2],
+                stack_path="stack.txt",
+            ),
+            ("rank 1 on n1", "step 7", "train.py:31 in read", "1:15", "0:30", "0, 2", "stack.txt"),
+        ),
+        (
+            AttemptEnded(time=0, attempt=2, cause="machine", message="killed by SIGKILL", rank=1, host="n1", step=7),
+            ("attempt 2", "step 7", "machine", "rank 1 on n1", "killed by SIGKILL"),
+        ),
+        (
+            AttemptEnded(time=0, attempt=2, cause="resize", message="a node joins"),
+            ("attempt 2", "resize", "a node joins"),
+        ),
+        (
+            Recovered(time=0, attempt=3, step=40, lost_steps=2, source="memory of rank 1", seconds=3.2, world_size=4),
+            ("step 40", "2 steps", "memory of rank 1", "3.2 s", "4 ranks"),
+        ),
+    ],
+)
+def test_what_happens_to_a_rank_is_one_line(event: Event, facts: tuple[str, ...]) -> None:
+    stream = io.StringIO()
+    Console(stream).on(event)
+    (line,) = stream.getvalue().splitlines()
+    for fact in facts:
+        assert fact in line, f"{fact!r} is not in: {line}"
+    assert "-1" not in line, "what is not known is not said"
+
+
+def test_the_report_of_a_run_keeps_its_lines() -> None:
+    stream = io.StringIO()
+    text = "2 attempts\n  time lost 8.0 s"
+    Console(stream).on(
+        RunReported(time=0, attempts=2, faults={"hang": 1}, seconds=9, seconds_lost=8, goodput=0.1, text=text)
+    )
+    assert stream.getvalue().splitlines() == text.splitlines()
 
 
 def test_a_stream_of_unknown_length_shows_the_steps_done() -> None:

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from distributed.core.errors import LaunchError
-from distributed.launch.job import LocalJob
 from distributed.launch.local import LocalLauncher
-from distributed.launch.ports import free_port
-from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.request import LaunchRequest
 
 BLOCK = 50  # steps; one of them is logged, so that all blocks have the same work
 TURN_TIMEOUT_S = 300.0  # a turn takes about a second
@@ -43,24 +41,24 @@ class WaitingRanks:
             ranks_per_node=ranks,
             env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
-        launcher = LocalLauncher()
-        self._job: LocalJob = launcher.submit(launcher.render(request, NodePlace.alone(request, free_port())))
+        self._ranks, self._attempt_dir = ranks, Path(request.run_dir, "attempts", "0")
+        self._job = LocalLauncher().submit(request)
         self._channels: list[TextIO] = []
 
     def __enter__(self) -> WaitingRanks:
-        self._job.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._hang_up()
         if error is None:
             self._job.wait()
-        self._job.__exit__(None, error, None)
+        else:
+            self._job.close()
 
     def connect(self) -> None:
         """Wait until all of them have imported what they need."""
         by_rank: dict[int, TextIO] = {}
-        for _ in self._job.pids:
+        for _ in range(self._ranks):
             connection = self._accept()
             connection.settimeout(TURN_TIMEOUT_S)
             with connection:
@@ -91,7 +89,7 @@ class WaitingRanks:
             try:
                 return self._server.accept()[0]
             except TimeoutError:
-                if any(Path(self._job.rendered.attempt_dir).glob("failure-*.json")):
+                if any(self._attempt_dir.glob("failure-*.json")):
                     self._job.wait()  # raises what the first rank to fail said
         raise self._silent()
 
@@ -104,6 +102,6 @@ class WaitingRanks:
     def _silent(self) -> LaunchError:
         return LaunchError(
             f"a rank of {self._contender} said nothing for {TURN_TIMEOUT_S:.0f} s",
-            why=f"its logs are in {self._job.rendered.attempt_dir}",
+            why=f"its logs are in {self._attempt_dir}",
             do="leave it out with --only, or take fewer --steps",
         )

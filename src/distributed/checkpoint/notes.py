@@ -5,7 +5,7 @@ They go through their own connection to the store that the ranks met at, and the
 
 from __future__ import annotations
 
-import itertools
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
 
-_MADE = itertools.count()  # in this process: every rank makes them in the same order
 _PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
 
@@ -24,13 +23,18 @@ class Notes:
     """A board of one saver; `token` is the same on all its ranks and differs from that of any earlier attempt."""
 
     def __init__(self, session: Session) -> None:
-        key = f"checkpoint-{session.env.attempt}-{next(_MADE)}"
+        key = f"checkpoint-{session.number()}"
         self.token = session.share_text(key, uuid.uuid4().hex if session.is_main else None)
         self._own: dict[str, str] = {}
+        self._given_up = threading.Event()
         self._store: dist.Store | None = None
         if session.world_size > 1:
             assert session.store is not None, "a world of several ranks has met at a store"
             self._store = session.store.clone()  # type: ignore[attr-defined]
+
+    def give_up(self) -> None:
+        """Nobody waits here any more; whoever does, is told so."""
+        self._given_up.set()
 
     def leave(self, key: str, text: str) -> None:
         if self._store is None:
@@ -56,5 +60,8 @@ class Notes:
                 return [found[key] for key in keys]
             if time.monotonic() > deadline:
                 raise on_late([key for key in keys if key not in found])
-            time.sleep(pause)
+            if self._given_up.wait(pause):
+                raise CheckpointError(
+                    "the checkpoint was given up", why="the ranks that wrote it are no longer together"
+                )
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)

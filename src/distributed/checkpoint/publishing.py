@@ -89,7 +89,9 @@ class Publisher:
                 self._tell_failure(job, failed)
             return self._hear(job)
         except Exception as failed:
-            return _explain(job.step, self.session.rank, failed)
+            error = _explain(job.step, self.session.rank, failed)
+            error.__cause__ = None if error is failed else failed  # by which a broken world is told from a broken disk
+            return error
 
     def _store_part(self, job: Job) -> None:
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="checkpoint-writer") as writers:

@@ -6,8 +6,8 @@ error: to go back to an older checkpoint would throw away training that is not l
 
 from __future__ import annotations
 
-import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from distributed.checkpoint.tree import flatten
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
 
-_CALLS = itertools.count()  # restores of this process: every rank makes them in the same order
 _DAMAGED, _FAILED = 1, 2
 
 
@@ -102,14 +101,20 @@ def find(url: str | Storage, resume: bool | str) -> list[Candidate]:
 
 
 def restore(
-    url: str | Storage, resume: bool | str, session: Session, *, expected: StateTree | None = None
+    url: str | Storage,
+    resume: bool | str,
+    session: Session,
+    *,
+    expected: StateTree | None = None,
+    accept: Callable[[Manifest], bool] = lambda manifest: True,
 ) -> Restored | None:
     """Every rank calls it. None when nothing is to be resumed; raises when there are checkpoints and none is sound.
 
     `expected` is the live state: the report then says which names are missing or too many; nothing is changed in it.
+    Checkpoints that are not accepted are not looked at.
     """
-    call = f"restore-{session.env.attempt}-{next(_CALLS)}"
-    candidates = _agreed_candidates(url, resume, session, call)
+    call = f"restore-{session.number()}"
+    candidates = _agreed_candidates(url, resume, session, call, accept)
     skipped: list[tuple[str, str]] = []
     for number, candidate in enumerate(candidates):
         storage = open_storage(url) if resume is True else open_storage(candidate.root)
@@ -153,12 +158,15 @@ def _list(storage: Storage) -> list[Candidate]:
     return [Candidate(storage.root, step) for step in sorted(whole, reverse=True)]
 
 
-def _agreed_candidates(url: str | Storage, resume: bool | str, session: Session, call: str) -> list[Candidate]:
+def _agreed_candidates(
+    url: str | Storage, resume: bool | str, session: Session, call: str, accept: Callable[[Manifest], bool]
+) -> list[Candidate]:
     """Rank 0 looks, so that all ranks try the same ones in the same order."""
     text = None
     if session.is_main:
         try:
-            text = json.dumps([[candidate.root, candidate.step] for candidate in find(url, resume)])
+            found = [candidate for candidate in find(url, resume) if _accepts(candidate, accept)]
+            text = json.dumps([[candidate.root, candidate.step] for candidate in found])
         except CheckpointError as failed:
             text = json.dumps(
                 {"what": failed.problems[0].what, "why": failed.problems[0].why, "do": failed.problems[0].do}
@@ -167,6 +175,13 @@ def _agreed_candidates(url: str | Storage, resume: bool | str, session: Session,
     if isinstance(document, dict):
         raise CheckpointError(document["what"], why=document["why"], do=document["do"])
     return [Candidate(root, step) for root, step in document]
+
+
+def _accepts(candidate: Candidate, accept: Callable[[Manifest], bool]) -> bool:
+    try:
+        return accept(read_manifest(open_storage(candidate.root), candidate.step))
+    except CheckpointError:  # whether it can be passed over is told when it is loaded
+        return True
 
 
 def _agree(session: Session, key: str, error: CheckpointError | None) -> str | None:

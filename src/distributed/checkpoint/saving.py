@@ -134,6 +134,13 @@ class Saver:
         """Wait for the save in flight; raises what went wrong in it."""
         self._finish()
 
+    def abandon(self) -> None:
+        """Forget the save in flight, without waiting for other ranks, which may be gone."""
+        self._publisher.notes.give_up()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
     def _finish(self) -> None:
         if self._thread is None:
             return

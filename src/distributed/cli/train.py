@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,11 +19,12 @@ from distributed.core.env import OVERRIDES, WorkerEnv, inherited_environ, worker
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
 from distributed.launch.local import LocalLauncher
-from distributed.launch.peers import Peers
+from distributed.launch.nodes import Peers
 from distributed.launch.ports import free_port
 from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest, NodePlace
 from distributed.launch.stops import Stopped
+from distributed.launch.supervisor import Patience
 from distributed.observe.live import RunScreen
 from distributed.planner.hardware import Hardware, probe_hardware
 from distributed.planner.planning import plan_resources
@@ -123,6 +125,7 @@ def _prepare(
         env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
         attempt=next_attempt(target) if config.resume_from_checkpoint else 0,
         device=resources.device,
+        warm=config.warm_start,
     )
     launch_problems = check_port(request) + check_run_dir(target, resume=bool(config.resume_from_checkpoint))
     _refuse(problems, obstacles, launch_problems)
@@ -169,6 +172,7 @@ def _show_dry_run(job: TrainJob) -> None:
             request.num_nodes * request.ranks_per_node,
             host,
             port,
+            request.ranks_per_node,
         )
         typer.echo(
             f"the nodes meet at {host}:{meeting_port}; shown is node {node}"
@@ -180,21 +184,19 @@ def _show_dry_run(job: TrainJob) -> None:
 
 
 def _launch(job: TrainJob) -> None:
-    request, place, peers = job.request, None, None
-    if request.num_nodes > 1:
-        request, place, peers = _meet(job)
+    request, nodes = job.request, None
     attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
     typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
     os.makedirs(request.run_dir, exist_ok=True)
-    if place is None or place.node_rank == 0:
-        _write_config(job, request)
+    _write_config(job, request)
     told = [str(decision) for decision in job.decisions]
     screen = RunScreen(request.run_dir, request.attempt, shows_progress=job.config.progress, told=told)
     try:
-        LocalLauncher().run(request, screen, place=place, peers=peers, on_stop=screen.stopping)
+        LocalLauncher().run(request, screen, nodes=nodes, patience=Patience.of(job.config), on_stop=screen.stopping)
     except Stopped as stopped:
         typer.echo(f"{stopped}; logs and what was saved: {request.run_dir}", err=True)
-        raise typer.Exit(stopped.exit_code) from None
+        is_preempted = stopped.signal in (signal.SIGTERM, signal.SIGUSR1)
+        raise typer.Exit(job.config.requeue_exit_code if is_preempted else stopped.exit_code) from None
     finally:
         screen.close()
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-CONTROL_FD = "DISTRIBUTED_CONTROL_FD"  # the rank's end of the line
+from distributed.core.env import CONTROL_FD as CONTROL_FD
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Joined:
 class Lost:
     """Rank to launcher: its world broke or was left; it holds the state after `step` steps and waits for the next."""
 
-    step: int
+    attempt: int
+    step: int  # -1: it holds none
     message: str = ""
 
 
@@ -48,6 +49,7 @@ class World:
 class Leave:
     """Launcher to rank: leave the world. In order: at a step that all agree on; else at once, out of any collective."""
 
+    attempt: int
     in_order: bool
 
 
@@ -64,8 +66,8 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Joined, Lost, R
 
 def encode(message: Message) -> bytes:
     """
-    >>> decode(encode(Lost(7)))
-    Lost(step=7, message='')
+    >>> decode(encode(Lost(attempt=0, step=7)))
+    Lost(attempt=0, step=7, message='')
     """
     return json.dumps({"kind": type(message).__name__} | asdict(message)).encode() + b"\n"
 

@@ -16,6 +16,9 @@ from distributed.core.errors import ConfigError
 RUN_DIR = "DISTRIBUTED_RUN_DIR"  # set by our launchers: the run directory that all ranks share
 ATTEMPT = "DISTRIBUTED_ATTEMPT"
 LAUNCHER_PID = "DISTRIBUTED_LAUNCHER_PID"  # the process whose end a rank does not outlive
+CONTROL_FD = "DISTRIBUTED_CONTROL_FD"  # a rank's end of the line to its launcher
+RESTARTS = "DISTRIBUTED_RESTARTS"  # worlds of this run before this one, since it was launched
+NOMINAL = "DISTRIBUTED_NOMINAL_RANKS"  # ranks that were asked for: the global batch is made for so many
 OVERRIDES = "DISTRIBUTED_OVERRIDES"  # JSON: settings given where the run was launched; they win over the script's
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
 
@@ -35,6 +38,8 @@ class WorkerEnv:
     launcher: str = "none"  # "distributed", "torchrun", "srun", "mpirun" or "none": started alone
     run_dir: str = ""
     attempt: int = 0
+    restarts: int = 0
+    nominal_ranks: int = 0  # 0: as many as there are
 
     @property
     def is_main(self) -> bool:
@@ -56,6 +61,8 @@ class WorkerEnv:
             "MASTER_PORT": str(self.master_port),
             RUN_DIR: self.run_dir,
             ATTEMPT: str(self.attempt),
+            RESTARTS: str(self.restarts),
+            NOMINAL: str(self.nominal_ranks),
         }
 
 
@@ -105,6 +112,8 @@ def _from_torch(env: Mapping[str, str]) -> WorkerEnv:
         launcher="distributed" if env.get(RUN_DIR) else "torchrun",
         run_dir=env.get(RUN_DIR, ""),
         attempt=int(env.get(ATTEMPT, env.get("TORCHELASTIC_RESTART_COUNT", "0"))),
+        restarts=int(env.get(RESTARTS, "0")),
+        nominal_ranks=int(env.get(NOMINAL, "0")),
     )
 
 
@@ -182,6 +191,12 @@ def launcher_pid() -> int | None:
     """The process of our launcher that started this rank. Taken out: this rank's own children do not read it."""
     pid = os.environ.pop(LAUNCHER_PID, "")
     return int(pid) if pid else None
+
+
+def control_fd() -> int | None:
+    """This rank's end of the line to its launcher. Taken out: it is not for this rank's own children."""
+    fd = os.environ.pop(CONTROL_FD, "")
+    return int(fd) if fd else None
 
 
 def overrides_in_env() -> str:

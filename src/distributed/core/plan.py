@@ -6,7 +6,7 @@ A Plan is never edited: another size is another plan.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from distributed.core.mesh import MeshSpec
@@ -32,17 +32,29 @@ class BatchPlan:
     ranks: int = 1
     accumulation: int = 1
     drop_last: bool = False
+    whole: int = 0  # the global batch of a run whose number of ranks changed; 0: as the three numbers above say
     leaves: int = 0  # virtual ranks among which a whole global batch is shared; 0: none, the ranks themselves share
     least_leaf: int = 1  # samples of a leaf, where a step has that many; a short step then has fewer leaves
 
     @property
     def micro_batch(self) -> int:
-        """Samples of one micro-batch over all ranks."""
-        return self.per_device * self.ranks
+        """Samples of one micro-batch over all ranks; the last of a step may have fewer."""
+        return -(-self.whole // self.accumulation) if self.whole else self.per_device * self.ranks
 
     @property
     def global_batch(self) -> int:
-        return self.micro_batch * self.accumulation
+        return self.whole or self.micro_batch * self.accumulation
+
+    def for_ranks(self, ranks: int) -> BatchPlan:
+        """The same global batch cut for another number of ranks, none of which gets more than `per_device` at once.
+
+        >>> batch = BatchPlan(per_device=8, ranks=4).for_ranks(3)
+        >>> batch.global_batch, batch.accumulation, batch.micro_batch
+        (32, 2, 16)
+        """
+        least = -(-self.global_batch // (self.per_device * ranks))
+        even = [n for n in range(least, 2 * least + 1) if self.global_batch % n == 0]  # what a stream needs
+        return replace(self, ranks=ranks, accumulation=even[0] if even else least, whole=self.global_batch)
 
     def steps(self, samples: int) -> int:
         """Optimizer steps in one pass over so many samples."""
@@ -160,6 +172,18 @@ class Plan:
     def is_bitwise(self) -> bool:
         """Whether the result has the same bytes at any number of ranks."""
         return self.batch.leaves > 0
+
+    @property
+    def legal_sizes(self) -> list[int]:
+        """Numbers of ranks that this run can go on with; none: any."""
+        return [n for n in range(1, self.batch.leaves + 1) if self.batch.leaves % n == 0]
+
+    def for_world(self, world_size: int, num_nodes: int) -> Plan:
+        """The plan of the same run with another number of ranks: the global batch and all that hangs on it stay."""
+        if (world_size, num_nodes) == (self.world_size, self.num_nodes):
+            return self
+        mesh = replace(self.mesh, dp_replicate=world_size)
+        return replace(self, mesh=mesh, num_nodes=num_nodes, batch=self.batch.for_ranks(world_size))
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
         """Of the whole run; None where a stream's length is not known and nothing limits it."""

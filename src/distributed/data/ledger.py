@@ -81,6 +81,12 @@ def rewind_ledgers(folder: str | Path, step: int) -> None:
         os.truncate(path, keep)
 
 
+def last_recorded(folder: str | Path, rank: int) -> int:
+    """The last step in a rank's file; 0 where there is none."""
+    path = ledger_path(folder, rank)
+    return max((entry.step for entry in read_ledger(path)), default=0) if path.exists() else 0
+
+
 @dataclass(frozen=True)
 class LedgerReport:
     """What the ledgers of all ranks say together."""

@@ -64,11 +64,12 @@ def describe(ending: Ending) -> str:
     return f"ended with exit code {ending.code} and left no error"
 
 
-def failure_error(ending: Ending, host: str, crash: str = "") -> RankFailedError:
+def failure_error(ending: Ending, host: str, crash: str = "", *, message: str = "", why: str = "") -> RankFailedError:
     """The one error that a user sees of a failed run."""
     record = ending.record
     return RankFailedError(
-        f"rank {ending.rank} (on {host}) failed: {describe(ending)}",
+        f"rank {ending.rank} (on {host}) failed: {message or describe(ending)}",
+        why=why,
         rank=ending.rank,
         traceback=record.traceback if record else crash,
         log_path=ending.log_path,

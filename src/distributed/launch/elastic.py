@@ -1,219 +1,160 @@
 """Several nodes become one world through torch elastic's rendezvous: the only file of the launchers that needs torch.
 
-The ranks do not use the rendezvous' store: they meet on a fresh port of node 0, because ranks of a later attempt that
-share one store read the addresses of dead ones.
+Every round has a rendezvous of its own, so that no dead or cut-off node is left in it from before. The store lives in
+the agent at the meeting point: a node that does not reach it forms no world. The ranks do not use that store: they
+meet on a fresh port of node 0, because ranks that share one with an earlier attempt read the addresses of dead ones.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
+import pickle
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from distributed.core.errors import LaunchError, Problem
-from distributed.launch.peers import NodeTalk
-from distributed.launch.ports import free_port
+from distributed.core.errors import LaunchError
+from distributed.launch.membership import Membership
+from distributed.launch.nodes import Nodes, Peers
+from distributed.launch.peers import KeyValueStore
 from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.rounds import Terms
 
-_RUN_ID = "distributed"
-_ARRIVED = "distributed/arrived"
-_STORE_TIMEOUT_S = 10.0  # of one operation, once all have met
-_CARD_TIMEOUT_S = 60.0  # for a node that was counted to say who it is
-
-
-@dataclass(frozen=True)
-class NodeCard:
-    """What a node says of itself when the nodes meet."""
-
-    host: str
-    address: str
-    wanted_rank: int | None
-    ranks: int
-    run_dir: str
-    attempt: int
-    port: int
+_CONNECT_S = 3.0
+_STORE_TIMEOUT_S = 10.0  # of one operation
+_KEEP_ALIVE_S = 1
+# Torch compares clocks of different nodes: a short life would drop those whose clocks differ. One that died while it
+# waited says nothing when the cards are read, and is left out of the next round.
+_KEEP_ALIVE_MISSED = 60
+_WEEK = timedelta(days=7)  # how long to wait is decided elsewhere
+_POLL_S = 0.03
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The nodes have met: this one's place, what they agreed, and the line to the others."""
-
-    place: NodePlace
-    hosts: tuple[str, ...]
-    run_dir: str
-    attempt: int
-    peers: NodeTalk
+def elastic_nodes(request: LaunchRequest, **options: Any) -> Nodes:
+    """The nodes that meet at the request's meeting point; the options are those of Membership."""
+    return Membership(request, TorchMeetingPoint(request), **options)
 
 
-def meet(request: LaunchRequest, *, run_dir_given: bool = False, timeout_s: float = 600.0) -> Meeting:
-    """Wait for all nodes, agree on who is which, where the ranks meet and where the run writes.
+class TorchMeetingPoint:
+    """A TCPStore in one of the agents."""
 
-    A node's own number is honoured when it has one; the others are numbered as they come. Node 0's run directory is
-    that of all, except where a node was given its own.
-    """
-    # Its warnings are about what is reported here as an error.
-    logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.ERROR)
-    address = _route_address(*request.meeting_point)
-    store, keeps_store = _open_store(request, address, timeout_s)
-    handler, info = _join(request, store, address, timeout_s)
-    card = NodeCard(
-        host=socket.gethostname(),
-        address=address,
-        wanted_rank=request.node_rank,
-        ranks=request.ranks_per_node,
-        run_dir=request.run_dir,
-        attempt=request.attempt,
-        port=free_port(),
-    )
-    cards = _exchange(card, info, request.num_nodes)
-    handler.shutdown()  # all are here: whoever comes later is told so
-    order, problems = seat(cards)
-    node_rank = info.rank if problems else order.index(info.rank)
-    hosts = tuple(cards[number].host for number in order)
-    store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-    peers = NodeTalk(dist.PrefixStore("distributed/talk", store), node_rank, hosts, keeps_store=keeps_store)
-    if problems:
-        peers.leave(ok=False)
-        raise LaunchError(problems)
-    first = cards[order[0]]
-    return Meeting(
-        place=NodePlace(
-            node_rank=node_rank,
-            num_nodes=request.num_nodes,
-            rank_offset=node_rank * request.ranks_per_node,
-            world_size=request.num_nodes * request.ranks_per_node,
-            master_addr=first.address,
-            master_port=first.port,
-        ),
-        hosts=hosts,
-        run_dir=request.run_dir if run_dir_given else first.run_dir,
-        attempt=max(card.attempt for card in cards),
-        peers=peers,
-    )
+    def __init__(self, request: LaunchRequest) -> None:
+        # Its warnings are about what is reported here as an error.
+        logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.ERROR)
+        self._request = request
+        self._host, self._port = request.meeting_point
+        self.address = _route_address(self._host, self._port)
+        self._server: dist.TCPStore | None = None
 
+    def keeps_store(self) -> bool:
+        return self._server is not None
 
-def seat(cards: Sequence[NodeCard]) -> tuple[list[int], list[Problem]]:
-    """Who is which node: for each node rank its seat at the meeting, and what speaks against it. Alike on all nodes."""
-    problems = []
-    asked: dict[int, list[int]] = {}
-    for number, card in enumerate(cards):
-        if card.wanted_rank is not None:
-            asked.setdefault(card.wanted_rank, []).append(number)
-    for rank, seats in asked.items():
-        if len(seats) > 1:
-            problems.append(
-                Problem(
-                    f"{len(seats)} nodes have node_rank={rank}: {', '.join(cards[number].host for number in seats)}",
-                    do="give each node its own, or leave node_rank out on all",
-                )
-            )
-    if len({card.ranks for card in cards}) > 1:
-        counts = ", ".join(f"{card.host} {card.ranks}" for card in cards)
-        problems.append(
-            Problem(
-                f"the nodes run different numbers of ranks: {counts}",
-                why="each node runs the same number",
-                do="set the same gpus_per_node on all nodes",
-            )
+    def connect(self, *, may_keep_store: bool) -> KeyValueStore:
+        if may_keep_store and self._server is None and self._is_here():
+            self._server = self._serve()
+        # Torch writes a page of stack frames when nobody answers.
+        socket.create_connection((self._host, self._port), _CONNECT_S).close()
+        store = dist.TCPStore(
+            self._host, self._port, is_master=False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False
         )
-    taken = {seats[0] for seats in asked.values()}
-    free = iter(number for number in range(len(cards)) if number not in taken)
-    order = [asked[rank][0] if rank in asked else next(free, -1) for rank in range(len(cards))]
-    return order, problems
+        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        return cast(KeyValueStore, dist.PrefixStore("distributed", store))
 
+    def _is_here(self) -> bool:
+        """By number, node 0 keeps the store: its machine may know itself under other names than that in master_addr.
 
-def _open_store(request: LaunchRequest, address: str, timeout_s: float) -> tuple[dist.Store, bool]:
-    """The store behind the rendezvous, and whether it lives in this process.
+        Without numbers, whoever is first on the machine that has the address.
+        """
+        if self._request.node_rank is not None:
+            return self._request.node_rank == 0
+        return bool(self.address == _resolve(self._host, self._port)[4][0])
 
-    By number, node 0 keeps it: its machine may know itself under other names than the one in master_addr. Without
-    numbers, whoever is first on the machine that has the address does.
-    """
-    host, port = request.meeting_point
-    if request.node_rank is not None:
-        attempts = [request.node_rank == 0]
-    else:
-        attempts = [True, False] if address == _resolve(host, port)[4][0] else [False]
-    whole_s = _whole_seconds(timeout_s)
-    for keeps_store in attempts:
-        parameters = RendezvousParameters(
-            "c10d", _endpoint(host, port), _RUN_ID, 1, 1, read_timeout=whole_s, is_host=keeps_store
-        )
+    def _serve(self) -> dist.TCPStore | None:
         try:
-            return create_backend(parameters)[1], keeps_store
-        except RendezvousConnectionError as error:
-            failure = error
-    raise LaunchError(
-        f"no node of this run answers at {host}:{port} (waited up to {whole_s} s)",
-        why=str(failure.__cause__ or failure).partition("\n")[0],
-        do="start the node with that address too, check the port and the firewall, and that nothing else uses it",
-    ) from failure
+            return dist.TCPStore(
+                self._host,
+                self._port,
+                is_master=True,
+                timeout=timedelta(seconds=_CONNECT_S),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:
+            if self._request.node_rank is None:
+                return None  # another agent of this machine was first
+            raise LaunchError(
+                f"node 0 cannot keep the meeting point {self._host}:{self._port}",
+                why=str(error).partition("\n")[0],
+                do="check that the address is this machine's, or choose another master_port",
+            ) from error
+
+    def rendezvous(
+        self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]
+    ) -> tuple[int, int] | None:
+        """Be counted in a round, and wait until all have been."""
+        torch_store = cast(dist.Store, store)
+        name = f"round-{number}"
+        backend = _PatientBackend(torch_store, name, check)
+        handler = DynamicRendezvousHandler.from_backend(
+            name,
+            torch_store,
+            backend,
+            terms.fewest,
+            terms.most,
+            self.address,
+            RendezvousTimeout(join=_WEEK, last_call=timedelta(seconds=terms.last_call_s)),
+            keep_alive_interval=_KEEP_ALIVE_S,
+            keep_alive_max_attempt=_KEEP_ALIVE_MISSED,
+        )
+        # The handler's heartbeats end with the handler, which is not needed once all have been counted.
+        try:
+            with _own_stores_for_ranks():
+                info = handler.next_rendezvous()
+        except (RendezvousError, RuntimeError):  # a node went away in the middle, or the store: the next round shows
+            return None
+        finally:
+            backend.is_joining = False
+        return info.rank, info.world_size
 
 
-def _join(
-    request: LaunchRequest, store: dist.Store, address: str, timeout_s: float
-) -> tuple[RendezvousHandler, RendezvousInfo]:
-    """Be counted, and wait until all have been."""
-    host, port = request.meeting_point
-    whole_s = _whole_seconds(timeout_s)
-    parameters = RendezvousParameters(
-        "c10d",
-        _endpoint(host, port),
-        _RUN_ID,
-        request.num_nodes,
-        request.num_nodes,
-        local_addr=address,
-        join_timeout=whole_s,
-    )
-    store.add(_ARRIVED, 1)
-    try:
-        with _own_stores_for_ranks():
-            handler = create_handler(store, C10dRendezvousBackend(store, _RUN_ID), parameters)
-            info = handler.next_rendezvous()
-    except RendezvousTimeoutError as error:
-        arrived = store.add(_ARRIVED, -1) + 1
-        raise LaunchError(
-            f"only {arrived} of {request.num_nodes} nodes came to {host}:{port} within {whole_s} s",
-            do=f"start the same command on all nodes, with master_addr={host} master_port={port}",
-        ) from error
-    except RendezvousClosedError as error:
-        raise LaunchError(
-            f"the run at {host}:{port} has its {request.num_nodes} nodes already",
-            do="check num_nodes, or choose another master_port for another run",
-        ) from error
-    except BaseException:
-        with suppress(RuntimeError):
-            store.add(_ARRIVED, -1)
-        raise
-    return handler, info
+class _PatientBackend(C10dRendezvousBackend):
+    """Answers when there is something new, instead of being asked once a second, and ends a wait that `check` ends."""
 
+    def __init__(self, store: dist.Store, run_id: str, check: Callable[[], None]) -> None:
+        super().__init__(store, run_id)
+        self._check = check
+        self.is_joining = True
 
-def _exchange(card: NodeCard, info: RendezvousInfo, num_nodes: int) -> list[NodeCard]:
-    table = dist.PrefixStore("distributed/seats", info.store)
-    table.set(str(info.rank), json.dumps(asdict(card)))
-    table.set_timeout(timedelta(seconds=_CARD_TIMEOUT_S))
-    try:
-        return [NodeCard(**json.loads(table.get(str(number)))) for number in range(num_nodes)]
-    except RuntimeError as error:
-        raise LaunchError("a node went away while the nodes were meeting", why=str(error).partition("\n")[0]) from error
+    def get_state(self) -> tuple[bytes, Any] | None:
+        if self.is_joining:
+            self._check()
+        return super().get_state()
+
+    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
+        answer = super().set_state(state, token)
+        if answer is None or not answer[2] or not self.is_joining:
+            return answer
+        written = pickle.loads(state)  # by torch, in this process
+        if written.complete or written.closed:
+            return answer
+        deadline = time.monotonic() + _KEEP_ALIVE_S
+        while time.monotonic() < deadline:
+            self._check()
+            newest = super().get_state()
+            if newest is not None and newest[1] != answer[1]:
+                return *newest, False
+            time.sleep(_POLL_S)
+        return answer
 
 
 @contextmanager
@@ -227,15 +168,25 @@ def _own_stores_for_ranks() -> Iterator[None]:
         yield
     finally:
         if not with_switch:
-            del os.environ[name]
+            os.environ.pop(name, None)
 
 
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+@dataclass(frozen=True)
+class Meeting:
+    """The nodes have met: this one's place, what they agreed, and the line to the others."""
+
+    place: NodePlace
+    hosts: tuple[str, ...]
+    run_dir: str
+    attempt: int
+    peers: Peers
 
 
-def _whole_seconds(timeout_s: float) -> int:
-    return max(1, math.ceil(timeout_s))
+def meet(request: LaunchRequest, *, run_dir_given: bool = False, timeout_s: float = 600.0) -> Meeting:
+    """Meet once, for a run that ends when one of its nodes does."""
+    nodes = elastic_nodes(request, run_dir_given=run_dir_given, timeout_s=timeout_s)
+    first = nodes.gather(request.attempt)
+    return Meeting(first.place, first.hosts, first.run_dir, first.attempt, nodes)
 
 
 def _resolve(host: str, port: int) -> tuple[Any, ...]:

@@ -1,21 +1,20 @@
-"""LocalLauncher: the ranks of this node as processes of this machine. `render` decides and is pure, `submit` starts."""
+"""LocalLauncher: the ranks of this node as processes of this machine. `render` decides and is pure, `run` starts."""
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from distributed.core.env import LAUNCHER_PID, WorkerEnv, inherited_environ
-from distributed.core.errors import LaunchError
-from distributed.core.failure import failure_path
-from distributed.launch.job import LocalJob, Screen
-from distributed.launch.peers import News, Peers
-from distributed.launch.ports import free_port
-from distributed.launch.processes import RankProcess, end_all
+from distributed.core.env import WorkerEnv, inherited_environ
+from distributed.launch.crew import Crew
+from distributed.launch.echo import Echo, Screen
+from distributed.launch.nodes import Alone, Nodes, Round
 from distributed.launch.request import LaunchRequest, NodePlace, ProcessSpec, Rendered
+from distributed.launch.supervisor import Patience, Supervisor
+from distributed.launch.warm_parent import preloads
 
 
 @dataclass(frozen=True)
@@ -32,25 +31,24 @@ class LocalLauncher:
 
     environ: Mapping[str, str] = field(default_factory=inherited_environ, repr=False)
     python: str = sys.executable
-    interrupt_grace_s: float = (
-        300.0  # from the first Ctrl-C to SIGKILL: a few steps and a save; a second one is quicker
-    )
 
-    def render(self, request: LaunchRequest, place: NodePlace) -> Rendered:
+    def render(self, request: LaunchRequest, place: NodePlace, restarts: int = 0) -> Rendered:
         """The exact commands, environments and log files of this node's ranks."""
         processes = []
-        for local_rank in range(request.ranks_per_node):
+        for local_rank in range(place.ranks):
             worker = WorkerEnv(
                 rank=place.rank_offset + local_rank,
                 local_rank=local_rank,
                 world_size=place.world_size,
-                local_world_size=request.ranks_per_node,
+                local_world_size=place.ranks,
                 node_rank=place.node_rank,
                 num_nodes=place.num_nodes,
                 master_addr=place.master_addr,
                 master_port=place.master_port,
                 run_dir=request.run_dir,
                 attempt=request.attempt,
+                restarts=restarts,
+                nominal_ranks=request.num_nodes * request.ranks_per_node,
             )
             processes.append(
                 ProcessSpec(
@@ -71,46 +69,47 @@ class LocalLauncher:
             variables["CUDA_VISIBLE_DEVICES"] = ""
         return variables | dict(request.env)
 
-    def submit(self, rendered: Rendered) -> LocalJob:
-        """Start the processes. They end with this one, and with the thread that calls this."""
-        inherited = {name: value for name, value in self.environ.items() if not name.startswith("TORCHELASTIC_")}
-        started: list[RankProcess] = []
-        try:
-            os.makedirs(rendered.attempt_dir, exist_ok=True)
-            for spec in rendered.processes:
-                failure_path(rendered.attempt_dir, spec.rank).unlink(missing_ok=True)
-                environ = inherited | dict(spec.env) | {LAUNCHER_PID: str(os.getpid())}
-                started.append(RankProcess(spec, environ))
-        except OSError as error:
-            end_all(started, grace_s=0.0)
-            raise LaunchError(
-                f"rank {rendered.processes[len(started)].rank} could not be started",
-                why=str(error),
-                do=f"check that {rendered.run_dir} can be written and that {self.python} runs",
-            ) from error
-        except BaseException:
-            end_all(started, grace_s=0.0)
-            raise
-        return LocalJob(rendered, started, self.interrupt_grace_s)
+    def run(self, request: LaunchRequest, screen: Screen | None = None, **how: Any) -> None:
+        """Submit and wait."""
+        self.submit(request, screen, **how).wait()
 
-    def run(
+    def submit(
         self,
         request: LaunchRequest,
         screen: Screen | None = None,
         *,
-        place: NodePlace | None = None,
-        peers: Peers | None = None,
+        nodes: Nodes | None = None,
+        patience: Patience | None = None,
         on_stop: Callable[[int], None] | None = None,
-    ) -> None:
-        """Render, submit and wait. Several nodes pass the place and the peers that `elastic.meet` gave them."""
-        rendered = self.render(request, place or NodePlace.alone(request, free_port()))
+    ) -> Supervisor:
+        """Start the ranks; whoever waits for them also starts them again for as long as `patience` goes.
+
+        They end with this process, and with the thread that calls this. Several nodes pass how they meet.
+        """
+        inherited = {name: value for name, value in self.environ.items() if not name.startswith("TORCHELASTIC_")}
+        echo = Echo(screen)
+        preload = preloads(None if request.command[0] == "-m" else request.command[0]) if request.warm else None
+        supervisor = Supervisor(
+            request,
+            nodes or Alone(request),
+            Crew(
+                inherited,
+                self.python,
+                preload=preload,
+                on_started=lambda member: echo.follow(member.rank, member.process.log_path),
+            ),
+            lambda round_, worlds: self.render_round(request, round_, worlds),
+            echo,
+            patience or Patience(),
+            on_stop,
+        )
         try:
-            job = self.submit(rendered)
-        except LaunchError as error:
-            if peers is not None:
-                what = error.problems[0].what
-                peers.tell(News(rendered.node_rank, socket.gethostname(), "failed", what, exit_code=error.exit_code))
-                peers.leave(ok=False)
+            supervisor.start()
+        except BaseException:
+            supervisor.close()
             raise
-        with job:
-            job.wait(screen, peers=peers, on_stop=on_stop)
+        return supervisor
+
+    def render_round(self, request: LaunchRequest, round_: Round, worlds: int = 0) -> Rendered:
+        """The ranks of this node in a round; `worlds` came before it."""
+        return self.render(replace(request, run_dir=round_.run_dir, attempt=round_.attempt), round_.place, worlds)

@@ -1,4 +1,4 @@
-"""What nodes tell each other while they run: that one failed or is being stopped, and that each is still there."""
+"""NodeTalk: what agents tell each other through a store: that each is there, what it does, and what happened to it."""
 
 from __future__ import annotations
 
@@ -8,37 +8,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
+from distributed.launch.nodes import News
+
+ARRIVED, ROUND = "arrived", "round"  # keys: how many agents ever came; the number of the newest round
+
+_TICK_S = 0.1  # between looks at the news
 _BEAT_S = 0.4
 _LEAVE_S = 5.0  # for the others to hear why this node ends
+_FRESH_S = 2.0  # a node that waits has beaten within this time
 
-
-@dataclass(frozen=True)
-class News:
-    """Something that happened on one node and ends the run on all."""
-
-    node_rank: int  # -1: not known
-    host: str
-    kind: str  # "failed" or "stopping"
-    message: str = ""
-    rank: int = -1  # -1: the node itself
-    log_path: str = ""
-    exit_code: int = 1
-    signal: int = 0
-
-
-class Peers(Protocol):
-    """The other nodes of a run."""
-
-    def tell(self, news: News) -> None:
-        """Say it to all; returns at once."""
-
-    def news(self) -> News | None:
-        """The next thing that another node said, or that became of it; never waits."""
-
-    def leave(self, ok: bool) -> News | None:
-        """This node has ended. If well, waits for the others, and returns the news if one of them failed after all."""
+# What an agent does, as its beats say. Those that have gone ended well, those that have left did not.
+_WAITING, _IN, _DONE, _GONE, _LEFT = "waiting", "in", "done", "gone", "left"
 
 
 class KeyValueStore(Protocol):
@@ -52,122 +34,293 @@ class KeyValueStore(Protocol):
 
     def check(self, keys: list[str], /) -> bool: ...
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class _Seen:
+    beat: bytes
+    status: str
+    since: float  # when it was first seen
+    changed: float  # when the beat last was another one
+
+    @property
+    def moves(self) -> bool:
+        return self.changed > self.since
+
 
 class NodeTalk:
-    """Peers over a store that all nodes reach.
+    """The line between an agent and the others, over one connection to the store.
 
-    A thread talks to the store, which may hang for as long as its timeout when a link is cut; the caller does not.
+    A thread talks to the store, which may hang for good when a link is cut; the caller does not, and notices that.
     """
 
     def __init__(
         self,
         store: KeyValueStore,
-        node_rank: int,
-        hosts: Sequence[str],
+        agent: int,
         *,
         keeps_store: bool = False,
-        lost_after_s: float = 20.0,
+        lost_after_s: float = 5.0,
+        cut_off_after_s: float = 8.0,
     ) -> None:
         self._store = store
+        self._agent = agent
         self._keeps_store = keeps_store
-        self._node_rank = node_rank
-        self._hosts = tuple(hosts)
         self._lost_after_s = lost_after_s
-        self._others = [node for node in range(len(hosts)) if node != node_rank]
-        self._beats: dict[int, tuple[bytes, float]] = dict.fromkeys(self._others, (b"", time.monotonic()))
-        self._heard = 0
-        self._done: set[int] = set()
-        self._outbox: SimpleQueue[News] = SimpleQueue()
+        self._cut_off_after_s = cut_off_after_s
+        self._round = 0
+        self._agents: tuple[int, ...] = ()
+        self._hosts: tuple[str, ...] = ()
+        self._active: frozenset[int] = frozenset()
+        self._reported: set[object] = set()
+        self._early: list[tuple[int, News]] = []  # of rounds that others entered before this node did
+        self._status, self._shown_status = _WAITING, ""
+        self._seen: dict[int, _Seen] = {}
+        self._over = self._has_looked = False
+        self._heard = self._told = self._sent = self._beats = 0
+        self._outbox: SimpleQueue[tuple[int, News]] = SimpleQueue()
         self._inbox: SimpleQueue[News] = SimpleQueue()
-        self._leaving = threading.Event()
-        self._ok = False
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._wake = threading.Event()
+        self._broken = ""
+        self._steps = self._steps_before = 0
+        self._looked_at = time.monotonic()
+        self._silent_s = 0.0
+        self.is_cut = False
         self._thread = threading.Thread(target=self._talk, name="node-talk", daemon=True)
         self._thread.start()
 
+    def enter(self, number: int, agents: Sequence[int], hosts: Sequence[str], active: Sequence[int]) -> None:
+        """This node takes part in a round now; `agents` in the order of the nodes' ranks, `active` run ranks."""
+        with self._lock:
+            self._round, self._agents, self._hosts = number, tuple(agents), tuple(hosts)
+            self._active = frozenset(active)
+            self._reported = set()
+            now = time.monotonic()
+            for agent in self._agents:
+                seen = self._seen.get(agent, _Seen(b"", _IN, now, now))
+                if seen.status != _LEFT:  # it was there a moment ago, whatever was seen of it before
+                    self._seen[agent] = _Seen(seen.beat, _IN, now, now)
+            early, self._early = self._early, []
+            for of_round, news in early:
+                self._sort(of_round, news)
+        self._show(_IN)
+
+    def wait(self) -> None:
+        """This node's round is over, and it waits for the next one."""
+        with self._lock:
+            self._agents, self._hosts, self._active = (), (), frozenset()
+        self._show(_WAITING)
+
     def tell(self, news: News) -> None:
-        self._outbox.put(news)
+        self._told += 1
+        self._outbox.put((self._round, news))
+        self._wake.set()
 
     def news(self) -> News | None:
+        self._check_line()
         try:
             return self._inbox.get_nowait()
         except Empty:
             return None
 
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended well."""
+        return self._over
+
+    def newcomer(self) -> bool:
+        now = time.monotonic()
+        with self._lock:
+            return any(
+                seen.status == _WAITING and seen.moves and now - seen.changed < _FRESH_S
+                for agent, seen in self._seen.items()
+                if agent not in self._agents
+            )
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether it knows yet who there is."""
+        return self._has_looked
+
+    def alive(self) -> set[int]:
+        """The agents that were heard of lately and did not leave, this one among them."""
+        now = time.monotonic()
+        with self._lock:
+            there = {
+                agent
+                for agent, seen in self._seen.items()
+                if seen.status not in (_GONE, _LEFT) and now - seen.changed <= self._lost_after_s
+            }
+        return there | {self._agent}
+
+    def flush(self, timeout_s: float) -> None:
+        """Until what was told is out."""
+        deadline = time.monotonic() + timeout_s
+        while self._sent < self._told and not self._stuck() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def leave(self, ok: bool) -> News | None:
-        self._ok = ok
-        self._leaving.set()
-        if not ok:
-            self._thread.join(2 * _LEAVE_S)
-            return None
-        while self._thread.is_alive():
-            self._thread.join(_BEAT_S)
-            news = self.news()
-            if news is not None and news.kind == "failed":
+        """See Peers.leave. The node that keeps the store goes last, as long as the others are about to go."""
+        if ok:
+            self._show(_DONE)
+            news = self._wait_for_done()
+            if news is not None:
+                self._show(_IN)
                 return news
-        news = self.news()
-        return news if news is not None and news.kind == "failed" else None
+        self._show(_GONE if ok else _LEFT)
+        self.flush(_LEAVE_S)
+        deadline = time.monotonic() + _LEAVE_S
+        while not self._stuck() and time.monotonic() < deadline:
+            if self._shown() and not (self._keeps_store and self.alive() - {self._agent}):
+                break
+            time.sleep(0.02)
+        self.close()
+        self._thread.join(1.0)
+        return None
+
+    def close(self) -> None:
+        """No more talk on this connection; a thread that hangs in it ends when the connection does."""
+        self._closed.set()
+        self._wake.set()
+
+    def _wait_for_done(self) -> News | None:
+        while not self._all_done():
+            news = self.news()
+            if news is not None and news.kind == "cut off" and self._all_done():
+                return None
+            if news is not None and news.kind not in ("stopping", "done"):
+                return news
+            time.sleep(0.02)
+        return None
+
+    def _all_done(self) -> bool:
+        with self._lock:
+            others = self._active - {self._agent}
+            return all(agent in self._seen and self._seen[agent].status in (_DONE, _GONE) for agent in others)
+
+    def _show(self, status: str) -> None:
+        with self._lock:
+            self._status = status
+            self._beats += 1
+        self._wake.set()
+
+    def _shown(self) -> bool:
+        return self._shown_status == self._status
+
+    def _stuck(self) -> bool:
+        self._check_line()
+        return self.is_cut
+
+    def _check_line(self) -> None:
+        """Whether the thread still gets answers. Counts small steps of time, so that no suspended agent is cut off."""
+        now = time.monotonic()
+        step, self._looked_at = min(now - self._looked_at, 1.0), now
+        self._silent_s = 0.0 if self._steps != self._steps_before else self._silent_s + step
+        self._steps_before = self._steps
+        if self.is_cut or not (self._broken or self._silent_s > self._cut_off_after_s):
+            return
+        self.is_cut = True
+        why = self._broken or f"no answer for {self._silent_s:.0f} s"
+        self._inbox.put(News(-1, "", "cut off", f"this node does not reach the meeting point any more ({why})"))
 
     def _talk(self) -> None:
-        beat = 0
+        beat_at = look_at = 0.0
         try:
-            while not (self._leaving.is_set() and self._may_go()):
-                beat += 1
-                self._store.set(f"beat/{self._node_rank}", str(beat))
+            while not self._closed.is_set():
+                now = time.monotonic()
+                if now >= beat_at or not self._shown():
+                    beat_at = now + _BEAT_S
+                    self._beat()
                 self._send()
                 self._hear()
-                self._watch()
-                time.sleep(_BEAT_S)
-            self._depart()
+                if now >= look_at:
+                    look_at = now + _BEAT_S
+                    self._look()
+                    self._judge()
+                self._steps += 1
+                self._wake.wait(_TICK_S)
+                self._wake.clear()
         except RuntimeError as error:  # what torch's stores raise when the connection is lost
-            # When this node is done, so may be the one that keeps the store.
-            if not (self._leaving.is_set() and self._ok):
-                gone = f"the node that keeps its store went away ({_first_line(error)})"
-                self._inbox.put(News(-1, "", "failed", gone))
+            self._broken = str(error).partition("\n")[0]
 
-    def _may_go(self) -> bool:
-        if not self._ok:
-            return True
-        if self._node_rank not in self._done:
-            self._store.set(f"done/{self._node_rank}", "")
-            self._done.add(self._node_rank)
-        self._done |= {node for node in self._others if self._store.check([f"done/{node}"])}
-        return len(self._done) == len(self._hosts) or not self._inbox.empty()
-
-    def _depart(self) -> None:
-        """Last words. The node that keeps the store goes last, as long as the others are about to go."""
-        self._send()
-        gone = self._store.add("left", 1)
-        deadline = time.monotonic() + _LEAVE_S
-        while self._keeps_store and gone < len(self._hosts) and time.monotonic() < deadline:
-            time.sleep(0.05)
-            gone = self._store.add("left", 0)
+    def _beat(self) -> None:
+        with self._lock:
+            self._beats += 1
+            status, beat = self._status, f"{self._beats} {self._status}"
+        self._store.set(f"beat/{self._agent}", beat)
+        if status == _GONE:
+            self._store.set("over", "")
+        self._shown_status = status
 
     def _send(self) -> None:
         while not self._outbox.empty():
+            of_round, news = self._outbox.get()
             number = self._store.add("news", 1)
-            self._store.set(f"news/{number}", json.dumps(asdict(self._outbox.get())))
+            entry: dict[str, Any] = {"agent": self._agent, "round": of_round, "news": asdict(news)}
+            self._store.set(f"news/{number}", json.dumps(entry))
+            self._sent += 1
 
     def _hear(self) -> None:
         said = self._store.add("news", 0)
         while self._heard < said:
+            entry = json.loads(self._store.get(f"news/{self._heard + 1}"))
             self._heard += 1
-            news = News(**json.loads(self._store.get(f"news/{self._heard}")))
-            if news.node_rank != self._node_rank:
-                self._inbox.put(news)
+            if entry["agent"] != self._agent:
+                with self._lock:
+                    self._sort(entry["round"], News(**entry["news"]))
 
-    def _watch(self) -> None:
-        """A node that was cut off or killed says nothing: its beats stop."""
+    def _sort(self, of_round: int, news: News) -> None:
+        """What ends the run concerns everyone; what ends a round, those who are in it."""
+        if news.kind in ("failed", "stopping"):
+            self._inbox.put(news)
+        elif of_round > self._round:
+            self._early.append((of_round, news))
+        elif of_round == self._round and self._agents:
+            self._reported.add("regroup")
+            self._inbox.put(news)
+
+    def _look(self) -> None:
+        """Read the beats of all agents that ever came and have not left."""
         now = time.monotonic()
-        for node in [node for node in self._others if node not in self._done]:
-            key = f"beat/{node}"
-            beat = self._store.get(key) if self._store.check([key]) else b""
-            before, since = self._beats[node]
-            if beat != before:
-                self._beats[node] = (beat, now)
-            elif now - since > self._lost_after_s and not self._store.check([f"done/{node}"]):
-                self._done.add(node)
-                self._inbox.put(News(node, self._hosts[node], "failed", f"not heard of for {now - since:.0f} s"))
+        for agent in range(1, self._store.add(ARRIVED, 0) + 1):
+            before = self._seen.get(agent)
+            if agent == self._agent or (before and before.status in (_GONE, _LEFT)):
+                continue
+            key = f"beat/{agent}"
+            if not (before and before.beat) and not self._store.check([key]):
+                continue
+            beat = self._store.get(key)
+            with self._lock:
+                before = self._seen.get(agent)
+                if before is None or before.beat != beat:
+                    since = before.since if before else now
+                    self._seen[agent] = _Seen(beat, beat.decode().split()[1], since, now)
+        self._over = self._over or self._store.check(["over"])
+        self._has_looked = True
 
+    def _judge(self) -> None:
+        """Say once what became of the nodes of this round. A node that was cut off or killed says nothing itself."""
+        newest = self._store.add(ROUND, 0)
+        now = time.monotonic()
+        with self._lock:
+            for rank, agent in enumerate(self._agents):
+                seen = self._seen.get(agent)
+                if agent == self._agent or seen is None or seen.status in (_DONE, _GONE):
+                    continue
+                silent_s = now - seen.changed
+                if seen.status == _LEFT:
+                    self._report(agent, News(rank, self._hosts[rank], "lost", "it left the run"))
+                elif silent_s > self._lost_after_s:
+                    self._report(agent, News(rank, self._hosts[rank], "lost", f"not heard of for {silent_s:.0f} s"))
+            if self._agents and newest > self._round:
+                self._report("regroup", News(-1, "", "regroup", "other nodes began to meet again", cause="regroup"))
+            if self._agents and self._agent not in self._active and self._all_done():
+                self._report("done", News(-1, "", "done", "the nodes that run ranks have ended well"))
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    def _report(self, what: object, news: News) -> None:
+        if what not in self._reported:
+            self._reported.add(what)
+            self._inbox.put(news)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
-from distributed.core.env import FAILURE_MARK, launcher_pid, worker_env
+from distributed.core.env import CONTROL_FD, FAILURE_MARK, launcher_pid, worker_env
 from distributed.core.errors import DistributedError
 from distributed.core.failure import FailureRecord, failure_path, is_collateral, rank_of
 
@@ -32,9 +33,13 @@ _PR_SET_PDEATHSIG = 1
 
 def main(command: list[str]) -> int:
     """Run the program to its end; the exit code of this rank."""
-    _die_with_launcher(launcher_pid())
+    die_with(launcher_pid())
     faulthandler.enable()
+    if CONTROL_FD in os.environ:  # the line is this process's alone, not that of the programs which it starts
+        os.set_inheritable(int(os.environ[CONTROL_FD]), False)
     record_path = _record_path()
+    if record_path is not None:
+        _dump_stacks_when_asked(record_path)
     try:
         module, code = _program(command)
         # The program is the main module from here on, so that pickle and multiprocessing find what it defines.
@@ -151,16 +156,25 @@ def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _die_with_launcher(launcher: int | None) -> None:
-    """A launcher that is killed cannot end its ranks, so the kernel does."""
-    if launcher is None or not sys.platform.startswith("linux"):
+def _dump_stacks_when_asked(record_path: Path) -> None:
+    """SIGUSR2 writes the stacks of all threads, even while the interpreter is held by a call that does not return."""
+    if not hasattr(faulthandler, "register"):
+        return
+    with contextlib.suppress(OSError):  # the folder is not there: nobody looks into it either
+        stacks = record_path.with_name(f"stack-{rank_of(record_path)}.txt").open("w")
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=False)
+
+
+def die_with(parent: int | None) -> None:
+    """A launcher that is killed cannot end what it started, so the kernel does."""
+    if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != launcher:  # it went before the kernel was told
+    if os.getppid() != parent:  # it went before the kernel was told
         os._exit(1)
 
 
-def _leave(exit_code: int) -> NoReturn:
+def leave(exit_code: int) -> NoReturn:
     """End as Python does, but without tearing the interpreter down.
 
     Threads of the collectives that ask for the interpreter while it goes away abort a process that has done its work.
@@ -174,4 +188,4 @@ def _leave(exit_code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _leave(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -20,7 +20,9 @@ class LaunchRequest:
     command: tuple[str, ...]
     run_dir: str
     ranks_per_node: int
-    num_nodes: int = 1
+    num_nodes: int = 1  # the nominal size
+    min_nodes: int | None = None  # None: num_nodes
+    max_nodes: int | None = None
     node_rank: int | None = None  # None: agreed when the nodes meet
     master_addr: str | None = None
     master_port: int | None = None
@@ -28,6 +30,15 @@ class LaunchRequest:
     env: Mapping[str, str] = field(default_factory=dict)  # for every rank, beside what this process has
     attempt: int = 0
     device: str = "cpu"
+    warm: bool = False  # fork the ranks from one process that has imported torch
+
+    @property
+    def fewest_nodes(self) -> int:
+        return self.num_nodes if self.min_nodes is None else self.min_nodes
+
+    @property
+    def most_nodes(self) -> int:
+        return self.num_nodes if self.max_nodes is None else self.max_nodes
 
     @property
     def meeting_point(self) -> tuple[str, int]:
@@ -39,18 +50,20 @@ class NodePlace:
     """Which part of the world this node is, and where all ranks meet."""
 
     node_rank: int
-    num_nodes: int
+    num_nodes: int  # that run ranks; a node that stands by comes after them
     rank_offset: int
     world_size: int
     master_addr: str
     master_port: int
+    ranks: int  # that this node runs; 0: it stands by
 
     @staticmethod
     def alone(request: LaunchRequest, port: int) -> NodePlace:
         """The place of the only node; `port` is used when the request names none."""
-        assert request.num_nodes == 1, "several nodes get their places from elastic.meet"
+        assert request.num_nodes == 1, "several nodes get their places when they meet"
         address = request.master_addr or "127.0.0.1"
-        return NodePlace(0, 1, 0, request.ranks_per_node, address, request.master_port or port)
+        ranks = request.ranks_per_node
+        return NodePlace(0, 1, 0, ranks, address, request.master_port or port, ranks)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,12 @@ class Stopped(KeyboardInterrupt):
 
 
 # What the ranks get; a closed terminal (SIGHUP) means to them what SIGTERM means.
-_FORWARDED_AS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+_FORWARDED_AS = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,  # what Slurm is asked to send some time before it takes the node away
+}
 
 
 class Stops:

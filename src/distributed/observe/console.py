@@ -8,13 +8,18 @@ from collections.abc import Callable
 from typing import TextIO
 
 from distributed.core.events import (
+    AttemptEnded,
     EpochEnded,
     EpochStarted,
     EvaluationEnded,
     Event,
     RankFailed,
+    RankSlow,
+    RankStalled,
+    Recovered,
     ResumeCompared,
     RunEnded,
+    RunReported,
     RunStarted,
     StepEnded,
     Warned,
@@ -101,6 +106,11 @@ class Console:
                 self._line(f"warning: {event.message}")
             case RankFailed():
                 self._line(f"rank {event.rank} on {event.host} failed: {event.message}  (log: {event.log_path})")
+            case RankStalled() | RankSlow() | AttemptEnded() | Recovered():
+                self._line(_describe(event))
+            case RunReported():
+                for line in event.text.splitlines():
+                    self._line(line)
             case RunEnded():
                 self._end(event)
 
@@ -186,6 +196,37 @@ class Console:
                 use(self._screen)
             except OSError:
                 self._screen = None
+
+
+_SLOW_BY = {"data": "most of it waiting for data", "compute": "most of it computing"}
+
+
+def _describe(event: RankStalled | RankSlow | AttemptEnded | Recovered) -> str:
+    """In one line what happened to a rank or to the world."""
+    match event:
+        case RankStalled():
+            waiting = f"; ranks that wait for it: {', '.join(map(str, event.waiting))}" if event.waiting else ""
+            stack = f"  (stack: {event.stack_path})" if event.stack_path else ""
+            late = f"no step for {_span(event.late_seconds)}, which should take at most {_span(event.deadline_seconds)}"
+            who = f"rank {event.rank} on {event.host} stands still after step {event.step}"
+            return f"{who}: {event.where}; {late}{waiting}{stack}"
+        case RankSlow(cause="communication"):
+            times = f"{event.ratio:.1f} × as long as between the other ranks"
+            return f"rank {event.rank} is slow: messages to and from it take {times}"
+        case RankSlow():
+            times = f"{event.ratio:.1f} × the median of the ranks in its last steps"
+            return f"rank {event.rank} is slow: {times}, {_SLOW_BY.get(event.cause, event.cause)}"
+        case AttemptEnded():
+            who = f"rank {event.rank}" + f" on {event.host}" * bool(event.host) + ": " if event.rank >= 0 else ""
+            at = f" after step {event.step}" if event.step >= 0 else ""
+            return f"attempt {event.attempt} ended{at} ({event.cause}): {who}{event.message}"
+        case Recovered():
+            again = (
+                f", {event.lost_steps} step{'s' * (event.lost_steps != 1)} to take again" if event.lost_steps else ""
+            )
+            ranks = f"{event.world_size} rank{'s' * (event.world_size != 1)}"
+            where = f"from {event.source} at step {event.step}{again}"
+            return f"recovered in {_span(event.seconds)} on {ranks}, {where}"
 
 
 def _facts(values: dict[str, float]) -> list[str]:

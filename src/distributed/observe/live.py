@@ -27,6 +27,9 @@ class RunScreen:
     def rank_line(self, rank: int, text: str) -> None:
         self._console.rank_line(rank, text)
 
+    def attempt_began(self, attempt: int) -> None:
+        self._follower.start_attempt(attempt)
+
     def refresh(self) -> None:
         self._follower.refresh()
 

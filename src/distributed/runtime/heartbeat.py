@@ -23,7 +23,7 @@ class Heartbeat:
     def __init__(self, attempt_dir: str | Path, rank: int) -> None:
         path = heartbeat_path(attempt_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._step, self._beats, self._slowest, self._phase = 0, 0, 0, int(Phase.STARTING)
+        self._step, self._warm_up, self._slowest, self._phase = 0, _WARM_UP, 0, int(Phase.STARTING)
         self._last = time.monotonic_ns()
         with path.open("w+b") as file:
             file.write(RECORD.pack(0, self._last, self._phase, 0, b""))
@@ -33,12 +33,18 @@ class Heartbeat:
 
     def beat(self, step: int) -> None:
         now = time.monotonic_ns()
-        if self._beats >= _WARM_UP:
+        if self._warm_up:
+            self._warm_up -= 1
+        else:
             self._slowest = max(now - self._last, int(self._slowest * _FORGET))
             self._phase = 1
-        self._beats += 1
         self._step, self._last = step, now
         self._pack(self._map, 0, step, now, self._phase, self._slowest)
+
+    def epoch_begins(self) -> None:
+        """Loader workers start: its first step takes as long as it takes."""
+        self._warm_up, self._phase = max(1, self._warm_up), int(Phase.STARTING)
+        self._write()
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

@@ -6,7 +6,10 @@ import atexit
 import gc
 import itertools
 import random
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +19,9 @@ import torch.distributed as dist
 
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import LaunchError, PlanError
+from distributed.runtime.sockets import open_sockets, shut_down
 
-_OPENED = itertools.count()  # sessions of this process, so that a second `fit` does not read the first one's keys
+_KEEP_GROUP_S = 5.0  # for which a broken process group is kept
 
 
 class CollectiveError(RuntimeError):
@@ -29,43 +33,77 @@ class CollectiveError(RuntimeError):
 class Session:
     """This rank's place in the world; `open` joins it."""
 
-    def __init__(self, env: WorkerEnv, device: torch.device, store: dist.Store | None) -> None:
+    def __init__(
+        self, env: WorkerEnv, device: torch.device, store: dist.Store | None, sockets: frozenset[int] = frozenset()
+    ) -> None:
         self.env, self.device, self.store = env, device, store
         self.rank, self.world_size = env.rank, env.world_size
+        self._sockets = sockets  # of the process group, if it is ours
+        # Whether this process can leave its world and join another: the group must be ours, and end when it is cut off.
+        self.can_regroup = bool(sockets) and dist.get_backend() == "gloo"
+        self.is_ours = bool(sockets) or store is None  # not a process group that the script made
+        self._calls = itertools.count()
+        self.enter: Callable[[str], AbstractContextManager[None]] = lambda name: (
+            nullcontext()
+        )  # told of every collective
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     @staticmethod
-    def open(env: WorkerEnv, *, device: str, collectives: str, timeout_s: float) -> Session:
-        """Join the world, or the process group that the script has already made."""
+    def open(
+        env: WorkerEnv,
+        *,
+        device: str,
+        collectives: str,
+        timeout_s: float,
+        opening: Callable[[Callable[[], None]], None] = lambda cut_off: None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Session:
+        """Join the world, or the process group that the script has already made.
+
+        `opening` is given what ends the wait for the others, for another thread to call; `is_over` tells that it did.
+        """
         chosen = _choose_device(device, env.local_rank)
         if env.world_size == 1 and not dist.is_initialized():
             return Session(env, chosen, None)
-        if not dist.is_initialized():
-            _check_collectives(collectives)
-            try:
-                meeting = "env://" if env.launcher == "torchrun" else f"tcp://{env.master_addr}:{env.master_port}"
-                store, rank, world_size = next(iter(dist.rendezvous(meeting, env.rank, env.world_size)))
-                dist.init_process_group(
-                    _backends(collectives),
-                    store=dist.PrefixStore("group", store),
-                    rank=rank,
-                    world_size=world_size,
-                    timeout=timedelta(seconds=timeout_s),
-                    device_id=chosen if chosen.type == "cuda" and collectives == "nccl" else None,
-                )
-            except dist.DistNetworkError as failed:
-                raise LaunchError(
-                    f"rank {env.rank} cannot meet the others at {env.master_addr}:{env.master_port}",
-                    why=str(failed).splitlines()[0],
-                    do="check that the address is rank 0's host and that no other job uses the port (--master-port)",
-                ) from failed
-            atexit.register(leave_world)
-        else:
+        if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
-        return Session(env, chosen, dist.PrefixStore(f"session-{next(_OPENED)}", store))
+            return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session()}", store))
+        _check_collectives(collectives)
+        before = set(open_sockets())
+        opening(lambda: shut_down(set(open_sockets()) - before))
+        try:
+            store, rank, world_size = _meet(env, timeout_s, is_over)
+            of_store = set(open_sockets())
+            dist.init_process_group(
+                _backends(collectives),
+                store=dist.PrefixStore("group", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=chosen if chosen.type == "cuda" and collectives == "nccl" else None,
+            )
+        except dist.DistNetworkError as failed:
+            if is_over():
+                raise CollectiveError(f"[r{env.rank}] the world ended while its ranks met") from failed
+            raise LaunchError(
+                f"rank {env.rank} cannot meet the others at {env.master_addr}:{env.master_port}",
+                why=str(failed).splitlines()[0],
+                do="check that the address is rank 0's host and that no other job uses the port (--master-port)",
+            ) from failed
+        atexit.register(leave_world)
+        ours = frozenset(set(open_sockets()) - (of_store if env.launcher != "distributed" else before))
+        return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session(new=True)}", store), ours)
+
+    def cut_off(self) -> None:
+        """End every collective that this rank is in or begins, here and at its peers; for any thread to call."""
+        shut_down(set(self._sockets))
+
+    def number(self) -> int:
+        """Counts the calls to it: the same on every rank that makes them in the same order, for names in the store."""
+        return next(self._calls)
 
     def seed(self, seed: int) -> None:
         """Python's, numpy's and torch's generators, a stream of its own for each rank."""
@@ -74,35 +112,115 @@ class Session:
         np.random.seed(mixed % 2**32)
         torch.manual_seed(mixed)
 
+    def seed_step(self, seed: int, step: int) -> None:
+        """The same before every step of a world of several ranks.
+
+        A rank that is killed takes its generators with it; as a function of the step, whoever replaces it has them.
+        """
+        if self.world_size > 1:
+            mixed = ((seed << 40) ^ (self.rank << 20) ^ step) * 0x9E3779B97F4A7C15 % 2**64
+            mixed ^= mixed >> 32
+            random.seed(mixed)
+            np.random.seed(mixed % 2**32)
+            torch.default_generator.manual_seed(mixed % 2**63)
+            if self.device.type == "cuda":
+                torch.cuda.default_generators[self.device.index].manual_seed(mixed % 2**63)
+
     def sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over all ranks, in place."""
         if self.world_size > 1:
-            self._named(name, lambda: dist.all_reduce(values))
+            with self.named(name):
+                dist.all_reduce(values)
         return values
 
     def max(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if self.world_size > 1:
-            self._named(name, lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX))
+            with self.named(name):
+                dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
     def barrier(self, name: str) -> None:
         """Returns when every rank has come here."""
         self.sum(name, torch.zeros(1, device=self.device))
 
+    def send_from(self, name: str, rank: int, values: torch.Tensor) -> torch.Tensor:
+        """One rank's bytes of a contiguous tensor to all, in place."""
+        if self.world_size > 1:
+            with self.named(name):
+                dist.broadcast(values.view(-1).view(torch.uint8), rank)
+        return values
+
     def share_text(self, key: str, text: str | None) -> str:
-        """A text that rank 0 has and every rank needs."""
+        """A text that one rank has and every rank needs."""
         if self.store is None:
             assert text is not None
             return text
-        if text is not None:
-            self.store.set(f"text/{key}", text)
-        return str(self.store.get(f"text/{key}").decode())
+        with self.named(key):
+            if text is not None:
+                self.store.set(f"text/{key}", text)
+            return str(self.store.get(f"text/{key}").decode())
 
-    def _named(self, name: str, collective: Callable[[], Any]) -> None:
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Around a collective: what goes wrong in it is told by its name, and so is who waits in it."""
         try:
-            collective()
+            with self.enter(name):
+                yield
         except (RuntimeError, dist.DistError) as failed:
             raise CollectiveError(f"[r{self.rank}] in the collective {name!r}: {failed}") from failed
+
+
+class _World:
+    """What this process keeps of the worlds that it was in."""
+
+    sessions = -1  # opened on the present store, so that a second `fit` does not read the first one's keys
+    broken: list[tuple[float, Any]] = []  # noqa: RUF012 - one a process, like torch's default group
+
+    @classmethod
+    def next_session(cls, *, new: bool = False) -> int:
+        cls.sessions = 0 if new else cls.sessions + 1
+        return cls.sessions
+
+
+def _meet(env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> tuple[dist.Store, int, int]:
+    """The store through which the ranks find each other."""
+    if env.launcher == "torchrun":
+        store, rank, world_size = next(iter(dist.rendezvous("env://", env.rank, env.world_size)))
+        return store, rank, world_size
+    if not env.is_main and env.launcher == "distributed":
+        _await_listener(env, timeout_s, is_over)
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        env.master_addr, env.master_port, env.world_size, env.is_main, timeout=timeout, wait_for_workers=False
+    )
+    return store, env.rank, env.world_size
+
+
+def _await_listener(env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> None:
+    """Until rank 0 listens: a client of the store that finds nobody waits for up to a second before it tries again."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if is_over():
+            raise CollectiveError(f"[r{env.rank}] the world ended while its ranks met")
+        try:
+            socket.create_connection((env.master_addr, env.master_port), timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(0.005)
+
+
+def abandon_world() -> None:
+    """Leave a process group that is broken, so that another can be joined.
+
+    The group itself lives on for a while: its destructor waits for a thread that may wait for the interpreter, which
+    the destructor holds. Once that thread is idle, it is freed with the next one that breaks.
+    """
+    if dist.is_initialized():
+        now = time.monotonic()
+        kept = [(since, group) for since, group in _World.broken if now - since < _KEEP_GROUP_S]
+        _World.broken = [*kept, (now, dist.distributed_c10d._get_default_group())]
+        dist.destroy_process_group()
+    gc.collect()
 
 
 def leave_world() -> None:

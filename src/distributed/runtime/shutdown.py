@@ -1,4 +1,6 @@
-"""An orderly end on a signal: all ranks agree on a step, finish it and stop, so that nothing trained is lost.
+"""An orderly end: all ranks agree on a step, finish it and stop, so that nothing trained is lost.
+
+It is asked for by a signal, which ends the run, or by the launcher, which wants the ranks in another world.
 
 After a signal each rank says so in the store and goes on training; once all have, rank 0 names a step two ahead. No
 rank waits for another, because one that waits outside a collective would hang one that waits inside.
@@ -8,23 +10,32 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _AHEAD = 2  # ranks that synchronize after every step are at most one step apart
 
 
 class StopRequest:
     """Whether somebody asked this run to stop, and at which step it will."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, store: dist.Store | None = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        store: dist.Store | None = None,
+        asked_to_leave: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._rank, self._world_size, self._store = rank, world_size, store
+        self._asked_to_leave = asked_to_leave
         self._stop_at: int | None = None
         self._told = False
+        self.is_leaving = False  # the ranks stop in order to go on in another world
         self._previous: dict[signal.Signals, Any] = {}
         self.received: signal.Signals | None = None
 
@@ -44,37 +55,39 @@ class StopRequest:
     @property
     def is_agreed(self) -> bool:
         """Whether the run ends before its time, the same on every rank."""
-        return self._stop_at is not None
+        return self._stop_at is not None and not self.is_leaving
 
     def hear(self) -> None:
         """A signal may have reached another rank only; asked now and then, since it costs a message."""
-        if (
-            self.received is None
-            and self._store is not None
-            and self._world_size > 1
-            and self._store.check(["stop/asked"])
-        ):
-            self.received = signal.SIGTERM
+        if self._store is not None and self._world_size > 1 and self.received is None:
+            if self._store.check(["stop/asked"]):
+                self.received = signal.SIGTERM
+            elif self._store.check(["stop/leave"]):
+                self.is_leaving = True
 
     def due(self, step: int) -> bool:
-        """Whether the run ends here, after `step` steps. Costs a look at an attribute until a signal came."""
-        if self.received is None:
-            return False
+        """Whether the run or this world ends here, after `step` steps. Costs a look at two attributes until then."""
+        if self.received is None and not self.is_leaving:
+            if not self._asked_to_leave():
+                return False
+            self.is_leaving = True
         if self._store is None or self._world_size == 1:
-            self._stop_at = step
+            self._stop_at, self.is_leaving = step, self.received is None
             return True
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # else the hosts may be many steps apart
         if not self._told:
             self._store.set(f"stop/{self._rank}", "asked")
-            self._store.set("stop/asked", "asked")
+            self._store.set("stop/leave" if self.received is None else "stop/asked", "asked")
             self._told = True
         if (
             self._stop_at is None
             and self._rank == 0
             and self._store.check([f"stop/{r}" for r in range(self._world_size)])
         ):
-            self._store.set("stop/at", str(step + _AHEAD))
+            kind = "leave" if self.received is None else "stop"
+            self._store.set("stop/at", f"{kind} {step + _AHEAD}")
         if self._stop_at is None and self._store.check(["stop/at"]):
-            self._stop_at = int(self._store.get("stop/at"))
+            kind, _, at = self._store.get("stop/at").decode().partition(" ")
+            self._stop_at, self.is_leaving = int(at), kind == "leave"
         return self._stop_at is not None and step >= self._stop_at

@@ -11,6 +11,7 @@ from torch import nn
 from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
 from distributed.runtime.session import Session
+from distributed.strategies.compute_clock import ComputeClock
 
 StateTree = dict[str, Any]  # nested dicts and lists of tensors and JSON values
 
@@ -66,6 +67,7 @@ class Strategy(Protocol):
     """A whole step is the seam, so that pipelines, ZeRO engines and a captured graph fit behind it."""
 
     optimizer: torch.optim.Optimizer
+    clock: ComputeClock  # of this rank's own part of a step
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None: ...
 
@@ -80,3 +82,9 @@ class Strategy(Protocol):
     def state(self) -> StateTree: ...
 
     def load_state(self, tree: StateTree) -> None: ...
+
+    def held_state(self) -> StateTree | None:
+        """`state` as this rank holds it at its last step boundary, without asking the others, which may be gone.
+
+        None where it does not hold all of it.
+        """

@@ -47,6 +47,8 @@ class BitwiseReplicas(Replica):
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         """One optimizer step over this rank's leaves; `measure` adds metrics and the gradient's norm."""
+        self._begin_step()
+        self.clock.begin(measure)
         self._tree.discard()
         self._buffers.begin_step()
         missing = set(range(len(self._parameters)))  # parameters that no leaf of this rank has used
@@ -63,8 +65,9 @@ class BitwiseReplicas(Replica):
             if measure and index == last:
                 metrics = self._task.measure(outcome, micro.size)
         loss = self._take_totals(missing, is_weighted)
+        fewer_buffers = self._buffers.agree(self._session)  # before the update: nothing may fail after it
         norm = self._update(measure)
-        if self._buffers.agree(self._session):
+        if fewer_buffers:
             self._tree = self._make_tree()
         leaf = microbatches[0].leaf
         assert leaf is not None
@@ -76,6 +79,10 @@ class BitwiseReplicas(Replica):
 
     def state(self) -> StateTree:
         return super().state() | {"bitwise": dict(self._cut)}
+
+    def held_state(self) -> StateTree | None:
+        held = super().held_state()
+        return None if held is None else held | {"bitwise": dict(self._cut)}
 
     def load_state(self, tree: StateTree) -> None:
         saved = tree.get("bitwise", self._cut)  # none in a checkpoint of the normal mode
@@ -126,6 +133,7 @@ class BitwiseReplicas(Replica):
 
         The host looks at a value only if this rank's leaves cannot tell: they were empty, or used not all parameters.
         """
+        self.clock.mark()  # the sum waits for the other ranks' leaves
         totals = self._tree.total()
         count = len(self._parameters)
         gradients, scalars, changes = totals[:count], totals[count], totals[count + 1 :]

@@ -12,6 +12,7 @@ from distributed.core.plan import Plan
 from distributed.data.transfer import to_device
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask
+from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.optimizer_state import load_named_state, named_state
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,6 +30,8 @@ class Replica:
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         self._task, self._session = task, session
+        self.clock = ComputeClock(session.device)
+        self._in_step = False
         self._moves = session.device.type != "cpu"
         self._checks_loss = plan.on_nan == "stop" and not self._moves  # on a GPU a look at the loss would wait for it
         self._clip_norm = plan.optimizer.clip_norm
@@ -36,7 +39,10 @@ class Replica:
         self.module = task.model
         self.optimizer = task.make_optimizer(self.module, plan)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for parameter in self._parameters:  # of a step that was cut off, when a model goes on in another world
+            parameter.grad = None
         self._model: nn.Module = self.module  # what training calls
+        self._buffers_before: list[torch.Tensor] | None = None  # those that the step in flight began with
         dtype = _DTYPES.get(plan.precision.kind)
         self._autocast = torch.autocast(session.device.type, dtype) if dtype else None
         self._scaler = None
@@ -69,6 +75,24 @@ class Replica:
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
 
+    @torch.no_grad()
+    def held_state(self) -> StateTree | None:
+        """Parameters change at the end of a step only; buffers are taken back to its beginning if it was cut off."""
+        if self._in_step and self._buffers_before is not None:
+            for buffer, before in zip(self.module.buffers(), self._buffers_before, strict=True):
+                buffer.copy_(before)
+        return Replica.state(self)
+
+    def _begin_step(self) -> None:
+        """What a step that is cut off must be able to take back. Only where there is anybody to go on with."""
+        self._in_step = True
+        if self._session.can_regroup:
+            buffers = list(self.module.buffers())
+            if self._buffers_before is None:
+                self._buffers_before = [buffer.detach().clone() for buffer in buffers]
+            elif buffers:
+                torch._foreach_copy_(self._buffers_before, buffers)
+
     def _forward(self, model: nn.Module, batch: Any) -> Outcome:
         if self._autocast is None:
             return self._task.run(model, batch)
@@ -89,6 +113,7 @@ class Replica:
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()
+        self._in_step = False
         for parameter in self._parameters:  # what zero_grad does, without its profiling and grouping
             parameter.grad = None
         return norm

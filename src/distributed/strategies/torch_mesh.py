@@ -41,6 +41,8 @@ class TorchMesh(Replica):
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
+        self._begin_step()
+        self.clock.begin(measure)
         loss: torch.Tensor | float = 0.0
         total_weight: torch.Tensor | None = None
         last = len(microbatches) - 1
@@ -78,12 +80,17 @@ class TorchMesh(Replica):
         value = part.detach() if self._moves else part.item()
         if self._checks_loss and not math.isfinite(value):
             raise NonFiniteLoss(float(value))
+        self.clock.mark()
         self._backward(part)
         return outcome, value
 
     def state(self) -> StateTree:
         self._agree_on_buffers()
         return super().state()
+
+    def held_state(self) -> StateTree | None:
+        """Where ranks may have different buffers, only rank 0 has those that count."""
+        return None if self._buffers_differ and not self._session.is_main else super().held_state()
 
     def train(self, mode: bool) -> None:
         if not mode:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from distributed.checkpoint.publishing import Saved
-from distributed.core.errors import NonFiniteLossError
+from distributed.core.errors import CheckpointError, NonFiniteLossError
 from distributed.core.events import (
     CheckpointSaved,
     EpochEnded,
@@ -24,19 +24,28 @@ from distributed.core.events import (
     StepEnded,
     Warned,
 )
+from distributed.core.heartbeat import Phase
 from distributed.core.history import EpochRecord, History
 from distributed.core.plan import Plan
-from distributed.data.ledger import Ledger, rewind_ledgers
+from distributed.data.ledger import Ledger, last_recorded, rewind_ledgers
 from distributed.data.loader import EvalLoader, Step
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
 from distributed.runtime.shutdown import StopRequest
 from distributed.strategies.base import NonFiniteLoss, Strategy
+from distributed.train.handover import Held, Inherited
+from distributed.train.links import Links
 from distributed.train.meter import Meter, Reading
 from distributed.train.metrics import MetricTotals
+from distributed.train.pace import Pace
 from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
+from distributed.train.stragglers import Stragglers
 from distributed.train.witness import Verdict
+
+
+class LeftWorld(Exception):
+    """All ranks finished the same step and go on in another world."""
 
 
 class Loader(Protocol):
@@ -70,49 +79,69 @@ class Loop:
         heartbeat: Heartbeat,
         observer: Observer | None,
         utilization: Callable[[], float | None] = lambda: None,
+        on_resumed: Callable[[int, str], None] = lambda step, source: None,
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
         self._stop, self._heartbeat, self._observer, self._utilization = stop, heartbeat, observer, utilization
         self._ledger = Ledger(_ledger_dir(plan), session.rank) if plan.checkpoint.ledger else None
         self._last_save = time.monotonic()
-        self._meter = Meter(session, metric_names, checks_loss=plan.on_nan == "stop" and session.device.type != "cpu")
-        self._state = RunState(plan, strategy, schedule, session, self._meter, train.samples_per_epoch, self._saved)
+        self._on_resumed = on_resumed
+        self.has_begun = False  # whether the state is that of the run
+        self._pace, self._stragglers = (
+            Pace(session.rank, session.world_size, strategy.clock, Links.of(session)),
+            Stragglers(),
+        )
+        checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
+        self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace)
+        self._state = RunState(
+            plan, strategy, schedule, session, self._meter, train.samples_per_epoch, self._saved, self._not_saved
+        )
 
-    def run(self) -> History:
-        """Train until the epochs or steps are done, or somebody asks to stop; then save."""
+    def run(self, inherited: Inherited | None = None) -> History:
+        """Train until the epochs or steps are done, or somebody asks to stop; then save.
+
+        `inherited` is what the ranks of an earlier world handed over, in place of a checkpoint.
+        """
         begun = time.perf_counter()
         state = self._state
         try:
-            self._restore()
+            self._restore(inherited)
             self._announce()
             stopped, metrics = self._is_over(), {}
             while not stopped and state.progress.epoch < self._plan.epochs:
                 epoch = state.progress.epoch
-                stopped, seconds, samples = self._train_epoch(epoch)
+                stopped, is_whole, seconds, samples = self._train_epoch(epoch)
                 metrics = self._meter.epoch_metrics() | (self._evaluate(epoch) if not self._interrupted else {})
-                is_whole = state.progress.samples_in_epoch == 0
-                if is_whole:
+                if is_whole:  # from here to the end of the epoch nothing waits for another rank
                     self._schedule.epoch_ended(metrics)
+                    state.progress.begin_next_epoch()
                 self._close_epoch(epoch, seconds, samples, metrics)
                 is_due = self._save_is_due("epochs", state.progress.epoch) or self._save_is_due(
                     "steps", state.progress.step
                 )
                 if is_whole and is_due:
-                    state.save(metrics)
-            state.save(metrics, wait=True)
+                    self._save(metrics)
+            self._save(metrics, wait=True)
             self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
-            return self._finish(time.perf_counter() - begun)
-        finally:
+            history = self._finish(time.perf_counter() - begun)
             state.close()
+            return history
+        finally:
+            state.abandon()
             if self._ledger is not None:
                 self._ledger.close()
 
-    def _train_epoch(self, epoch: int) -> tuple[bool, float, int]:
-        """Steps until the epoch or the run is over: (whether the run is over, seconds, samples)."""
+    def held(self) -> Held | None:
+        """What this rank holds when its world has broken: the state at the last step boundary."""
+        return self._state.held()
+
+    def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
+        """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
         state, meter, train_step, ledger = self._state, self._meter, self._strategy.train_step, self._ledger
         progress, train = state.progress, self._train
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
+        seed_step, seed = self._session.seed_step, self._plan.seed
         first_step = progress.steps_in_epoch
         if train.samples_per_epoch is not None:  # samples count, so that another number of ranks can go on
             first_step = progress.samples_in_epoch // self._plan.batch.global_batch
@@ -124,8 +153,10 @@ class Loop:
         meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
         step, stopped = progress.step, False
+        heartbeat.epoch_begins()
+        seed_step(seed, step)
         try:
-            for microbatches, samples in train.epoch(epoch, first_step):
+            for microbatches, samples in self._pace.timed(train.epoch(epoch, first_step)):
                 step += 1
                 saves = step != last_step and self._save_is_due("steps", step)  # the last one is saved after evaluation
                 looks = saves or step % log_every == 0 or step in (last_step, end)  # what is not finite is not saved
@@ -142,29 +173,37 @@ class Loop:
                 if looks:
                     self._log(epoch, meter.read())
                 if saves or (looks and step != last_step and self._minutes_are_over()):
-                    state.save()
+                    self._save()
                 if looks:
                     stop.hear()
-                if stop.due(step) or step == end:
+                if stop.due(step):
+                    if stop.is_leaving:
+                        raise LeftWorld
                     stopped = True
                     break
+                if step == end:
+                    stopped = True
+                    break
+                seed_step(seed, step)
         except NonFiniteLoss as found:
             raise self._explain(found, epoch, step - found.steps_ago, before_epoch) from None
         if not meter.is_empty:
             self._log(epoch, meter.read())
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
-        if not stopped or step == last_step:
-            progress.epoch, progress.samples_in_epoch, progress.steps_in_epoch = epoch + 1, 0, 0
-        return stopped, seconds, trained
+        return stopped, not stopped or step == last_step, seconds, trained
 
     def _evaluate(self, epoch: int) -> dict[str, float]:
         """Every validation sample once, over all ranks; the sums meet in one collective."""
         if self._evaluation is None:
             return {}
+        with self._heartbeat.phase(Phase.EVALUATING):
+            return self._evaluate_all(epoch, self._evaluation)
+
+    def _evaluate_all(self, epoch: int, evaluation: EvalLoader) -> dict[str, float]:
         begun = time.perf_counter()
         self._strategy.train(False)
         totals, was_cut = MetricTotals(), False
-        for batch, size in self._evaluation:
+        for batch, size in evaluation:
             if self._stop.received is not None:
                 was_cut = True
                 break
@@ -181,6 +220,10 @@ class Loop:
             )
         )
         return {f"val_{name}": value for name, value in metrics.items()}
+
+    def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        with self._heartbeat.phase(Phase.SAVING):
+            self._state.save(metrics, wait=wait)
 
     def _save_is_due(self, unit: str, count: int) -> bool:
         every = self._plan.checkpoint.every
@@ -211,11 +254,20 @@ class Loop:
         if saved.warning:
             self._emit(Warned(time=time.time(), message=saved.warning))
 
-    def _restore(self) -> None:
-        restored = self._state.restore()
+    def _not_saved(self, failed: CheckpointError) -> None:
+        text = f"{failed.problems[0].what}: {failed.problems[0].why}; training goes on without this checkpoint"
+        self._emit(Warned(time=time.time(), message=text))
+
+    def _restore(self, inherited: Inherited | None) -> None:
+        restored = self._state.restore(inherited)
         if self._ledger is not None and self._session.is_main:
             rewind_ledgers(_ledger_dir(self._plan), self._state.progress.step)
         self._session.barrier("restored")
+        if self._ledger is not None and inherited is not None:
+            self._complete_ledger(self._ledger)
+        self.has_begun = True
+        if self._session.is_main:
+            self._on_resumed(self._state.progress.step, self._state.source)
         if restored is None:
             return
         for line in str(restored.report).splitlines():
@@ -227,6 +279,13 @@ class Loop:
             message = "another number of ranks than before: their random generators begin anew from the seed"
             self._emit(Warned(time=time.time(), message=message))
         self._compare(self._state.verdict)
+
+    def _complete_ledger(self, ledger: Ledger) -> None:
+        """Steps of this epoch that were finished by all, of which a rank that was killed or cut off wrote no record."""
+        progress = self._state.progress
+        before_epoch = progress.step - progress.steps_in_epoch
+        for step in range(max(last_recorded(_ledger_dir(self._plan), self._session.rank), before_epoch), progress.step):
+            ledger.record(step + 1, progress.epoch, self._train.sample_indices(progress.epoch, step - before_epoch))
 
     def _compare(self, verdict: Verdict | None) -> None:
         if verdict is not None:
@@ -278,6 +337,9 @@ class Loop:
                 metrics=metrics,
             )
         )
+        step = self._state.progress.step
+        for slow in self._stragglers.look(reading.paces, step=step, step_s=reading.step_s, time=time.time()):
+            self._emit(slow)
 
     def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:
         steps = self._state.progress.step - sum(record.steps for record in self._state.epochs)

@@ -12,6 +12,7 @@ import torch
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, NonFiniteLoss, StepOutput
 from distributed.train.metrics import MetricTotals
+from distributed.train.pace import Pace, RankPace
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,24 @@ class Reading:
     samples: int
     seconds: float
     gradient_norm: float | None = None
+    steps: int = 0
+    paces: tuple[RankPace, ...] = ()  # of every rank; empty where there is one, or nobody keeps it
 
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
 
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps if self.steps else 0.0
+
 
 class Meter:
     """`add` costs two list appends; `read` costs one collective and one wait for the device."""
 
-    def __init__(self, session: Session, names: list[str], *, checks_loss: bool) -> None:
+    def __init__(self, session: Session, names: list[str], *, checks_loss: bool, pace: Pace | None = None) -> None:
         self._session, self._names, self._checks_loss = session, ["loss", *names], checks_loss
+        self._pace = pace
         self._losses: list[torch.Tensor | float] = []
         self._samples: list[int] = []
         self._last: StepOutput | None = None
@@ -75,11 +83,12 @@ class Meter:
         totals = MetricTotals()
         totals.add({"loss": MetricSum(self._weighted_loss() / ranks, samples / ranks)})
         totals.add(last.metrics or {})
-        metrics = totals.mean("training metrics", self._session, self._names)
+        row = self._pace.row() if self._pace is not None else []
+        metrics, rows = totals.mean_and_sums("training metrics", self._session, self._names, row)
+        paces = self._pace.read(rows) if self._pace is not None else ()
         now = time.perf_counter()
-        reading = Reading(
-            metrics, samples, now - self._since, None if last.gradient_norm is None else last.gradient_norm.item()
-        )
+        norm = None if last.gradient_norm is None else last.gradient_norm.item()
+        reading = Reading(metrics, samples, now - self._since, norm, len(self._losses), paces)
         self._losses, self._samples, self._since = [], [], now
         for name, value in metrics.items():
             total, weight = self._epoch.get(name, (0.0, 0.0))

@@ -73,16 +73,26 @@ class MetricTotals:
 
     def mean(self, name: str, session: Session, names: list[str]) -> dict[str, float]:
         """The means over all ranks; `names` must be the same on each, and may include some that a rank never saw."""
+        return self.mean_and_sums(name, session, names, [])[0]
+
+    def mean_and_sums(
+        self, name: str, session: Session, names: list[str], more: list[float]
+    ) -> tuple[dict[str, float], list[float]]:
+        """The means, and in the same collective the sums of more numbers, as many on every rank."""
         pairs = [self._totals.get(metric, (0.0, 0.0)) for metric in names]
         if session.device.type == "cpu":  # nothing to wait for, and numbers are quicker put together than tensors
-            rows = torch.tensor([[float(part) for part in pair] for pair in pairs], dtype=torch.float64)
+            sums = torch.tensor([float(part) for pair in pairs for part in pair] + more, dtype=torch.float64)
         else:
             columns = [
                 torch.as_tensor(part, dtype=torch.float64, device=session.device) for pair in pairs for part in pair
             ]
-            rows = torch.stack(columns).view(-1, 2)
-        session.sum(name, rows)
-        return {metric: total / weight for metric, (total, weight) in zip(names, rows.tolist(), strict=True) if weight}
+            sums = torch.stack(columns)
+            if more:
+                sums = torch.cat([sums, torch.tensor(more, dtype=torch.float64, device=session.device)])
+        found: list[float] = session.sum(name, sums).tolist()
+        totals, weights = found[: 2 * len(names) : 2], found[1 : 2 * len(names) : 2]
+        means = {metric: total / weight for metric, total, weight in zip(names, totals, weights, strict=True) if weight}
+        return means, found[2 * len(names) :]
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from distributed.checkpoint.files import Storage
+from distributed.checkpoint.manifest import Manifest
 from distributed.checkpoint.publishing import Saved
 from distributed.checkpoint.restoring import Restored, find, restore
 from distributed.checkpoint.rng import restore_rng, rng_state
 from distributed.checkpoint.saving import Saver
 from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError
+from distributed.core.failure import is_collateral
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
+from distributed.train.handover import Held, Inherited
 from distributed.train.meter import Meter
 from distributed.train.schedule import Schedule
 from distributed.train.witness import Verdict, Witness
@@ -34,6 +38,9 @@ class Progress:
     samples_in_epoch: int = 0
     steps_in_epoch: int = 0  # by which a stream, whose batches may be short in the middle, finds its place
 
+    def begin_next_epoch(self) -> None:
+        self.epoch, self.samples_in_epoch, self.steps_in_epoch = self.epoch + 1, 0, 0
+
 
 class RunState:
     """Everything of one rank that a checkpoint holds, and the checkpoints themselves. Every rank makes every call."""
@@ -47,9 +54,10 @@ class RunState:
         meter: Meter,
         samples: int | None,
         on_saved: Callable[[Saved], None],
+        on_failed: Callable[[CheckpointError], None],
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
-        self._meter, self._samples, self._on_saved = meter, samples, on_saved
+        self._meter, self._samples, self._on_saved, self._on_failed = meter, samples, on_saved, on_failed
         self.progress = Progress()
         self.epochs: list[EpochRecord] = []
         self._storage = open_storage(plan.checkpoint.dir)
@@ -59,14 +67,21 @@ class RunState:
         self.path = ""  # of the newest checkpoint
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
         self.is_watched = self._witness.wants
+        self.source = "the beginning"  # of the state that this run goes on from
 
-    def restore(self) -> Restored | None:
-        """Load the checkpoint that the plan names, or nothing when it says True and there is none; then be ready."""
-        plan = self._plan
-        restored = restore(plan.checkpoint.dir, plan.checkpoint.resume, self._session, expected=self._strategy.state())
+    def restore(self, inherited: Inherited | None = None) -> Restored | None:
+        """Take what another rank handed over, or the checkpoint that the plan names, or begin; then be ready."""
+        checkpoint = self._plan.checkpoint
+        restored = None
+        if inherited is not None:
+            self._take(inherited.tree)
+            self._saved_at = -1
+            self.source = f"memory of rank {inherited.rank}"
+        else:
+            restored = self._find()
         if restored is not None:
             self._load(restored)
-        checkpoint = plan.checkpoint
+            self.source = restored.path
         self._saver = Saver(
             self._storage,
             self._session,
@@ -80,22 +95,47 @@ class RunState:
         self._saver.prepare(self._shared(), self._own())
         return restored
 
+    def _find(self) -> Restored | None:
+        """A run that was restarted goes on from its own newest checkpoint; one that was not, from what it is told."""
+        checkpoint, expected = self._plan.checkpoint, self._strategy.state()
+        if self._session.env.restarts:
+            own = restore(checkpoint.dir, True, self._session, expected=expected, accept=self._is_own)
+            if own is not None:
+                return own
+        return restore(checkpoint.dir, checkpoint.resume, self._session, expected=expected)
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        return manifest.meta.get("plan", {}).get("run_dir") == self._plan.run_dir
+
+    def held(self) -> Held | None:
+        """What this rank holds at its last step boundary, asking nobody; None when that is not everything."""
+        state = self._strategy.held_state()
+        if state is None:
+            return None
+        meter = self._meter.state() | {"losses": [], "samples": []}  # those that nobody has read are each rank's own
+        return Held(self.progress.step, state | self._position() | {"meter": meter})
+
     def _load(self, restored: Restored) -> None:
-        shared = restored.shared
         self._check(restored)
-        self._strategy.load_state(shared)
         self._saved_at, self.path = restored.step, restored.path
         if "imported" in restored.manifest.meta:  # weights of another program: all else begins anew
+            self._strategy.load_state(restored.shared)
             self.progress = Progress(step=restored.step)
             return
-        self.progress = Progress(**shared["progress"])
-        self._schedule.load_state(shared["schedule"], self.progress.step)
-        self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
+        self._take(restored.shared)
         if restored.own is not None:
             restore_rng(restored.own["rng"], self._session.device)
             self._meter.load_state(restored.own["meter"])
             self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
         self.verdict = self._look({})
+
+    def _take(self, shared: dict[str, Any]) -> None:
+        self._strategy.load_state(shared)
+        self.progress = Progress(**shared["progress"])
+        self._schedule.load_state(shared["schedule"], self.progress.step)
+        self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
+        if "meter" in shared:  # of a handover; each rank's own in a checkpoint
+            self._meter.load_state(shared["meter"])
 
     def _check(self, restored: Restored) -> None:
         """What would make it another run: another model, another dataset, a batch that cuts elsewhere."""
@@ -134,19 +174,34 @@ class RunState:
         """The state after this step; nothing when it is saved already, except to wait for it."""
         assert self._saver is not None, "restore comes first"
         if self._saved_at != self.progress.step:
+            self._outlive(self._saver.wait)  # at most one is in flight, and all ranks hear the same of it
             self._saved_at = self.progress.step
             best = self._plan.checkpoint.best
             metric = (metrics or {}).get(best.partition(":")[2]) if best else None
-            self._saver.save(self.progress.step, self._shared(), self._own(), self._meta(), metric=metric)
+            parts = self._shared(), self._own(), self._meta()
+            self._outlive(partial(self._saver.save, self.progress.step, *parts, metric=metric))
             self._witness.saved(self.progress.step)
             self._look({})
         if wait:
             self.path = self._saver.wait() or self.path
 
     def poll(self) -> None:
-        """Tell of saves that have ended since; raises what went wrong in them."""
+        """Tell of saves that have ended since, and of what went wrong in them."""
         if self._saver is not None:
-            self._saver.poll()
+            self._outlive(self._saver.poll)
+
+    def _outlive(self, save: Callable[[], object]) -> None:
+        """A checkpoint that cannot be written is told and passed over: the next one may be, and training need not end.
+
+        It went wrong on all ranks alike. The last one of a run must be written.
+        """
+        try:
+            save()
+        except CheckpointError as failed:
+            if is_collateral(failed):
+                raise
+            self._saved_at = -1
+            self._on_failed(failed)
 
     def witness(self, loss: Any, samples: list[int]) -> Verdict | None:
         """After each step: part of the resume certificate, where this step belongs to one."""
@@ -168,8 +223,16 @@ class RunState:
         if self._saver is not None:
             self._saver.close()
 
+    def abandon(self) -> None:
+        """The world broke: the save in flight may never hear of the others."""
+        if self._saver is not None:
+            self._saver.abandon()
+
     def _shared(self) -> dict[str, Any]:
-        return self._strategy.state() | {
+        return self._strategy.state() | self._position()
+
+    def _position(self) -> dict[str, Any]:
+        return {
             "schedule": self._schedule.state(),
             "progress": asdict(self.progress),
             "epochs": [asdict(record) for record in self.epochs],

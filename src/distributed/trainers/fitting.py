@@ -21,6 +21,7 @@ from distributed.data.source import Source
 from distributed.launch.local import LocalLauncher
 from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
+from distributed.launch.supervisor import Patience
 from distributed.observe.live import RunScreen
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import Gpu, Hardware, probe_hardware
@@ -29,7 +30,7 @@ from distributed.strategies.batchnorm import has_batchnorm
 from distributed.strategies.optimizer_state import load_named_state
 from distributed.train.task import Task
 from distributed.trainers.payload import write_payload
-from distributed.worker import HISTORY, PATHS, PAYLOAD, Job, open_session, run_rank
+from distributed.worker import HISTORY, PATHS, PAYLOAD, Job, line_for, open_session, run_rank
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
 
@@ -57,10 +58,13 @@ class FitRequest:
         )
 
     def plan(self, run_dir: str, world: WorkerEnv | None = None) -> Plan:
+        """Of the ranks that were asked for, then cut for those that are there: the global batch stays."""
+        nominal = replace(world, world_size=world.nominal_ranks) if world and world.nominal_ranks else world
         mlflow_run = _active_mlflow_run()
-        return make_plan(
-            self.config, self.profile, _hardware(), run_dir=run_dir, world=world, active_mlflow_run=mlflow_run
+        plan = make_plan(
+            self.config, self.profile, _hardware(), run_dir=run_dir, world=nominal, active_mlflow_run=mlflow_run
         )
+        return plan if world is None else plan.for_world(world.world_size, world.num_nodes)
 
     def job(self, plan: Plan) -> Job:
         return Job(plan, replace(self.task, loss_weighting=plan.loss_weighting), self.train, self.evaluation)
@@ -72,16 +76,21 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
     run_dir = world.run_dir or request.config.run_dir or new_run_dir()
     if world.run_dir and number > 1:
         run_dir = os.path.join(world.run_dir, f"fit-{number}")
-    session = open_session(request.plan(run_dir, world), world)
-    run_dir = session.share_text("run_dir", run_dir if session.is_main else None)
     plan = request.plan(run_dir, world)
+    line = line_for(plan)
+    session = open_session(plan, world, line)
+    if not world.run_dir:  # each rank has made up its own
+        run_dir = session.share_text("run_dir", run_dir if session.is_main else None)
+    plan = request.plan(run_dir, session.env)
     check_extras(plan)
     if session.is_main:
         if not world.run_dir:
             _refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
         _write_plan(plan)
     followed = world.launcher == "distributed" and number == 1  # whoever started us shows the progress
-    return run_rank(request.job(plan), session, shows_progress=plan.observe.progress and not followed)
+    if number > 1:  # whoever replaces a rank runs the script from its beginning, and would not come here alone
+        line = None
+    return run_rank(request.job(plan), session, shows_progress=plan.observe.progress and not followed, line=line)
 
 
 def fit_alone(request: FitRequest) -> History:
@@ -106,16 +115,17 @@ def fit_alone(request: FitRequest) -> History:
         threads_per_rank=plan.threads_per_rank,
         attempt=next_attempt(run_dir),
         device=plan.device,
+        warm=config.warm_start,
     )
     _refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
     if plan.world_size > 1:
-        return _launch(request.job(plan), launch)
+        return _launch(request.job(plan), launch, Patience.of(config))
     _write_plan(plan)
     session = open_session(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt))
     return run_rank(request.job(plan), session, shows_progress=plan.observe.progress)
 
 
-def _launch(job: Job, launch: LaunchRequest) -> History:
+def _launch(job: Job, launch: LaunchRequest, patience: Patience) -> History:
     """Send the job to new processes, wait for them, and take home what they trained."""
     run_dir = Path(launch.run_dir)
     payload, outcome = run_dir / PAYLOAD, run_dir / HISTORY
@@ -127,7 +137,7 @@ def _launch(job: Job, launch: LaunchRequest) -> History:
         (run_dir / PATHS).write_text(json.dumps({"sys_path": [path or os.getcwd() for path in sys.path]}))
         screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=job.plan.observe.progress)
         try:
-            LocalLauncher().run(launch, screen, on_stop=screen.stopping)
+            LocalLauncher().run(launch, screen, patience=patience, on_stop=screen.stopping)
         except RankFailedError as failed:
             is_ours = failed.exit_code != RankFailedError.exit_code  # then its text says all
             trace = "" if is_ours else f"\n{failed.traceback}\n"

@@ -1,0 +1,259 @@
+"""Membership: one node among several that meet again and again, over a meeting point that may be out of reach.
+
+Whatever talks to the store may hang for good when a link is cut, so it is done in threads that are given up on.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from distributed.core.errors import LaunchError
+from distributed.launch.nodes import News, Round, RunOver
+from distributed.launch.peers import ARRIVED, KeyValueStore, NodeTalk
+from distributed.launch.ports import free_port
+from distributed.launch.request import LaunchRequest
+from distributed.launch.rounds import Rounds, Terms
+from distributed.launch.seats import NodeCard, RoundRecord
+
+_POLL_S = 0.02
+_TRY_S = 8.0  # to connect; then it hangs half open
+_RETRY_S = 0.2
+_FLUSH_S = 1.0  # for the news that makes the others come
+_FULL_S = 10.0  # a run of fixed size has had all of its nodes for so long: one more is a mistake
+
+T = TypeVar("T")
+
+
+class MeetingPoint(Protocol):
+    """Where the store is."""
+
+    address: str  # of this node, as the others reach it
+
+    def connect(self, *, may_keep_store: bool) -> KeyValueStore:
+        """A new connection; the first may make the store in this process. Raises OSError when nobody answers."""
+
+    def keeps_store(self) -> bool: ...
+
+    def rendezvous(
+        self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]
+    ) -> tuple[int, int] | None:
+        """See rounds.Rendezvous."""
+
+
+@dataclass
+class _Line:
+    """Connections to the meeting point: one to meet, one to talk, since each does one thing at a time."""
+
+    identity: str  # of the store, so that a new one at the same address is noticed
+    agent: int
+    store: KeyValueStore
+    talk: NodeTalk
+    abandoned: threading.Event = field(default_factory=threading.Event)
+
+    def drop(self) -> None:
+        self.abandoned.set()
+        self.talk.close()
+
+
+class Membership:
+    """See Nodes. `timeout_s` is for the first meeting, `rejoin_timeout_s` for all later ones.
+
+    Once `min_nodes` are there, the first meeting waits `first_call_s` for the rest, and later ones `last_call_s` for
+    those that were heard of lately.
+    """
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        point: MeetingPoint,
+        *,
+        run_dir_given: bool = False,
+        timeout_s: float = 600.0,
+        rejoin_timeout_s: float = 300.0,
+        lost_after_s: float = 5.0,
+        cut_off_after_s: float = 8.0,
+        first_call_s: float = 30.0,
+        last_call_s: float = 3.0,
+    ) -> None:
+        self._request = request
+        self._point = point
+        self._run_dir = request.run_dir
+        self._run_dir_given = run_dir_given
+        self._timeout_s = timeout_s
+        self._rejoin_timeout_s = rejoin_timeout_s
+        self._lost_after_s = lost_after_s
+        self._cut_off_after_s = cut_off_after_s
+        self._rounds = Rounds(request, point.rendezvous, first_call_s=first_call_s, last_call_s=last_call_s)
+        self._line: _Line | None = None
+        self._members = 0  # of the round that this node is in; 0: of none
+
+    def gather(self, attempt: int, sizes: Sequence[int] = ()) -> Round:
+        limit_s = self._timeout_s if self._line is None else self._rejoin_timeout_s
+        deadline = time.monotonic() + limit_s
+        self._members = 0
+        while True:
+            line = self._line
+            if line is None or line.talk.is_cut or line.abandoned.is_set():
+                if line is not None:  # its threads hang, and must not speak for this node when the link heals
+                    line.drop()
+                line = self._line = self._connect(line, deadline, limit_s)
+            line.talk.flush(_FLUSH_S)
+            line.talk.wait()
+            errand = _Errand(
+                partial(self._rounds.meet, line.store, line.talk, self._card(line, attempt, sizes), line.abandoned)
+            )
+            try:
+                has_met = self._attend(errand, line, deadline, limit_s)
+                if has_met:
+                    return self._begin(line, *errand.result())
+            except BaseException:
+                line.abandoned.set()
+                raise
+            line.drop()
+            limit_s = self._rejoin_timeout_s
+            deadline = time.monotonic() + limit_s
+
+    def tell(self, news: News) -> None:
+        if self._line is not None:
+            self._line.talk.tell(news)
+
+    def news(self) -> News | None:
+        return self._line.talk.news() if self._line is not None else None
+
+    def newcomer(self) -> bool:
+        return self._line is not None and 0 < self._members < self._request.most_nodes and self._line.talk.newcomer()
+
+    def leave(self, ok: bool) -> News | None:
+        return self._line.talk.leave(ok) if self._line is not None else None
+
+    def _card(self, line: _Line, attempt: int, sizes: Sequence[int]) -> NodeCard:
+        return NodeCard(
+            host=socket.gethostname(),
+            address=self._point.address,
+            wanted_rank=self._request.node_rank,
+            ranks=self._request.ranks_per_node,
+            run_dir=self._run_dir,
+            attempt=attempt,
+            port=free_port(),
+            agent=line.agent,
+            sizes=tuple(sizes),
+        )
+
+    def _begin(self, line: _Line, number: int, record: RoundRecord) -> Round:
+        if record.problems:
+            line.talk.leave(ok=False)
+            raise LaunchError(record.problems)
+        active = [agent for agent, ranks in zip(record.agents, record.ranks, strict=True) if ranks]
+        line.talk.enter(number, record.agents, record.hosts, active)
+        self._members = len(record.agents)
+        if not self._run_dir_given:
+            self._run_dir = record.run_dir
+        return Round(record.attempt, record.place(line.agent), record.hosts, self._run_dir)
+
+    def _attend(self, errand: _Errand[tuple[int, RoundRecord]], line: _Line, deadline: float, limit_s: float) -> bool:
+        """Until the nodes have met; False: this node was cut off meanwhile."""
+        host, port = self._request.meeting_point
+        full_since: float | None = None
+        while not errand.wait(_POLL_S):
+            news = line.talk.news()
+            if news is not None and news.kind in ("failed", "stopping"):
+                raise RunOver(news)
+            if line.talk.over:
+                raise RunOver(News(-1, "", "done"))
+            if line.talk.is_cut:
+                return False
+            now = time.monotonic()
+            if self._rounds.is_spare:
+                deadline = now + limit_s  # others train: this may take as long as the run
+            full_since = (full_since or now) if self._rounds.is_spare and self._rounds.is_full_for_good else None
+            if full_since is not None and now > full_since + _FULL_S:
+                line.talk.leave(ok=False)
+                raise LaunchError(
+                    f"the run at {host}:{port} has its {self._request.num_nodes} nodes already",
+                    do="check num_nodes, or choose another master_port for another run",
+                )
+            if now > deadline:
+                here = len(line.talk.alive())
+                line.talk.leave(ok=False)
+                raise LaunchError(
+                    f"only {here} of {self._request.fewest_nodes} nodes came to {host}:{port} within {limit_s:.0f} s",
+                    do=f"start the same command on all nodes, with master_addr={host} master_port={port}",
+                )
+        return not isinstance(errand.error, RuntimeError)  # what torch's stores raise when the connection is lost
+
+    def _connect(self, before: _Line | None, deadline: float, limit_s: float) -> _Line:
+        """A new connection to the meeting point, tried until the deadline."""
+        host, port = self._request.meeting_point
+        why = "no answer"
+        while True:
+            errand = _Errand(partial(self._open, before))
+            if errand.wait(_TRY_S):
+                if not isinstance(errand.error, OSError | RuntimeError):
+                    return errand.result()
+                why = str(errand.error).partition("\n")[0]
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_RETRY_S)
+        if before is None:
+            raise LaunchError(
+                f"no node of this run answers at {host}:{port} (waited up to {limit_s:.0f} s)",
+                why=why,
+                do="start the node with that address too, check the port and the firewall, and that nothing else uses"
+                " it",
+            )
+        raise LaunchError(
+            f"the node that keeps the meeting point {host}:{port} is gone: no answer for {limit_s:.0f} s",
+            why=f"the nodes of a run meet through the launcher on that node, and cannot go on without it ({why})",
+            do="start the same command on all nodes again, with resume_from_checkpoint=true and the same run_dir",
+        )
+
+    def _open(self, before: _Line | None) -> _Line:
+        store = self._point.connect(may_keep_store=before is None)
+        identity = store.compare_set("identity", "", uuid.uuid4().hex).decode()
+        if before is not None and before.identity == identity:
+            agent = before.agent
+        else:
+            self._rounds.forget()
+            agent = store.add(ARRIVED, 1)
+        talk = NodeTalk(
+            self._point.connect(may_keep_store=False),
+            agent,
+            keeps_store=self._point.keeps_store(),
+            lost_after_s=self._lost_after_s,
+            cut_off_after_s=self._cut_off_after_s,
+        )
+        return _Line(identity, agent, store, talk)
+
+
+class _Errand(Generic[T]):
+    """Something done in a thread of its own, which the caller may give up on."""
+
+    def __init__(self, task: Callable[[], T]) -> None:
+        self._task = task
+        self._results: list[T] = []
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="node-errand", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._task())
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._ended.wait(timeout_s)
+
+    def result(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self._results[0]

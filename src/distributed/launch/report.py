@@ -1,0 +1,184 @@
+"""RunReport: what became of a run over all of its attempts, built up as things happen. Times are given, never read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distributed.core.events import RunReported
+from distributed.launch.policy import Fault
+
+_SHOWN = 10  # faults, the last ones
+
+
+@dataclass
+class _Entry:
+    """A fault, and how the run came back from it, if it did."""
+
+    attempt: int
+    time: float
+    fault: Fault
+    recovered_at: float | None = None
+    source: str = ""
+    lost_steps: int = 0
+
+
+@dataclass
+class RunReport:
+    """Attempts, faults and what they cost.
+
+    >>> report = RunReport()
+    >>> report.attempt_began(0, t=0.0)
+    >>> report.fault(50.0, Fault("machine", rank=1, host="n1", step=50, message="killed by SIGKILL"))
+    >>> report.attempt_began(1, t=51.0)
+    >>> report.recovered(54.0, attempt=1, step=46, lost_steps=4, source="memory of rank 0")
+    >>> report.ended(108.0, "done", step=100)
+    >>> print(report)
+    2 attempts, done at step 100 after 1:48
+      attempt 0: machine, rank 1 on n1, step 50: killed by SIGKILL
+        back in 4.0 s from memory of rank 0, 4 steps taken again
+      time lost 8.0 s, goodput 92.6 %
+    """
+
+    _attempts: list[int] = field(default_factory=list)
+    _entries: list[_Entry] = field(default_factory=list)
+    _began: float | None = None
+    _first_step: int = 0
+    _last: float = 0.0
+    _step: int = -1  # the last finished one; -1: not known
+    _status: str = ""
+
+    def attempt_began(self, attempt: int, t: float, *, step: int = 0) -> None:
+        """`step`: of the state that it begins with; it matters for the first attempt of a resumed run."""
+        if self._began is None:
+            self._began, self._first_step = t, step
+        if attempt not in self._attempts:
+            self._attempts.append(attempt)
+        self._last = max(self._last, t)
+
+    def fault(self, t: float, fault: Fault) -> None:
+        """Collateral faults are told nowhere: they have a cause, and that is told."""
+        self._last, self._step = max(self._last, t), max(self._step, fault.step)
+        if fault.kind != "collateral":
+            self._entries.append(_Entry(self._attempts[-1] if self._attempts else 0, t, fault))
+
+    def recovered(self, t: float, attempt: int, step: int, lost_steps: int, source: str) -> None:
+        """The first new step was taken, from the state of `step`. It ends every fault that is still open."""
+        self._last, self._step = max(self._last, t), max(self._step, step)
+        open_entries = [entry for entry in self._entries if entry.recovered_at is None]
+        for entry in open_entries:
+            entry.recovered_at, entry.source = t, source
+        if open_entries:  # several faults before one recovery cost these steps once
+            open_entries[-1].lost_steps = lost_steps
+
+    def ended(self, t: float, status: str, step: int) -> None:
+        self._last, self._step, self._status = max(self._last, t), max(self._step, step), status
+
+    @property
+    def attempts(self) -> int:
+        return len(self._attempts)
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """How many of each kind."""
+        return dict(Counter(entry.fault.kind for entry in self._entries))
+
+    @property
+    def seconds(self) -> float:
+        return self._last - self._began if self._began is not None else 0.0
+
+    @property
+    def seconds_lost(self) -> float:
+        """From each fault to the first new step, and an estimate for the steps that were taken twice."""
+        waited = self._waited()
+        again = sum(entry.lost_steps for entry in self._entries)
+        steps = max(0, self._step - self._first_step) + again
+        mean_step = (self.seconds - waited) / steps if steps else 0.0
+        return min(self.seconds, waited + again * mean_step)
+
+    @property
+    def goodput(self) -> float:
+        """The part of the time in which steps were taken that count; 0 where none was."""
+        if not self.seconds or 0 <= self._step <= self._first_step:
+            return 0.0
+        return 1.0 - self.seconds_lost / self.seconds
+
+    @property
+    def recovery_p50(self) -> float | None:
+        return _quantile(self._recoveries(), 0.5)
+
+    @property
+    def recovery_p95(self) -> float | None:
+        return _quantile(self._recoveries(), 0.95)
+
+    def event(self, time: float) -> RunReported:
+        return RunReported(
+            time=time,
+            attempts=self.attempts,
+            faults=self.faults,
+            seconds=self.seconds,
+            seconds_lost=self.seconds_lost,
+            goodput=self.goodput,
+            text=str(self),
+        )
+
+    def __str__(self) -> str:
+        at = f" at step {self._step}" if self._step >= 0 else ""
+        lines = [
+            f"{self.attempts} attempt{'s' * (self.attempts != 1)}, {self._status or 'going on'}{at}"
+            f" after {_span(self.seconds)}"
+        ]
+        if len(self._entries) > _SHOWN:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.faults.items())
+            lines.append(f"  {len(self._entries)} faults ({kinds}); the last {_SHOWN}:")
+        for entry in self._entries[-_SHOWN:]:
+            lines += _describe(entry)
+        if self._entries:
+            lines.append(f"  time lost {_span(self.seconds_lost)}, goodput {100 * self.goodput:.1f} %")
+        p50, p95 = self.recovery_p50, self.recovery_p95
+        if p50 is not None and p95 is not None and len(self._recoveries()) > 1:
+            lines[-1] += f", recovery p50 {_span(p50)}, p95 {_span(p95)}"
+        return "\n".join(lines)
+
+    def _recoveries(self) -> list[float]:
+        return [entry.recovered_at - entry.time for entry in self._entries if entry.recovered_at is not None]
+
+    def _waited(self) -> float:
+        """Seconds between a fault and the first new step; times that overlap count once."""
+        total, until = 0.0, -math.inf
+        for entry in sorted(self._entries, key=lambda entry: entry.time):
+            end = entry.recovered_at if entry.recovered_at is not None else self._last
+            total += max(0.0, end - max(entry.time, until))
+            until = max(until, end)
+        return total
+
+
+def _describe(entry: _Entry) -> list[str]:
+    fault = entry.fault
+    who = [f"rank {fault.rank}" + (f" on {fault.host}" if fault.host else "")] if fault.rank >= 0 else []
+    who += [f"step {fault.step}"] if fault.step >= 0 else []
+    message = fault.message.splitlines()[0] if fault.message else "no message"
+    head = f"  attempt {entry.attempt}: {', '.join([fault.kind, *who])}: {message}"
+    if entry.recovered_at is None:
+        return [head, "    not recovered"]
+    again = f", {entry.lost_steps} step{'s' * (entry.lost_steps != 1)} taken again" if entry.lost_steps else ""
+    return [head, f"    back in {_span(entry.recovered_at - entry.time)} from {entry.source}{again}"]
+
+
+def _quantile(values: Sequence[float], part: float) -> float | None:
+    """The smallest value that so large a part of them does not exceed; None where there is none.
+
+    >>> _quantile([4.0, 1.0, 3.0, 2.0], 0.5), _quantile([4.0, 1.0, 3.0, 2.0], 0.95), _quantile([], 0.5)
+    (2.0, 4.0, None)
+    """
+    return sorted(values)[math.ceil(part * len(values)) - 1] if values else None
+
+
+def _span(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,234 @@
+"""The warm parent: a process that has the slow imports behind it and forks the ranks of a node when it is asked to.
+
+`python -u -m distributed.launch.warm <fd of its socket> <launcher's pid> module…`. What it is asked and what it answers
+is in `warm_parent.py`, the launcher's side. The modules are names, since nothing here may depend on them; none of them
+is the user's own, which are imported anew in every rank.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from typing import Any, NoReturn
+
+from distributed.core.env import CONTROL_FD, LAUNCHER_PID
+from distributed.launch import rank
+
+LENGTH_BYTES = 8  # before every request: how long it is
+CANNOT_FORK = 3  # exit code of a rank that could not be forked: a LaunchError's
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Import, then fork until the launcher hangs up."""
+    line = socket.socket(fileno=int(arguments[0]))
+    launcher, modules = int(arguments[1]), arguments[2:]
+    for number in _STOPS:  # the launcher's business
+        signal.signal(number, signal.SIG_IGN)
+    rank.die_with(launcher)
+    light = frozenset(sys.modules)
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working directory: the user's modules are there
+    gc.disable()  # a collection would write to pages that the children share
+    greedy = _preload(modules)
+    if greedy is not None:
+        print(f"{greedy} opens the GPU when it is imported, and a fork could not use it then: left out", flush=True)
+        line.set_inheritable(True)
+        rest = [*arguments[:2], *(name for name in modules if name != greedy)]
+        os.execv(sys.executable, [sys.executable, "-u", "-m", "distributed.launch.warm", *rest])
+    line.set_inheritable(False)
+    gc.freeze()
+    _Server(line, light).serve()
+
+
+def _preload(modules: list[str]) -> str | None:
+    """Import them all, or up to the one that is not to be imported before a fork, which it returns."""
+    for name in modules:
+        begin = time.perf_counter()
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # the rank that needs it fails with the same, and says so to the user
+            print(f"not preloaded: {name}: {error!r}", flush=True)
+        else:
+            print(f"preloaded {name} in {time.perf_counter() - begin:.2f} s", flush=True)
+        if _holds_the_gpu():
+            return name
+    return None
+
+
+def _holds_the_gpu() -> bool:
+    """Whether anyone opened its driver, CUDA or NVML: torch would know of itself alone."""
+    descriptors = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    return any(os.readlink(path).startswith("/dev/nvidia-uvm") for path in descriptors if os.path.islink(path))
+
+
+@dataclass(frozen=True)
+class _Request:
+    id: int
+    argv: list[str]
+    command: list[str]
+    environ: dict[str, str]
+    cwd: str
+    log: int
+    control: int | None
+
+
+class _Server:
+    def __init__(self, line: socket.socket, light: Collection[str]) -> None:
+        self._line = line
+        self._light = light  # the modules that a rank which is not forked has loaded too
+        self._ids: dict[int, int] = {}  # pid -> request
+        self._woken, self._wake = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self) -> NoReturn:
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # for its byte in the wakeup socket
+        self._selector.register(self._line, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in self._selector.select()]
+            if self._woken in ready:
+                self._woken.recv(4096)
+                self._reap()
+            if self._line in ready:
+                request = self._receive()
+                if request is None:
+                    os._exit(0)  # the launcher hung up; the kernel ends what is left of the ranks
+                self._fork(request)
+
+    def _receive(self) -> _Request | None:
+        head, ancillary, _, _ = self._line.recvmsg(LENGTH_BYTES, socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC)
+        descriptors = array.array("i")
+        for _, _, data in ancillary:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        head += self._exactly(LENGTH_BYTES - len(head)) if head else b""
+        body = self._exactly(int.from_bytes(head, "big")) if head else b""
+        if not body:
+            return None
+        log, *control = descriptors
+        return _Request(**json.loads(body), log=log, control=control[0] if control else None)
+
+    def _exactly(self, count: int) -> bytes:
+        received = bytearray()
+        while len(received) < count:
+            part = self._line.recv(count - len(received))
+            if not part:
+                os._exit(0)
+            received += part
+        return bytes(received)
+
+    def _fork(self, request: _Request) -> None:
+        # A signal that arrives before the child has its own handlers waits; ignored, it would be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+        parent = os.getpid()
+        try:
+            with warnings.catch_warnings():  # of a fork beside threads: those of BLAS, which see to it themselves
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+        except OSError as error:
+            os.write(request.log, f"this rank could not be forked: {error}\n".encode())
+            self._tell(id=request.id, status=CANNOT_FORK << 8)
+        else:
+            if pid == 0:
+                self._child(request, parent)
+            self._ids[pid] = request.id
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+        os.close(request.log)
+        if request.control is not None:
+            os.close(request.control)
+
+    def _reap(self) -> None:
+        for pid in list(self._ids):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._tell(id=self._ids.pop(pid), status=status)
+
+    def _tell(self, **report: int) -> None:
+        try:
+            self._line.sendall(json.dumps(report).encode() + b"\n")
+        except OSError:
+            os._exit(0)  # nobody is there any more
+
+    def _child(self, request: _Request, parent: int) -> NoReturn:
+        """Everything from here on is in the rank."""
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.dup2(request.log, 1)
+            os.dup2(request.log, 2)
+            os.close(request.log)
+            # From the child itself, since only now a signal to its group reaches it.
+            self._tell(id=request.id, pid=os.getpid())
+            for mine in (self._selector, self._line, self._woken, self._wake):
+                mine.close()
+            _become(request, parent, self._light)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+            rank.leave(rank.main(request.command))
+        except KeyboardInterrupt:  # before or after the program itself
+            os._exit(130)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+
+def _become(request: _Request, parent: int, light: Collection[str]) -> None:
+    """Make this fork what a fresh interpreter for the request would be."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    line = {} if request.control is None else {CONTROL_FD: str(request.control)}
+    os.environ.clear()
+    os.environ.update({**request.environ, **line, LAUNCHER_PID: str(parent)})
+    os.chdir(request.cwd)
+    sys.orig_argv = request.argv
+    folder = request.cwd if request.command[0] == "-m" else os.path.dirname(os.path.realpath(request.command[0]))
+    if not sys.flags.safe_path:
+        sys.path.insert(0, request.cwd)  # as -m does; for a script, rank.main puts the script's folder there
+        _forget_shadowed(folder, light)
+    importlib.invalidate_caches()
+    _refresh(sys.modules.get("numpy"), sys.modules.get("torch"), threads, request.environ.get("OMP_NUM_THREADS"))
+    gc.enable()
+
+
+def _forget_shadowed(folder: str, light: Collection[str]) -> None:
+    """The user's own `datasets.py` comes before an installed package of that name, preloaded or not."""
+    try:
+        names = {name.partition(".")[0] for name in os.listdir(folder)}
+    except OSError:
+        return
+    for name in names & sys.modules.keys() - set(light):
+        spec = PathFinder.find_spec(name, [folder])
+        loaded = getattr(sys.modules[name], "__file__", None)
+        if spec is not None and spec.loader is not None and spec.origin != loaded:
+            for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
+                del sys.modules[module]
+
+
+def _refresh(numpy: Any, torch: Any, threads_before: str | None, threads: str | None) -> None:
+    """What numpy and torch took from their process while they were imported; python's own `random` does it itself."""
+    if numpy is not None:
+        numpy.random.seed()
+    if torch is not None and threads != threads_before and (threads or "").isdigit():
+        torch.set_num_threads(int(threads or 1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,232 @@
+"""WarmParent: the launcher's side of the process that ranks are forked from, so that no rank pays for imports.
+
+A request is a length, then JSON, with the rank's log and control line as descriptors. What comes back is JSON lines:
+`{"id", "pid"}` from a rank as soon as it can be signalled, `{"id", "status"}` from its parent when it has ended.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from distributed.core.errors import LaunchError
+from distributed.launch.processes import Child, RankProcess, runs_in_group
+from distributed.launch.request import ProcessSpec
+from distributed.launch.warm import LENGTH_BYTES
+
+# torch._dynamo is what the first optimizer or DDP imports.
+ALWAYS = ("torch", "torch.distributed", "torch._dynamo", "numpy", "distributed.worker", "distributed.trainers.trainer")
+# Packages that start no threads which a fork would miss, and touch no GPU, when they are imported.
+_SAFE_BEFORE_FORK = """
+PIL accelerate datasets einops h5py joblib lightning lightning_utilities matplotlib networkx numpy omegaconf pandas peft
+pydantic pytorch_lightning requests rich safetensors scipy sentencepiece sklearn sympy tiktoken timm tokenizers
+torchaudio torchmetrics torchvision tqdm transformers yaml
+"""
+SAFE_BEFORE_FORK = frozenset(_SAFE_BEFORE_FORK.split())
+_BOOTSTRAP = ("-m", "distributed.launch.rank")
+
+
+def preloads(script_path: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    """The modules that a script's ranks will want: torch and ours, and the well-known ones that it imports at its top.
+
+    None is for a program that is no script. The script is read, not run; what cannot be read is left to the rank.
+
+    >>> _ = (tmp / "train.py").write_text("import os, my_model, sklearn.svm as s, torch\\nfrom tqdm.auto import tqdm")
+    >>> preloads(tmp / "train.py")[len(ALWAYS):]
+    ('sklearn.svm', 'tqdm.auto')
+    """
+    found: list[str] = []
+    if script_path is not None:
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            for statement in ast.parse(Path(script_path).read_bytes()).body:
+                if isinstance(statement, ast.Import):
+                    found += [alias.name for alias in statement.names]
+                elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
+                    found.append(statement.module)
+    return tuple(dict.fromkeys((*ALWAYS, *(name for name in found if name.partition(".")[0] in SAFE_BEFORE_FORK))))
+
+
+class WarmParent:
+    """A process that imports `preload` and then forks ranks. It ends with this one, and with the thread that makes it.
+
+    `environ` is what all ranks have in common: much of it is read once, by libraries that are being imported. Made,
+    it is at work already; nothing here waits for its imports but `RankProcess.pid`.
+    """
+
+    def __init__(
+        self, python: str, environ: Mapping[str, str], preload: Sequence[str] = ALWAYS, *, log_path: str = os.devnull
+    ) -> None:
+        self._log_path = log_path
+        self._children: list[_Forked] = []
+        self._received = b""
+        self._hung_up = False
+        self._line, theirs = socket.socketpair()
+        argv = [python, "-u", "-m", "distributed.launch.warm", str(theirs.fileno()), str(os.getpid()), *preload]
+        try:
+            with theirs, open(log_path, "ab") as log:
+                self._process = subprocess.Popen(
+                    argv,
+                    env=dict(environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._line.close()
+            raise LaunchError(
+                "the process that ranks are forked from could not be started", why=str(error), do=f"check {python}"
+            ) from error
+
+    @staticmethod
+    def is_supported() -> bool:
+        """Elsewhere a fork beside what the system's own libraries run is not safe."""
+        return sys.platform == "linux"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        self._drain()
+        return not self._hung_up and self._process.poll() is None
+
+    def start(self, spec: ProcessSpec, environ: Mapping[str, str], with_control: bool = False) -> RankProcess:
+        """A rank with exactly this environment. Asks only: it runs as soon as the imports are done."""
+        return RankProcess(spec, environ, with_control=with_control, start=self._request)
+
+    def close(self) -> None:
+        """End it, and with it the ranks that are left."""
+        for child in self._children:
+            child.ended_by_us = child.ended_by_us or child.poll() is None
+        self._process.kill()
+        self._process.wait()
+        self._hang_up()
+
+    def _request(self, spec: ProcessSpec, environ: Mapping[str, str], log: int, control: socket.socket | None) -> Child:
+        assert spec.argv[1:3] == _BOOTSTRAP, spec.argv
+        child = _Forked(self, spec.rank)
+        request = {
+            "id": len(self._children),
+            "argv": spec.argv,
+            "command": spec.argv[3:],
+            "environ": dict(environ),
+            "cwd": os.getcwd(),
+        }
+        body = json.dumps(request).encode()
+        descriptors = [log] if control is None else [log, control.fileno()]
+        try:
+            if not self.is_alive:
+                raise BrokenPipeError("it has ended")
+            socket.send_fds(self._line, [len(body).to_bytes(LENGTH_BYTES, "big")], descriptors)
+            self._line.sendall(body)
+        except OSError as error:
+            raise LaunchError(
+                f"rank {spec.rank} could not be forked: {error}",
+                why=f"the process that ranks are forked from is gone (exit code {self._process.poll()})",
+                do=f"see {self._log_path}; warm_start=False starts every rank by itself"
+                if self._log_path != os.devnull
+                else "start the run again; warm_start=False starts every rank by itself",
+            ) from error
+        self._children.append(child)
+        return child
+
+    def _drain(self, wait: bool = False) -> None:
+        """Take in what was reported; `wait` until there is something."""
+        if self._hung_up:
+            return
+        if wait:
+            select.select([self._line], [], [])
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                try:
+                    part = self._line.recv(65536, socket.MSG_DONTWAIT)
+                except ConnectionResetError:  # it went with requests unread
+                    part = b""
+                if not part:
+                    self._process.wait()
+                    self._hang_up()
+                    return
+                *lines, self._received = (self._received + part).split(b"\n")
+                for line in lines:
+                    report = json.loads(line)
+                    self._children[report["id"]].hear(report.get("pid"), report.get("status"))
+
+    def _hang_up(self) -> None:
+        self._hung_up = True
+        self._line.close()
+        for child in self._children:
+            child.orphan()
+
+    def _cancel(self) -> None:
+        """All ranks at once, while none of them runs: nothing is lost, and imports that hang hold nobody up."""
+        if not any(child.known_pid for child in self._children):
+            self.close()
+
+
+class _Forked:
+    """A rank that the warm parent forks: what is known of it from its parent's reports."""
+
+    def __init__(self, parent: WarmParent, rank: int) -> None:
+        self.ended_by_us = False
+        self.known_pid: int | None = None
+        self._parent = parent
+        self._rank = rank
+        self._code: int | None = None
+        self._orphaned = False
+
+    @property
+    def started(self) -> bool:
+        self._parent._drain()
+        return self.known_pid is not None
+
+    @property
+    def pid(self) -> int:
+        self._parent._drain()
+        while self.known_pid is None:
+            if self._code is not None:
+                raise LaunchError(
+                    f"rank {self._rank} was never forked",
+                    why="the process that ranks are forked from ended before, or could not fork",
+                    do="start the run again; warm_start=False starts every rank by itself",
+                )
+            self._parent._drain(wait=True)
+        return self.known_pid
+
+    def poll(self) -> int | None:
+        self._parent._drain()
+        if self._code is None and self._orphaned and not self._runs():
+            self._code = -signal.SIGKILL
+        return self._code
+
+    def cancel(self) -> None:
+        self._parent._cancel()
+
+    def hear(self, pid: int | None, status: int | None) -> None:
+        if pid is not None:
+            self.known_pid = pid
+        if status is not None:
+            self._code = os.waitstatus_to_exitcode(status)
+
+    def orphan(self) -> None:
+        """Its parent is gone: the kernel kills it, and we do, should it have asked the kernel not to."""
+        self._orphaned = True
+        if self.known_pid is None:
+            self._code = -signal.SIGKILL if self._code is None else self._code
+        elif self._code is None and self._runs():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.known_pid, signal.SIGKILL)
+
+    def _runs(self) -> bool:
+        return self.known_pid is not None and runs_in_group(self.known_pid, self.known_pid)

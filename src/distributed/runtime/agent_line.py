@@ -1,0 +1,97 @@
+"""AgentLine: this rank's end of the line to the launcher that started it: what it is told, and what it has to tell."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from distributed.core.control import Dump, Leave, Message, World, decode, encode
+from distributed.core.env import WorkerEnv, control_fd, worker_env
+
+
+class AgentLine:
+    """A thread listens; nothing that it hears touches the main thread, save that a collective may be cut off."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._worlds: SimpleQueue[WorkerEnv | None] = SimpleQueue()
+        self._leave: Leave | None = None
+        self.cut_off: Callable[[], None] = lambda: None  # what ends the collective that this rank is in
+        self._thread = threading.Thread(target=self._listen, name="agent-line", daemon=True)
+        self._thread.start()
+
+    def tell(self, message: Message) -> None:
+        with suppress(OSError):  # the launcher is gone, and the kernel will end this rank
+            self._line.sendall(encode(message))
+
+    def asked_to_leave(self, attempt: int) -> bool:
+        """Whether this attempt shall end at the next step that all agree on."""
+        return self._leave is not None and self._leave.attempt == attempt
+
+    def is_cut_off(self, attempt: int) -> bool:
+        """Whether this attempt is over, wherever this rank stands in it."""
+        return self._leave is not None and self._leave.attempt >= attempt and not self._leave.in_order
+
+    def next_world(self, after_attempt: int) -> WorkerEnv | None:
+        """Wait for the world after this attempt; None when there will be none."""
+        while True:
+            world = self._worlds.get()
+            if world is None or world.attempt > after_attempt:
+                return self._newest(world)
+
+    def _newest(self, world: WorkerEnv | None) -> WorkerEnv | None:
+        """While this rank was busy, the launcher may have made more than one."""
+        while world is not None:
+            try:
+                world = self._worlds.get_nowait()
+            except Empty:
+                return world
+        return None
+
+    def _listen(self) -> None:
+        with suppress(OSError), self._line.makefile("rb") as lines:
+            for line in lines:
+                self._hear(decode(line))
+        self._worlds.put(None)
+
+    def _hear(self, message: Message | None) -> None:
+        if isinstance(message, World):
+            self._worlds.put(worker_env(message.environ))
+        elif isinstance(message, Leave):
+            self._leave = message
+            if not message.in_order:
+                self.cut_off()
+        elif isinstance(message, Dump):
+            _dump_flight_recorder(message.path)
+
+
+@functools.cache
+def agent_line() -> AgentLine | None:
+    """The line of this process, if our launcher started it."""
+    fd = control_fd()
+    return None if fd is None else AgentLine(socket.socket(fileno=fd))
+
+
+def _dump_flight_recorder(path: str) -> None:
+    """Torch's record of the last collectives, where this build and backend keep one."""
+    from torch._C import _distributed_c10d as c10d  # of a thread that runs only when a rank is stuck
+
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return
+    try:
+        text = dump(includeCollectives=True, onlyActive=False)
+    except (RuntimeError, TypeError):
+        return
+    record = json.loads(text)
+    if record.get("entries"):
+        partial = f"{path}.{os.getpid()}"
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        os.replace(partial, path)

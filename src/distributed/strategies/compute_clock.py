@@ -1,0 +1,51 @@
+"""ComputeClock: how long a rank's own work of a step takes, up to where it begins to wait for the others.
+
+A host's clock does not show what a GPU does. There, a pair of events is recorded at steps that are measured anyway, and
+read when the next such step begins: nobody waits for them.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+
+class ComputeClock:
+    """A strategy calls `begin` when a step begins and `mark` before each backward pass; the last mark counts.
+
+    The backward pass of the last micro-batch reduces gradients while it runs, so that it takes as long on every rank:
+    what can be compared is what comes before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = 0.0  # of the host, over all steps
+        self.device_seconds = None if device.type == "cpu" else 0.0  # of the measured step before the last; 0: none yet
+        self.was_idle = True  # whether the device had nothing to do when the last measured step began
+        self._last = 0.0
+        self._device = None if device.type == "cpu" else device
+        self._records = self._is_recorded = False
+        if self._device is not None:
+            self._begun, self._marked = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def begin(self, measure: bool) -> None:
+        if self._device is not None:
+            self._records = measure
+            if measure:
+                self._begin_on_device(self._device)
+        self._last = perf_counter()
+
+    def mark(self) -> None:
+        now = perf_counter()
+        self.seconds += now - self._last
+        self._last = now
+        if self._records:
+            self._marked.record()
+            self._is_recorded = True
+
+    def _begin_on_device(self, device: torch.device) -> None:
+        self.was_idle = torch.cuda.current_stream(device).query()
+        if self._is_recorded and self._marked.query():
+            self.device_seconds = self._begun.elapsed_time(self._marked) / 1e3
+        self._is_recorded = False
+        self._begun.record()

@@ -1,0 +1,70 @@
+"""Handover: ranks that lost a peer still hold the run in memory, and give it to whoever joins them.
+
+Of those that hold it, the one that came furthest is the source: a step that it has finished was finished with the
+gradients of all, so nobody's work is lost. Where nobody holds it, there is the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distributed.checkpoint.tree import flatten, unflatten
+from distributed.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank held when its world broke: the state after `step` steps, as a checkpoint would have it."""
+
+    step: int
+    tree: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """The state that all ranks of a new world begin with, and whose it was."""
+
+    step: int
+    rank: int
+    tree: dict[str, Any]
+
+
+def hand_over(session: Session, held: Held | None) -> Inherited | None:
+    """Every rank of a new world comes here, with what it holds. None when that is nothing."""
+    steps = torch.zeros(session.world_size, dtype=torch.int64, device=session.device)
+    steps[session.rank] = -1 if held is None else held.step
+    found = session.sum("what the ranks hold", steps).tolist()
+    newest = max(found)
+    if newest < 0:
+        return None
+    source = found.index(newest)
+    mine = held if source == session.rank else None
+    return Inherited(newest, source, _send(session, source, mine))
+
+
+def _send(session: Session, source: int, held: Held | None) -> dict[str, Any]:
+    """The source's tree, tensor by tensor; the source itself keeps its own."""
+    tensors: dict[str, torch.Tensor] = {}
+    text = None
+    if held is not None:
+        tensors, skeleton = flatten(held.tree)
+        specs = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
+        ]
+        text = json.dumps({"skeleton": skeleton, "tensors": specs})
+    document = json.loads(session.share_text("handover", text))
+    received: dict[str, torch.Tensor] = {}
+    for name, dtype, shape in document["tensors"]:
+        if held is not None:
+            received[name] = tensors[name]
+            data = tensors[name].detach().to(session.device).contiguous()
+        else:
+            data = received[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=session.device)
+        if data.numel():
+            session.send_from("handover", source, data)
+    tree: dict[str, Any] = unflatten(document["skeleton"], received)
+    return tree

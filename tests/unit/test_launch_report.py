@@ -1,0 +1,127 @@
+"""The report of a run: what its faults cost, whatever order they came in."""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed.core.events import RunReported, parse_event
+from distributed.launch.policy import Fault
+from distributed.launch.report import RunReport
+
+
+def fault(step: int, kind: str = "machine", rank: int = 1) -> Fault:
+    return Fault(kind, rank, "n1", step, "killed by SIGKILL\nmore")  # type: ignore[arg-type]
+
+
+def undisturbed() -> RunReport:
+    report = RunReport()
+    report.attempt_began(0, 100.0)
+    report.ended(200.0, "done", 50)
+    return report
+
+
+def disturbed() -> RunReport:
+    """One second a step: 40 steps, 10 seconds of nothing, 5 steps again, then 60 more."""
+    report = RunReport()
+    report.attempt_began(0, 100.0)
+    report.fault(140.0, fault(40))
+    report.fault(140.5, fault(39, "collateral", rank=0))
+    report.attempt_began(1, 144.0)
+    report.recovered(150.0, 1, 35, 5, "/runs/one/checkpoints/step-35")
+    report.ended(215.0, "done", 100)
+    return report
+
+
+def test_a_run_without_a_fault_loses_nothing() -> None:
+    report = undisturbed()
+    assert (report.attempts, report.faults, report.seconds, report.seconds_lost) == (1, {}, 100.0, 0.0)
+    assert report.goodput == 1.0
+    assert report.recovery_p50 is None
+    assert "lost" not in str(report)
+
+
+def test_a_fault_costs_the_wait_and_the_steps_taken_twice() -> None:
+    report = disturbed()
+    assert (report.attempts, report.faults, report.seconds) == (2, {"machine": 1}, 115.0)
+    assert report.seconds_lost == pytest.approx(10 + 5 * 1.0)
+    assert report.goodput == pytest.approx(100 / 115)
+    assert (report.recovery_p50, report.recovery_p95) == (10.0, 10.0)
+
+
+def test_the_mean_step_of_a_resumed_run_does_not_count_the_steps_before_it() -> None:
+    report = RunReport()
+    report.attempt_began(0, 0.0, step=1000)
+    report.fault(40.0, fault(1040))
+    report.recovered(40.0, 1, 1030, 10, "the beginning")
+    report.ended(110.0, "done", 1100)
+    assert report.seconds_lost == pytest.approx(10.0)
+
+
+def test_faults_on_the_way_back_do_not_count_twice() -> None:
+    report = RunReport()
+    report.attempt_began(0, 0.0)
+    report.fault(10.0, fault(10))
+    report.attempt_began(1, 11.0)
+    report.fault(14.0, fault(10, "hang"))
+    report.attempt_began(2, 15.0)
+    report.recovered(20.0, 2, 10, 0, "memory of rank 0")
+    report.ended(30.0, "done", 20)
+    assert (report.attempts, report.faults) == (3, {"machine": 1, "hang": 1})
+    assert report.seconds_lost == pytest.approx(10.0)
+    assert (report.recovery_p50, report.recovery_p95) == (6.0, 10.0)
+
+
+def test_a_fault_that_ended_the_run_costs_all_that_came_after() -> None:
+    report = RunReport()
+    report.attempt_began(0, 0.0)
+    report.fault(10.0, fault(10))
+    report.ended(25.0, "failed", 10)
+    assert report.seconds_lost == pytest.approx(15.0)
+    assert report.goodput == pytest.approx(0.4)
+    assert "not recovered" in str(report)
+
+
+def test_a_run_that_never_took_a_step_has_no_goodput() -> None:
+    report = RunReport()
+    report.attempt_began(0, 0.0)
+    report.fault(10.0, fault(0, "code"))
+    report.ended(10.0, "failed", 0)
+    assert report.goodput == 0.0
+
+
+def test_a_run_whose_steps_nobody_counts_has_the_time_it_ran() -> None:
+    report = RunReport()
+    report.attempt_began(0, 0.0)
+    report.fault(10.0, fault(-1))
+    report.recovered(20.0, 1, -1, 0, "the beginning")
+    report.ended(100.0, "done", -1)
+    assert report.goodput == pytest.approx(0.9)
+    assert "step" not in str(report)
+
+
+def test_the_text_has_what_a_person_asks_for() -> None:
+    text = str(disturbed())
+    for fact in ("2 attempts", "done at step 100", "machine", "rank 1 on n1", "step 40", "SIGKILL", "step-35", "0:10"):
+        assert fact in text, f"{fact!r} is not in:\n{text}"
+    assert "collateral" not in text
+    assert "more" not in text
+
+
+def test_only_the_last_ten_faults_are_told_one_by_one() -> None:
+    report = RunReport()
+    report.attempt_began(0, 0.0)
+    for number in range(1, 31):
+        report.fault(10.0 * number, fault(number, "hang" if number % 3 == 0 else "machine"))
+        report.attempt_began(number, 10.0 * number + 1)
+        report.recovered(10.0 * number + 2 + number % 2, number, number, 0, "memory of rank 0")
+    text = str(report)
+    assert text.count("rank 1 on n1") == 10
+    assert "30 faults (20 machine, 10 hang)" in text
+    assert "p95 3.0 s" in text
+
+
+def test_the_event_holds_the_same() -> None:
+    event = disturbed().event(7.0)
+    assert parse_event(event.to_json()) == event
+    assert isinstance(event, RunReported)
+    assert (event.time, event.attempts, event.faults, event.text) == (7.0, 2, {"machine": 1}, str(disturbed()))

@@ -1,0 +1,123 @@
+"""A slow rank is told once, with its cause; noise, short moments and what costs nothing are not told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from distributed.core.events import RankSlow
+from distributed.train.pace import RankPace
+from distributed.train.stragglers import Stragglers
+
+USUAL = RankPace(0.010, 0.090)
+
+
+def looks(readings: Iterable[Sequence[RankPace]], step_s: float = 0.2) -> list[RankSlow]:
+    stragglers = Stragglers()
+    return [
+        event
+        for number, paces in enumerate(readings, 1)
+        for event in stragglers.look(paces, step=number, step_s=step_s, time=float(number))
+    ]
+
+
+def world(slow: RankPace, ranks: int = 4, rank: int = 2) -> list[RankPace]:
+    return [slow if number == rank else USUAL for number in range(ranks)]
+
+
+def linked(times: Sequence[float], own: RankPace = USUAL) -> list[RankPace]:
+    return [own._replace(link_s=seconds) for seconds in times]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("slow", "cause"),
+    [
+        (RankPace(0.060, 0.090), "data"),
+        (RankPace(0.010, 0.140), "compute"),
+        (RankPace(0.030, 0.150), "compute"),
+        (RankPace(0.100, 0.120), "data"),
+    ],
+)
+def test_a_rank_that_stays_slow_is_told_once_with_its_cause(slow: RankPace, cause: str, ranks: int) -> None:
+    (event,) = looks([world(slow, ranks, rank=1)] * 20)
+    assert (event.rank, event.step, event.time, event.cause) == (1, 3, 3.0, cause)
+    assert event.seconds == pytest.approx(slow.own_s)
+    assert event.ratio == pytest.approx(slow.own_s / USUAL.own_s)
+
+
+@pytest.mark.parametrize(
+    ("paces", "step_s"),
+    [
+        ([USUAL] * 4, 0.2),
+        (world(RankPace(0.010, 0.110)), 0.2),  # 1.2 times
+        ([RankPace(0.0001, 0.0001)] * 3 + [RankPace(0.0008, 0.0001)], 0.001),  # less than a millisecond
+        ([RankPace(0.0, 0.002)] * 3 + [RankPace(0.0, 0.004)], 0.2),  # 1 % of a step
+        ([USUAL._replace(compute_s=0.001)] + [USUAL] * 3, 0.2),  # a quick one is no slow one
+        ([RankPace(0.5, 0.5)], 1.0),
+        ([], 1.0),
+    ],
+)
+def test_what_is_not_worth_a_word(paces: list[RankPace], step_s: float) -> None:
+    assert looks([paces] * 10, step_s) == []
+
+
+def test_a_moment_is_not_told() -> None:
+    slow, usual = world(RankPace(0.1, 0.09)), world(USUAL)
+    assert looks([slow, slow, usual] * 5) == []
+    assert looks([world(RankPace(0.1, 0.09), rank=number % 4) for number in range(20)]) == []
+
+
+def test_it_is_told_again_after_it_was_back_to_normal() -> None:
+    slow, usual = world(RankPace(0.1, 0.09)), world(USUAL)
+    assert [event.step for event in looks([slow] * 5 + [usual] + [slow] * 5)] == [3, 9]
+
+
+def test_it_is_told_again_when_its_cause_changes() -> None:
+    data, compute = world(RankPace(0.1, 0.09)), world(RankPace(0.01, 0.2))
+    events = looks([data] * 5 + [compute] * 5)
+    assert [(event.step, event.cause) for event in events] == [(3, "data"), (8, "compute")]
+    assert len(looks([data] * 3 + [compute, data, data] * 5)) == 1, "a cause must last too"
+
+
+def test_two_slow_ranks_are_both_told() -> None:
+    paces = [USUAL, RankPace(0.1, 0.09), USUAL, RankPace(0.01, 0.2), USUAL]
+    assert [(event.rank, event.cause) for event in looks([paces] * 3)] == [(1, "data"), (3, "compute")]
+
+
+def test_ranks_that_need_no_time_are_no_measure_to_divide_by() -> None:
+    (event,) = looks([[RankPace(0, 0), RankPace(0, 0), RankPace(0.1, 0)]] * 3)
+    assert (event.rank, event.cause) == (2, "data")
+    assert event.ratio > 1
+
+
+@pytest.mark.parametrize(
+    ("links", "rank"),
+    [
+        ([0.02, 0.02, 0.0005], 1),  # rank r's is that between r and r + 1
+        ([0.02, 0.0005, 0.0005, 0.02], 0),
+        ([0.0005, 0.0005, 0.02, 0.02, 0.0005], 3),
+        ([0.0005, 0.02, 0.0005, 0.0005], None),  # one link: either end may be to blame
+        ([0.02, 0.02, 0.01], None),
+        ([0.0005, 0.0005, 0.0005], None),
+        ([0.0009, 0.0009, 0.0001], None),
+        ([0.02, 0.002, 0.0005, 0.0005, 0.0005], None),  # one slow link, and a little noise beside it
+    ],
+)
+def test_a_rank_between_two_slow_links(links: list[float], rank: int | None) -> None:
+    quiet = [USUAL] * len(links)
+    events = looks([linked(links), quiet, quiet] * 6)  # links are probed in some readings only
+    assert [(event.rank, event.cause) for event in events] == ([] if rank is None else [(rank, "communication")])
+    assert all(event.step == 7 and event.ratio >= 3 for event in events)
+
+
+def test_links_that_are_quick_again_end_it() -> None:
+    slow, quick = linked([0.02, 0.02, 0.0005]), linked([0.0005] * 3)
+    assert [event.step for event in looks([slow] * 4 + [quick] + [slow] * 4)] == [3, 8]
+
+
+def test_a_rank_that_is_slow_itself_answers_late_and_its_links_are_not_blamed() -> None:
+    paces = linked([0.02, 0.02, 0.0005])
+    paces[1] = paces[1]._replace(compute_s=0.5)
+    assert [event.cause for event in looks([paces] * 5)] == ["compute"]
