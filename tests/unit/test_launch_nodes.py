@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed.core.errors import LaunchError
-from distributed.launch.elastic import meet
+from distributed.launch.elastic import elastic_nodes
 from distributed.launch.nodes import News
 from distributed.launch.peers import ARRIVED, ROUND, NodeTalk
 from distributed.launch.ports import free_port
@@ -141,7 +141,7 @@ def test_those_who_stay_keep_their_order_and_the_world_its_legal_size():
 def test_a_rendezvous_that_is_not_complete_says_how_many_came():
     request = LaunchRequest(("x.py",), "r", 1, num_nodes=2, master_addr="127.0.0.1", master_port=free_port())
     with pytest.raises(LaunchError, match="only 1 of 2 nodes"):
-        meet(request, timeout_s=1)
+        elastic_nodes(request, timeout_s=1).gather(0)
 
 
 def test_a_meeting_point_where_nobody_is():
@@ -149,6 +149,6 @@ def test_a_meeting_point_where_nobody_is():
         ("x.py",), "r", 1, num_nodes=2, node_rank=1, master_addr="127.0.0.1", master_port=free_port()
     )
     with pytest.raises(LaunchError, match=f"127.0.0.1:{request.master_port}"):
-        meet(request, timeout_s=1)
+        elastic_nodes(request, timeout_s=1).gather(0)
     with pytest.raises(LaunchError, match=r"no-such-host\.invalid"):
-        meet(replace(request, master_addr="no-such-host.invalid"), timeout_s=1)
+        elastic_nodes(replace(request, master_addr="no-such-host.invalid"), timeout_s=1).gather(0)

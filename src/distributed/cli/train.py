@@ -19,7 +19,7 @@ from distributed.core.env import OVERRIDES, WorkerEnv, inherited_environ, worker
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
 from distributed.launch.local import LocalLauncher
-from distributed.launch.nodes import Peers
+from distributed.launch.nodes import News, Nodes, Round
 from distributed.launch.ports import free_port
 from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest, NodePlace
@@ -44,6 +44,8 @@ def train(
     backend: Annotated[str | None, typer.Option(metavar="NAME", help="auto or pytorch-ddp.")] = None,
     num_nodes: Annotated[str | None, typer.Option(metavar="N", help="Machines; run the same command on each.")] = None,
     gpus_per_node: Annotated[str | None, typer.Option(metavar="N", help="Devices on each machine.")] = None,
+    min_nodes: Annotated[str | None, typer.Option(metavar="N", help="Go on with so few machines.")] = None,
+    max_nodes: Annotated[str | None, typer.Option(metavar="N", help="Grow to so many machines.")] = None,
     node_rank: Annotated[
         str | None, typer.Option(metavar="R", help="Which machine this is, from 0; left out, they agree on it.")
     ] = None,
@@ -74,6 +76,8 @@ def train(
         "backend": backend,
         "num_nodes": num_nodes,
         "gpus_per_node": gpus_per_node,
+        "min_nodes": min_nodes,
+        "max_nodes": max_nodes,
         "node_rank": node_rank,
         "master_addr": master_addr,
         "master_port": master_port,
@@ -118,6 +122,8 @@ def _prepare(
         run_dir=target,
         ranks_per_node=resources.ranks_per_node,
         num_nodes=resources.num_nodes,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
         node_rank=config.node_rank,
         master_addr=config.master_addr,
         master_port=config.master_port,
@@ -127,7 +133,9 @@ def _prepare(
         device=resources.device,
         warm=config.warm_start,
     )
-    launch_problems = check_port(request) + check_run_dir(target, resume=bool(config.resume_from_checkpoint))
+    launch_problems = check_port(request)
+    if request.most_nodes == 1:  # several nodes know only when they have met whether one of them begins a run
+        launch_problems += check_run_dir(target, resume=bool(config.resume_from_checkpoint))
     _refuse(problems, obstacles, launch_problems)
     return TrainJob(config, request, tuple(decisions))
 
@@ -184,15 +192,20 @@ def _show_dry_run(job: TrainJob) -> None:
 
 
 def _launch(job: TrainJob) -> None:
-    request, nodes = job.request, None
+    request, nodes, first = job.request, None, None
+    if request.most_nodes > 1:
+        nodes, first = _meet(job)
+        request = replace(request, run_dir=first.run_dir, attempt=first.attempt)
     attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
     typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
     os.makedirs(request.run_dir, exist_ok=True)
-    _write_config(job, request)
+    if first is None or (first.place.node_rank == 0 and not first.restarts):
+        _write_config(job, request)
     told = [str(decision) for decision in job.decisions]
     screen = RunScreen(request.run_dir, request.attempt, shows_progress=job.config.progress, told=told)
+    how = {"nodes": nodes, "first": first, "patience": Patience.of(job.config)}
     try:
-        LocalLauncher().run(request, screen, nodes=nodes, patience=Patience.of(job.config), on_stop=screen.stopping)
+        LocalLauncher().run(request, screen, on_stop=screen.stopping, **how)
     except Stopped as stopped:
         typer.echo(f"{stopped}; logs and what was saved: {request.run_dir}", err=True)
         is_preempted = stopped.signal in (signal.SIGTERM, signal.SIGUSR1)
@@ -214,20 +227,28 @@ def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
     os.execve(command[0], command, inherited_environ() | dict(job.request.env))
 
 
-def _meet(job: TrainJob) -> tuple[LaunchRequest, NodePlace, Peers]:
-    from distributed.launch.elastic import meet  # imports torch, which one node does not need here
+def _meet(job: TrainJob) -> tuple[Nodes, Round]:
+    from distributed.launch.elastic import elastic_nodes  # imports torch, which one node does not need here
 
-    host, port = job.request.meeting_point
-    typer.echo(f"waiting at {host}:{port} for {job.request.num_nodes} nodes", err=True)
-    meeting = meet(job.request, run_dir_given=job.config.run_dir is not None)
-    place = meeting.place
-    first, last = place.rank_offset, place.rank_offset + job.request.ranks_per_node - 1
+    request = job.request
+    host, port = request.meeting_point
+    typer.echo(f"waiting at {host}:{port} for {request.num_nodes} nodes", err=True)
+    nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None)
+    first = nodes.gather(request.attempt)
+    place = first.place
+    if place.node_rank == 0 and not first.restarts:
+        problems = check_run_dir(first.run_dir, resume=bool(job.config.resume_from_checkpoint))
+        if problems:
+            nodes.tell(News(0, first.hosts[0], "failed", problems[0].what, exit_code=LaunchError.exit_code))
+            nodes.leave(ok=False)
+            raise LaunchError(problems)
+    ranks = f"ranks {place.rank_offset} to {place.rank_offset + place.ranks - 1} of {place.world_size}"
     typer.echo(
-        f"this is node {place.node_rank} of {', '.join(meeting.hosts)}, with ranks {first} to {last} of"
-        f" {place.world_size}, which meet at {place.master_addr}:{place.master_port}",
+        f"this is node {place.node_rank} of {', '.join(first.hosts)}, with {ranks if place.ranks else 'no ranks yet'},"
+        f" which meet at {place.master_addr}:{place.master_port}",
         err=True,
     )
-    return replace(job.request, run_dir=meeting.run_dir, attempt=meeting.attempt), place, meeting.peers
+    return nodes, first
 
 
 def _write_config(job: TrainJob, request: LaunchRequest) -> None:

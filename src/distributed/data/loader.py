@@ -116,10 +116,12 @@ class TrainLoader:
             self._taken = [taken for taken, c in zip([sent.popleft() for _ in cuts], cuts, strict=True) if c.size]
             yield Step(micros, cut.samples_in(step))
 
-    def sample_indices(self, epoch: int, step: int) -> list[int]:
-        """The dataset indices that this rank used in a step, computed anew: nothing was recorded."""
+    def sample_indices(
+        self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
+    ) -> list[int]:
+        """The dataset indices that this rank used in a step, or another one in another cut, computed anew."""
         order = epoch_order(self._source, self._seed, epoch)
-        cuts = EpochCut(len(order), self._batch, self._rank).cuts(step)
+        cuts = EpochCut(len(order), batch or self._batch, self._rank if rank is None else rank).cuts(step)
         return [index for cut in cuts for index in order[cut.start : cut.stop]]
 
 
@@ -194,7 +196,9 @@ class StreamLoader:
         generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers", epoch, self._rank))
         return iter(DataLoader(stream, batch_size=None, generator=generator, **self._options))
 
-    def sample_indices(self, epoch: int, step: int) -> list[int]:
+    def sample_indices(
+        self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
+    ) -> list[int]:
         return []
 
 

@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -25,9 +24,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from distributed.core.errors import LaunchError
 from distributed.launch.membership import Membership
-from distributed.launch.nodes import Nodes, Peers
+from distributed.launch.nodes import Nodes
 from distributed.launch.peers import KeyValueStore
-from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.request import LaunchRequest
 from distributed.launch.rounds import Terms
 
 _CONNECT_S = 3.0
@@ -169,24 +168,6 @@ def _own_stores_for_ranks() -> Iterator[None]:
     finally:
         if not with_switch:
             os.environ.pop(name, None)
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """The nodes have met: this one's place, what they agreed, and the line to the others."""
-
-    place: NodePlace
-    hosts: tuple[str, ...]
-    run_dir: str
-    attempt: int
-    peers: Peers
-
-
-def meet(request: LaunchRequest, *, run_dir_given: bool = False, timeout_s: float = 600.0) -> Meeting:
-    """Meet once, for a run that ends when one of its nodes does."""
-    nodes = elastic_nodes(request, run_dir_given=run_dir_given, timeout_s=timeout_s)
-    first = nodes.gather(request.attempt)
-    return Meeting(first.place, first.hosts, first.run_dir, first.attempt, nodes)
 
 
 def _resolve(host: str, port: int) -> tuple[Any, ...]:

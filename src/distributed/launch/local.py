@@ -79,12 +79,14 @@ class LocalLauncher:
         screen: Screen | None = None,
         *,
         nodes: Nodes | None = None,
+        first: Round | None = None,
         patience: Patience | None = None,
         on_stop: Callable[[int], None] | None = None,
     ) -> Supervisor:
         """Start the ranks; whoever waits for them also starts them again for as long as `patience` goes.
 
-        They end with this process, and with the thread that calls this. Several nodes pass how they meet.
+        They end with this process, and with the thread that calls this. Several nodes pass how they meet, and where
+        they have met.
         """
         inherited = {name: value for name, value in self.environ.items() if not name.startswith("TORCHELASTIC_")}
         echo = Echo(screen)
@@ -98,18 +100,19 @@ class LocalLauncher:
                 preload=preload,
                 on_started=lambda member: echo.follow(member.rank, member.process.log_path),
             ),
-            lambda round_, worlds: self.render_round(request, round_, worlds),
+            lambda round_: self.render_round(request, round_),
             echo,
             patience or Patience(),
             on_stop,
         )
         try:
-            supervisor.start()
+            supervisor.start(first)
         except BaseException:
             supervisor.close()
             raise
         return supervisor
 
-    def render_round(self, request: LaunchRequest, round_: Round, worlds: int = 0) -> Rendered:
-        """The ranks of this node in a round; `worlds` came before it."""
-        return self.render(replace(request, run_dir=round_.run_dir, attempt=round_.attempt), round_.place, worlds)
+    def render_round(self, request: LaunchRequest, round_: Round) -> Rendered:
+        """The ranks of this node in a round."""
+        request = replace(request, run_dir=round_.run_dir, attempt=round_.attempt)
+        return self.render(request, round_.place, round_.restarts)

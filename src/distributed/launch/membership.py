@@ -15,7 +15,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from distributed.core.errors import LaunchError
-from distributed.launch.nodes import News, Round, RunOver
+from distributed.launch.nodes import News, Round, RunOver, StoppedWaiting
 from distributed.launch.peers import ARRIVED, KeyValueStore, NodeTalk
 from distributed.launch.ports import free_port
 from distributed.launch.request import LaunchRequest
@@ -94,7 +94,13 @@ class Membership:
         self._line: _Line | None = None
         self._members = 0  # of the round that this node is in; 0: of none
 
-    def gather(self, attempt: int, sizes: Sequence[int] = ()) -> Round:
+    def gather(
+        self,
+        attempt: int,
+        sizes: Sequence[int] = (),
+        ranks: int | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Round:
         limit_s = self._timeout_s if self._line is None else self._rejoin_timeout_s
         deadline = time.monotonic() + limit_s
         self._members = 0
@@ -103,14 +109,13 @@ class Membership:
             if line is None or line.talk.is_cut or line.abandoned.is_set():
                 if line is not None:  # its threads hang, and must not speak for this node when the link heals
                     line.drop()
-                line = self._line = self._connect(line, deadline, limit_s)
+                line = self._line = self._connect(line, deadline, limit_s, is_stopped)
             line.talk.flush(_FLUSH_S)
             line.talk.wait()
-            errand = _Errand(
-                partial(self._rounds.meet, line.store, line.talk, self._card(line, attempt, sizes), line.abandoned)
-            )
+            card = self._card(line, attempt, sizes, self._request.ranks_per_node if ranks is None else ranks)
+            errand = _Errand(partial(self._rounds.meet, line.store, line.talk, card, line.abandoned))
             try:
-                has_met = self._attend(errand, line, deadline, limit_s)
+                has_met = self._attend(errand, line, deadline, limit_s, is_stopped)
                 if has_met:
                     return self._begin(line, *errand.result())
             except BaseException:
@@ -133,12 +138,12 @@ class Membership:
     def leave(self, ok: bool) -> News | None:
         return self._line.talk.leave(ok) if self._line is not None else None
 
-    def _card(self, line: _Line, attempt: int, sizes: Sequence[int]) -> NodeCard:
+    def _card(self, line: _Line, attempt: int, sizes: Sequence[int], ranks: int) -> NodeCard:
         return NodeCard(
             host=socket.gethostname(),
             address=self._point.address,
             wanted_rank=self._request.node_rank,
-            ranks=self._request.ranks_per_node,
+            ranks=ranks,
             run_dir=self._run_dir,
             attempt=attempt,
             port=free_port(),
@@ -155,13 +160,22 @@ class Membership:
         self._members = len(record.agents)
         if not self._run_dir_given:
             self._run_dir = record.run_dir
-        return Round(record.attempt, record.place(line.agent), record.hosts, self._run_dir)
+        return Round(record.attempt, record.restarts, record.place(line.agent), record.hosts, self._run_dir)
 
-    def _attend(self, errand: _Errand[tuple[int, RoundRecord]], line: _Line, deadline: float, limit_s: float) -> bool:
+    def _attend(
+        self,
+        errand: _Errand[tuple[int, RoundRecord]],
+        line: _Line,
+        deadline: float,
+        limit_s: float,
+        is_stopped: Callable[[], bool],
+    ) -> bool:
         """Until the nodes have met; False: this node was cut off meanwhile."""
         host, port = self._request.meeting_point
         full_since: float | None = None
         while not errand.wait(_POLL_S):
+            if is_stopped():
+                raise StoppedWaiting
             news = line.talk.news()
             if news is not None and news.kind in ("failed", "stopping"):
                 raise RunOver(news)
@@ -188,7 +202,7 @@ class Membership:
                 )
         return not isinstance(errand.error, RuntimeError)  # what torch's stores raise when the connection is lost
 
-    def _connect(self, before: _Line | None, deadline: float, limit_s: float) -> _Line:
+    def _connect(self, before: _Line | None, deadline: float, limit_s: float, is_stopped: Callable[[], bool]) -> _Line:
         """A new connection to the meeting point, tried until the deadline."""
         host, port = self._request.meeting_point
         why = "no answer"
@@ -198,6 +212,8 @@ class Membership:
                 if not isinstance(errand.error, OSError | RuntimeError):
                     return errand.result()
                 why = str(errand.error).partition("\n")[0]
+            if is_stopped():
+                raise StoppedWaiting
             if time.monotonic() > deadline:
                 break
             time.sleep(_RETRY_S)

@@ -6,7 +6,7 @@ One agent, the launching process, stands for each node. `Alone` is the run on on
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -40,6 +40,7 @@ class Round:
     """One meeting: who is in the world now. `hosts` names those that stand by too, after those that run ranks."""
 
     attempt: int  # strictly increasing over all nodes of a run
+    restarts: int  # worlds of this run before this one, since it was launched
     place: NodePlace
     hosts: tuple[str, ...]
     run_dir: str
@@ -59,6 +60,10 @@ class RunOver(LaunchError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.news,)
+
+
+class StoppedWaiting(Exception):
+    """Whoever waited for the other nodes was asked to stop."""
 
 
 class Peers(Protocol):
@@ -81,13 +86,20 @@ class Peers(Protocol):
 class Nodes(Peers, Protocol):
     """All nodes of a run, able to meet again after something happened to one of them."""
 
-    def gather(self, attempt: int, sizes: Sequence[int] = (), ranks: int | None = None) -> Round:
+    def gather(
+        self,
+        attempt: int,
+        sizes: Sequence[int] = (),
+        ranks: int | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Round:
         """Meet the others; blocks until enough are there.
 
         All nodes that are still there call it again for every regroup. `attempt` is the lowest number this node can
         accept; the highest over the nodes wins. The world is the largest of the legal `sizes` (none: any) that the
-        ranks of the nodes suffice for; nodes beyond it stand by with no ranks. Raises RunOver when the run ended
-        meanwhile, and LaunchError when the nodes do not come together.
+        ranks of the nodes suffice for; nodes beyond it stand by with no ranks. `ranks` are those that this node has to
+        offer, if not as many as the request says. Raises RunOver when the run ended meanwhile, LaunchError when the
+        nodes do not come together, and StoppedWaiting once `is_stopped` says so.
         """
 
     def newcomer(self) -> bool:
@@ -99,21 +111,26 @@ class Alone:
 
     def __init__(self, request: LaunchRequest) -> None:
         self._request = request
-        self._met = False
+        self._met = 0
 
-    def gather(self, attempt: int, sizes: Sequence[int] = (), ranks: int | None = None) -> Round:
+    def gather(
+        self,
+        attempt: int,
+        sizes: Sequence[int] = (),
+        ranks: int | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Round:
         """The world of this node, with a fresh port; one that the user named is used by the first attempt only.
 
         >>> Alone(LaunchRequest(("train.py",), "runs/x", ranks_per_node=3)).gather(0, sizes=(1, 2, 4)).place.ranks
         2
         """
         request = replace(self._request, master_port=None) if self._met else self._request
-        self._met = True
+        self._met += 1
         place = NodePlace.alone(request, free_port())
         ranks = world_size(place.ranks if ranks is None else ranks, sizes)
-        return Round(
-            attempt, replace(place, ranks=ranks, world_size=ranks), (socket.gethostname(),), self._request.run_dir
-        )
+        place = replace(place, ranks=ranks, world_size=ranks)
+        return Round(attempt, self._met - 1, place, (socket.gethostname(),), self._request.run_dir)
 
     def tell(self, news: News) -> None:
         """Nobody hears it."""

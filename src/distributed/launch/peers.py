@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -95,6 +96,7 @@ class NodeTalk:
     def enter(self, number: int, agents: Sequence[int], hosts: Sequence[str], active: Sequence[int]) -> None:
         """This node takes part in a round now; `agents` in the order of the nodes' ranks, `active` run ranks."""
         with self._lock:
+            self._forget_last_round()
             self._round, self._agents, self._hosts = number, tuple(agents), tuple(hosts)
             self._active = frozenset(active)
             self._reported = set()
@@ -107,6 +109,15 @@ class NodeTalk:
             for of_round, news in early:
                 self._sort(of_round, news)
         self._show(_IN)
+
+    def _forget_last_round(self) -> None:
+        kept = []
+        with suppress(Empty):
+            while True:
+                kept.append(self._inbox.get_nowait())
+        for news in kept:
+            if news.kind in ("failed", "stopping", "cut off"):
+                self._inbox.put(news)
 
     def wait(self) -> None:
         """This node's round is over, and it waits for the next one."""
@@ -164,6 +175,8 @@ class NodeTalk:
 
     def leave(self, ok: bool) -> News | None:
         """See Peers.leave. The node that keeps the store goes last, as long as the others are about to go."""
+        if self._closed.is_set():
+            return None
         if ok:
             self._show(_DONE)
             news = self._wait_for_done()
@@ -304,6 +317,8 @@ class NodeTalk:
     def _judge(self) -> None:
         """Say once what became of the nodes of this round. A node that was cut off or killed says nothing itself."""
         newest = self._store.add(ROUND, 0)
+        if newest > self._round:
+            self._hear()  # why is said before the next round is opened
         now = time.monotonic()
         with self._lock:
             for rank, agent in enumerate(self._agents):

@@ -35,6 +35,7 @@ class RoundRecord:
     hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     attempt: int = -1
+    restarts: int = 0  # worlds of this run before this one
     run_dir: str = ""
     master_addr: str = ""
     master_port: int = 0
@@ -96,6 +97,7 @@ def arrange(cards: Sequence[NodeCard], before: RoundRecord | None, *, equal: boo
         hosts=tuple(card.host for card in seated),
         ranks=tuple(ranks),
         attempt=max(*(card.attempt for card in cards), before.attempt + 1 if before else 0),
+        restarts=before.restarts + 1 if before else 0,
         run_dir=first.run_dir,
         master_addr=first.address,
         master_port=first.port,

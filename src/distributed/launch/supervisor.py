@@ -23,7 +23,7 @@ from distributed.launch.blame import failure_error
 from distributed.launch.crew import Crew
 from distributed.launch.echo import Echo
 from distributed.launch.logtail import crash_dump
-from distributed.launch.nodes import News, Nodes, Round
+from distributed.launch.nodes import News, Nodes, Round, StoppedWaiting
 from distributed.launch.policy import Fault, GiveUp, Shrink, decide
 from distributed.launch.report import RunReport
 from distributed.launch.request import LaunchRequest, Rendered
@@ -77,7 +77,7 @@ class Supervisor:
     request: LaunchRequest
     nodes: Nodes
     crew: Crew
-    render: Callable[[Round, int], Rendered]  # the ranks of a round; the number counts the worlds before it
+    render: Callable[[Round], Rendered]  # the ranks of this node in a round
     echo: Echo
     patience: Patience = field(default_factory=Patience)
     on_stop: Callable[[int], None] | None = None
@@ -92,9 +92,9 @@ class Supervisor:
         self._wish_at = 0.0
         self._stops = Stops(self.on_stop)
 
-    def start(self) -> None:
-        """The first world. Whoever calls this waits or closes afterwards."""
-        self._watch = self._begin(self.request.attempt)
+    def start(self, first: Round | None = None) -> None:
+        """The first world; `first` is where the nodes have met already. Whoever calls this waits or closes then."""
+        self._watch = self._begin(first or self.nodes.gather(self.request.attempt))
 
     def wait(self) -> None:
         """Until the run is done. Raises RankFailedError for the rank that it failed of, and Stopped (a
@@ -149,11 +149,9 @@ class Supervisor:
         assert state in FOLLOWS[self.state], f"{self.state.value} is not followed by {state.value}"
         self.state = state
 
-    def _begin(self, attempt: int, broke_at: float | None = None) -> Watch:
-        """Meet the other nodes, start the ranks that are not there, and tell the world to those who are."""
-        sizes = next((m.joined.sizes for m in self.crew.members if m.joined is not None), [])
-        round_ = self.nodes.gather(attempt, sizes, ranks=len(self._slots))
-        rendered = self.render(round_, self._worlds)
+    def _begin(self, round_: Round, broke_at: float | None = None) -> Watch:
+        """Start the ranks of a world that are not there, and tell it to those who are."""
+        rendered = self.render(round_)
         self._events = rendered.events_path
         self._worlds += 1
         self.report.attempt_began(round_.attempt, time.monotonic())
@@ -233,7 +231,16 @@ class Supervisor:
         )
         self.echo.refresh()
         self.crew.tell(Leave(attempt, in_order=False))
-        watch = self._begin(attempt + 1, broke_at)
+        sizes = next((m.joined.sizes for m in self.crew.members if m.joined is not None), [])
+        try:
+            round_ = self.nodes.gather(
+                attempt + 1, sizes, ranks=len(self._slots), is_stopped=lambda: self._stops.count > 0
+            )
+        except StoppedWaiting:
+            assert self._stops.number is not None
+            self._go(State.GIVEN_UP)
+            raise Stopped(self._stops.number) from None
+        watch = self._begin(round_, broke_at)
         self._go(State.STARTING)
         return watch
 

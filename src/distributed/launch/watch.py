@@ -24,6 +24,7 @@ _POLL_S = 0.02
 _NEWS_EVERY_S = 0.1
 _ROOT_CAUSE_GRACE_S = 0.5  # for failures at nearly the same time
 _COLLATERAL_GRACE_S = 4.0  # when only broken connections are known: somebody must have broken them
+_LOST_GRACE_S = 1.0  # for another node to say what ended the world that our ranks lost
 _DUMP_S = 0.5  # for the flight recorders of ranks when one of them hangs
 
 
@@ -107,6 +108,8 @@ class Watch:
         if news is not None and news.kind == "stopping":
             self.stops.request(news.signal)
             self._news = None
+        elif news is not None and news.kind == "done":
+            return Ended()
         elif news is not None and not self.stops.count:
             if news.kind == "regroup" and news.cause == "resize" and not self.is_draining:
                 return Asked(news.message, news)
@@ -200,7 +203,7 @@ class Watch:
     def _lost_without_cause(self, lost: Member) -> Broken | None:
         """Ranks say that their world broke, and none of this node did it: another node did, or the network."""
         self._failed_at = self._failed_at or time.monotonic()
-        if time.monotonic() < self._failed_at + _COLLATERAL_GRACE_S:
+        if time.monotonic() < self._failed_at + _LOST_GRACE_S:
             return None
         message = "a connection between the ranks broke"
         return Broken(Fault("machine", lost.rank, socket.gethostname(), self.step, message))

@@ -78,10 +78,11 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
         )
     asked_by = f"num_gpus ({config.source('num_gpus')}), gpus_per_node ({config.source('gpus_per_node')})"
     problems += _too_few_gpus(device, per_node, hardware, asked_by)
-    if config.num_nodes > 1 and config.master_addr is None:
+    most_nodes = config.max_nodes or config.num_nodes
+    if most_nodes > 1 and config.master_addr is None:
         problems.append(
             Problem(
-                f"num_nodes={config.num_nodes}, but no master_addr",
+                f"{'max_nodes' if config.max_nodes else 'num_nodes'}={most_nodes}, but no master_addr",
                 why="the nodes cannot find each other",
                 do="set master_addr (--master-addr) to the host name of one of them, the same on all",
             )

@@ -26,7 +26,7 @@ from distributed.core.events import (
 )
 from distributed.core.heartbeat import Phase
 from distributed.core.history import EpochRecord, History
-from distributed.core.plan import Plan
+from distributed.core.plan import BatchPlan, Plan
 from distributed.data.ledger import Ledger, last_recorded, rewind_ledgers
 from distributed.data.loader import EvalLoader, Step
 from distributed.runtime.heartbeat import Heartbeat
@@ -60,7 +60,9 @@ class Loader(Protocol):
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
 
-    def sample_indices(self, epoch: int, step: int) -> list[int]: ...
+    def sample_indices(
+        self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
+    ) -> list[int]: ...
 
 
 class Loop:
@@ -144,7 +146,7 @@ class Loop:
         seed_step, seed = self._session.seed_step, self._plan.seed
         first_step = progress.steps_in_epoch
         if train.samples_per_epoch is not None:  # samples count, so that another number of ranks can go on
-            first_step = progress.samples_in_epoch // self._plan.batch.global_batch
+            first_step = -(-progress.samples_in_epoch // self._plan.batch.global_batch)  # the last step may be short
         before_epoch = progress.step - first_step  # steps of the epochs before this one
         last_step = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
         end, before = self._plan.max_steps, progress.samples_in_epoch
@@ -262,9 +264,9 @@ class Loop:
         restored = self._state.restore(inherited)
         if self._ledger is not None and self._session.is_main:
             rewind_ledgers(_ledger_dir(self._plan), self._state.progress.step)
+            if inherited is not None:
+                self._complete_ledgers(inherited)
         self._session.barrier("restored")
-        if self._ledger is not None and inherited is not None:
-            self._complete_ledger(self._ledger)
         self.has_begun = True
         if self._session.is_main:
             self._on_resumed(self._state.progress.step, self._state.source)
@@ -280,12 +282,17 @@ class Loop:
             self._emit(Warned(time=time.time(), message=message))
         self._compare(self._state.verdict)
 
-    def _complete_ledger(self, ledger: Ledger) -> None:
-        """Steps of this epoch that were finished by all, of which a rank that was killed or cut off wrote no record."""
-        progress = self._state.progress
-        before_epoch = progress.step - progress.steps_in_epoch
-        for step in range(max(last_recorded(_ledger_dir(self._plan), self._session.rank), before_epoch), progress.step):
-            ledger.record(step + 1, progress.epoch, self._train.sample_indices(progress.epoch, step - before_epoch))
+    def _complete_ledgers(self, inherited: Inherited) -> None:
+        """The last step was finished by all ranks of the world before this one, also by one that died before it wrote
+        that down: which samples it used is known without it."""
+        progress, folder = self._state.progress, _ledger_dir(self._plan)
+        batch = self._plan.batch.for_ranks(inherited.tree["ranks"])
+        for rank in range(batch.ranks) if progress.steps_in_epoch else ():
+            if last_recorded(folder, rank) < progress.step:
+                indices = self._train.sample_indices(progress.epoch, progress.steps_in_epoch - 1, batch, rank)
+                ledger = Ledger(folder, rank)
+                ledger.record(progress.step, progress.epoch, indices)
+                ledger.close()
 
     def _compare(self, verdict: Verdict | None) -> None:
         if verdict is not None:

@@ -113,7 +113,7 @@ class RunState:
         if state is None:
             return None
         meter = self._meter.state() | {"losses": [], "samples": []}  # those that nobody has read are each rank's own
-        return Held(self.progress.step, state | self._position() | {"meter": meter})
+        return Held(self.progress.step, state | self._position() | {"meter": meter, "ranks": self._plan.batch.ranks})
 
     def _load(self, restored: Restored) -> None:
         self._check(restored)
