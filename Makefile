@@ -10,6 +10,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 WORKERS ?= 2
 HISTORIES ?= 200
+KILLS ?= 200
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help train test test-gpu soak check format bench clean
@@ -21,7 +22,7 @@ help:
 	@echo "make soak       hundreds of kills, each compared with the undisturbed run; long"
 	@echo "make check      lint, format, types, who may import whom"
 	@echo "make format     put the code into shape"
-	@echo "make bench      overhead against a hand-written loop, and scaling"
+	@echo "make bench      overhead, scaling, checkpoints and recovery, beside their peers; long"
 	@echo "make clean      remove .venv, caches and build outputs; runs/ stays"
 
 train: .venv/installed-train
@@ -36,6 +37,8 @@ test-gpu: .venv/installed-all
 
 soak: .venv/installed-all
 	folder=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/kill_histories.py $$folder/kills --histories $(HISTORIES)
+	folder=$$(mktemp -d) && $(BIN)/distributed chaos --script tests/e2e/soak_train.py --faults kill --kills $(KILLS) \
+		--steps $$((15 * $(KILLS))) --run-dir $$folder/chaos
 
 check: .venv/installed-all
 	$(BIN)/ruff check .
@@ -51,6 +54,7 @@ bench: .venv/installed-all
 	$(BIN)/distributed bench overhead
 	$(BIN)/distributed bench scaling
 	$(BIN)/distributed bench checkpoint
+	$(BIN)/distributed bench recovery
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .grimp_cache build dist src/*.egg-info

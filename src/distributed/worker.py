@@ -52,7 +52,7 @@ def open_session(plan: Plan, env: WorkerEnv, line: AgentLine | None = None, held
         try:
             return _join(plan, env, line)
         except Exception as failed:
-            if line is None or not is_collateral(failed):
+            if line is None or not line.regroups or not is_collateral(failed):
                 raise
             env = next_world(line, env.attempt, held_step, str(failed))
 
@@ -120,9 +120,10 @@ def _live(
     session.enter = heartbeat.collective
     strategy = (BITWISE_STRATEGIES if plan.is_bitwise else STRATEGIES).load(plan.strategy)()
     loop: Loop | None = None
+    regroups = line is not None and line.regroups
     try:
         inherited = None
-        if line is not None and env.restarts:
+        if regroups and env.restarts:
             inherited = hand_over(session, held)
         if inherited is not None:
             held = Held(inherited.step, inherited.tree)
@@ -154,7 +155,7 @@ def _live(
             history.save(Path(plan.run_dir) / HISTORY)
         return history
     except Exception as failed:
-        if line is None or not (isinstance(failed, LeftWorld) or is_collateral(failed)):
+        if not regroups or not (isinstance(failed, LeftWorld) or is_collateral(failed)):
             raise
         return Broken(loop.held() if loop is not None and loop.has_begun else held, str(failed))
     finally:
@@ -217,13 +218,16 @@ def _eval_loader(job: Job, session: Session) -> EvalLoader | None:
     return EvalLoader(job.evaluation, size, session.rank, session.world_size, split=split, pin_memory=pins)
 
 
-def line_for(plan: Plan) -> AgentLine | None:
-    """The line to the launcher, which is told whether this rank can go on in another world; None if it cannot."""
+def line_for(plan: Plan, *, is_first: bool = True) -> AgentLine | None:
+    """The line to the launcher, which is told whether this rank can go on in another world.
+
+    In a second `fit` it cannot: whoever replaces a rank runs the script from its beginning, and would not come there.
+    """
     line = agent_line()
-    regroups = plan.collectives == "gloo" and not dist.is_initialized()
     if line is not None:
-        line.tell(Joined(regroups, plan.legal_sizes))
-    return line if regroups else None
+        line.regroups = plan.collectives == "gloo" and is_first and not dist.is_initialized()
+        line.tell(Joined(line.regroups, plan.legal_sizes))
+    return line
 
 
 def main() -> None:

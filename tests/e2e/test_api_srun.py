@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -72,6 +73,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
                 "SelectType=select/cons_tres",
                 "SlurmdParameters=config_overrides",
                 "ReturnToService=2",
+                "RequeueExit=143",
                 "MpiDefault=none",
                 *nodes,
                 "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
@@ -95,7 +97,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
             daemons.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
             if command[0] == "munged":
                 wait_until(munge_socket.exists)
-        wait_until(lambda: idle_nodes(environ) == 2, base)
+        wait_until(lambda: idle_nodes(environ) == 2, base / "daemons.log")
         yield environ
     finally:
         for daemon in reversed(daemons):
@@ -114,12 +116,13 @@ def idle_nodes(environ: dict[str, str]) -> int:
     return answer.stdout.split().count("idle")
 
 
-def wait_until(holds, base: Path | None = None) -> None:
-    for _ in range(400):
-        if holds():
-            return
+def wait_until(holds, base: Path | None = None, *, seconds: float = 60.0) -> None:
+    """`base` is what to read when it never comes."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(base.read_text() if base and base.exists() else "it never came")
         time.sleep(0.05)
-    raise AssertionError((base / "daemons.log").read_text() if base else "it never came")
 
 
 def test_srun_over_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -139,3 +142,47 @@ def test_srun_over_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     same_everywhere(result.stdout, 2)
     assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+REQUEUED = (
+    DATA
+    + """
+import time
+from distributed import Trainer
+
+
+class Slow(MyModel):
+    def forward(self, x):
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+Trainer(Slow(), epochs=10, resume_from_checkpoint=True, log_every_n_steps=1).fit(train_loader)
+"""
+)
+
+
+@pytest.mark.parametrize("signal_name", ["TERM", "USR1"])
+def test_slurm_requeues_a_run_that_it_preempts(signal_name: str, slurm: dict[str, str], tmp_path: Path) -> None:
+    """A batch job is signalled, saves, ends with the code that Slurm starts it again for, and goes on where it was."""
+    (tmp_path / "train.py").write_text(REQUEUED)
+    (tmp_path / "job.sh").write_text(
+        f"#!/bin/sh\ncd {tmp_path}\necho started >> starts.txt\n"
+        f"exec {sys.executable} -m distributed.cli train --script train.py --num-gpus 2 --run-dir run"
+        " resume_from_checkpoint=true\n"
+    )
+    submitted = subprocess.run(
+        ["sbatch", "--parsable", "--requeue", "-n1", "-c2", "-o", "job-%j.txt", "job.sh"],
+        env=slurm, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert submitted.returncode == 0, submitted.stderr
+    job, events = submitted.stdout.strip(), tmp_path / "run" / "events.jsonl"
+    output = tmp_path / f"job-{job}.txt"
+    wait_until(lambda: events.exists() and events.read_text().count("StepEnded") > 5, output)
+    subprocess.run(["scancel", f"--signal={signal_name}", "--batch", job], env=slurm, check=True)
+    wait_until(lambda: '"status":"interrupted"' in events.read_text(), output)
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm, capture_output=True)
+    wait_until(lambda: '"status":"done"' in events.read_text(), output, seconds=150)
+    assert (tmp_path / "starts.txt").read_text().count("started") == 2
+    steps = [json.loads(line)["step"] for line in events.read_text().splitlines() if "StepEnded" in line]
+    assert steps == sorted(set(steps))

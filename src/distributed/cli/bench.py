@@ -114,6 +114,37 @@ def checkpoint(
     _show(checkpoint_table(found, cost), record, json_file)
 
 
+@app.command("recovery")
+def recovery(
+    kills: Annotated[int, typer.Option(min=1, metavar="N", help="Kills of each side.")] = 20,
+    ranks: Annotated[int, typer.Option(min=2, metavar="N", help="CPU processes of each side.")] = 2,
+    starts: Annotated[int, typer.Option(min=1, metavar="N", help="Starts of each side, with 4 processes.")] = 5,
+    stalls: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks that get stuck.")] = 3,
+    steps: Annotated[int, typer.Option(min=10, metavar="N", help="Steps over which the watching is measured.")] = 800,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the moments at which ranks are killed.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What a killed rank costs: seconds from SIGKILL until all ranks train again, against torchrun.
+
+    `distributed train` with our Trainer and torchrun with a hand-written DDP loop train the same model, save equally
+    often, and are killed by turns. Also: how long a start takes, what the processes that watch use, and how soon a
+    rank that is stuck is named. All of it takes about ten minutes on two cores.
+
+    \b
+    Examples:
+      distributed bench recovery
+      distributed bench recovery --kills 5 --starts 2 --json recovery.json
+    """
+    from distributed.bench.recovery import measure_recovery
+    from distributed.bench.recovery_table import recovery_table
+
+    with _progress() as notify:
+        found = measure_recovery(
+            kills=kills, ranks=ranks, starts=starts, stalls=stalls, steps=steps, seed=seed, notify=notify
+        )
+    _show(recovery_table(found), found.to_dict(), json_file)
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr that is gone when the table comes; nothing where stderr is no terminal."""

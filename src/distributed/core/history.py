@@ -40,6 +40,7 @@ class History:
     world_size: int = 1
     run_dir: str = ""
     interrupted: bool = False
+    stop_signal: int = 0  # that it was interrupted by
     checkpoint: str = ""  # the last one: the trained model
 
     def __getitem__(self, metric: str) -> list[float]:
@@ -75,5 +76,5 @@ class History:
     @staticmethod
     def load(path: Path) -> History:
         raw = json.loads(path.read_text())
-        own = {f.name: raw[f.name] for f in fields(History)}
+        own = {f.name: raw[f.name] for f in fields(History) if f.name in raw}
         return History(**own | {"epochs": tuple(EpochRecord(**record) for record in raw["epochs"])})

@@ -17,6 +17,9 @@ from distributed.launch.supervisor import Patience, Supervisor
 from distributed.launch.warm_parent import preloads
 
 
+_FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"  # collectives that torch remembers, for when one hangs; about 1 µs each
+
+
 @dataclass(frozen=True)
 class LocalLauncher:
     """Starts ranks here.
@@ -63,6 +66,8 @@ class LocalLauncher:
 
     def _variables(self, request: LaunchRequest, worker: WorkerEnv) -> dict[str, str]:
         variables = worker.to_environ() | {"PYTHONUNBUFFERED": "1"}
+        if _FLIGHT_RECORDER not in self.environ:
+            variables[_FLIGHT_RECORDER] = "256"
         if request.threads_per_rank is not None and "OMP_NUM_THREADS" not in self.environ:
             variables["OMP_NUM_THREADS"] = str(request.threads_per_rank)
         if request.device == "cpu":  # so that a script which takes a GPU where it sees one keeps to the CPU too

@@ -303,6 +303,14 @@ class Supervisor:
         append_line(self._events, event.to_json())
 
 
+def ask_for_ranks(run_dir: str, ranks: int) -> None:
+    """Want a run on this machine to go on with another number of ranks. Its launcher looks for this now and then."""
+    path = Path(run_dir, RESIZE_FILE)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"ranks": ranks}) + "\n")
+    os.replace(partial, path)
+
+
 def read_wish(run_dir: str) -> int | None:
     """The number of ranks that somebody wants a run to have from now on."""
     try:

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ pydantic pytorch_lightning requests rich safetensors scipy sentencepiece sklearn
 torchaudio torchmetrics torchvision tqdm transformers yaml
 """
 SAFE_BEFORE_FORK = frozenset(_SAFE_BEFORE_FORK.split())
+_ORPHAN_S = 2.0  # for a rank to end after its parent
 _BOOTSTRAP = ("-m", "distributed.launch.rank")
 
 
@@ -227,6 +229,9 @@ class _Forked:
         elif self._code is None and self._runs():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.known_pid, signal.SIGKILL)
+            deadline = time.monotonic() + _ORPHAN_S  # so that all ranks are seen to have ended at once, as one fault
+            while self._runs() and time.monotonic() < deadline:
+                time.sleep(0.005)
 
     def _runs(self) -> bool:
         return self.known_pid is not None and runs_in_group(self.known_pid, self.known_pid)

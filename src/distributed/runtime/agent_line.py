@@ -22,6 +22,7 @@ class AgentLine:
         self._line = line
         self._worlds: SimpleQueue[WorkerEnv | None] = SimpleQueue()
         self._leave: Leave | None = None
+        self.regroups = False  # whether this rank can go on in another world
         self.cut_off: Callable[[], None] = lambda: None  # what ends the collective that this rank is in
         self._thread = threading.Thread(target=self._listen, name="agent-line", daemon=True)
         self._thread.start()

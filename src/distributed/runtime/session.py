@@ -220,6 +220,8 @@ def abandon_world() -> None:
         kept = [(since, group) for since, group in _World.broken if now - since < _KEEP_GROUP_S]
         _World.broken = [*kept, (now, dist.distributed_c10d._get_default_group())]
         dist.destroy_process_group()
+    else:  # torch counts groups by which the ranks name them, also one that broke while it was made
+        dist.distributed_c10d._world.group_count = 0
     gc.collect()
 
 

@@ -372,6 +372,7 @@ class Loop:
             world_size=self._plan.world_size,
             run_dir=self._plan.run_dir,
             interrupted=self._interrupted,
+            stop_signal=int(self._stop.received or 0),
             checkpoint=self._state.path,
         )
         self._emit(

@@ -77,7 +77,7 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
     if world.run_dir and number > 1:
         run_dir = os.path.join(world.run_dir, f"fit-{number}")
     plan = request.plan(run_dir, world)
-    line = line_for(plan)
+    line = line_for(plan, is_first=number == 1)
     session = open_session(plan, world, line)
     if not world.run_dir:  # each rank has made up its own
         run_dir = session.share_text("run_dir", run_dir if session.is_main else None)
@@ -88,8 +88,6 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
             _refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
         _write_plan(plan)
     followed = world.launcher == "distributed" and number == 1  # whoever started us shows the progress
-    if number > 1:  # whoever replaces a rank runs the script from its beginning, and would not come here alone
-        line = None
     return run_rank(request.job(plan), session, shows_progress=plan.observe.progress and not followed, line=line)
 
 

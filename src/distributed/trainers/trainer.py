@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,7 +77,8 @@ class Trainer:
 
         `settings` win over the trainer's: `checkpoint_dir=`, `mlflow_experiment=`, `max_steps=`, `epochs=` …
         Ctrl-C ends all ranks at a common step; `model` and `history` then hold what was trained, and
-        KeyboardInterrupt is raised.
+        KeyboardInterrupt is raised. SIGTERM and SIGUSR1 do the same; a rank that srun, mpirun or torchrun started then
+        ends with `requeue_exit_code`.
         """
         config = _with_launch_settings(self.config.merged(_plain(settings), "fit(…)"))
         check_task(self._task)
@@ -90,6 +92,8 @@ class Trainer:
         else:
             self.history = fit_alone(request)
         if self.history.interrupted:
+            if world is not None and world.launcher != "distributed" and self.history.stop_signal != signal.SIGINT:
+                raise SystemExit(config.requeue_exit_code)  # for Slurm, which started this rank itself
             raise KeyboardInterrupt
         return self.history
 

@@ -1,0 +1,78 @@
+"""Two runs compared by what they left on the disk: their last weights, and the samples that they used."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+from distributed.chaos.report import Samples, Weights
+from distributed.checkpoint.exchange import Leaf, TensorReader, leaf_tree, walk
+from distributed.checkpoint.exchange_catalog import open_all, open_one
+from distributed.checkpoint.exchange_diff import compare_tensors
+from distributed.checkpoint.manifest import Manifest, step_name
+from distributed.checkpoint.reading import read_manifest, verify
+from distributed.core.errors import CheckpointError
+from distributed.data.ledger import read_ledger
+
+
+def compare_weights(undisturbed: Path, disturbed: Path, step: int) -> Weights:
+    """The model in the checkpoints of the last step, whose every byte is read. Both are checkpoint_dirs."""
+    try:
+        a, b = (open_one(str(folder / step_name(step))) for folder in (undisturbed, disturbed))
+        problems = verify(b.path).problems
+        if problems:
+            return Weights(False, 0, problem=f"{b.path} is damaged: {problems[0]}")
+        in_a, in_b = (_model(opened.manifest) for opened in (a, b))
+        if in_a.keys() != in_b.keys():
+            only = sorted(in_a.keys() ^ in_b.keys())
+            return Weights(False, len(in_a), problem=f"only one of the runs has {', '.join(only[:3])}")
+        readers = TensorReader(a.storage, a.manifest), TensorReader(b.storage, b.manifest)
+        changes = []
+        for name in in_a:
+            if in_a[name].entry.digest != in_b[name].entry.digest:
+                found = compare_tensors(name, readers[0].tensor(in_a[name]), readers[1].tensor(in_b[name]))
+                changes += [found] if found is not None else []
+    except CheckpointError as failed:
+        return Weights(False, 0, problem=failed.problems[0].what)
+    if not changes:
+        return Weights(True, len(in_a))
+    worst = max(changes, key=lambda change: math.inf if math.isnan(change.largest) else change.largest)
+    first = first_difference(undisturbed, disturbed)
+    return Weights(False, len(in_a), len(changes), worst.largest, worst.name, first)
+
+
+def first_difference(undisturbed: Path, disturbed: Path) -> int | None:
+    """The step of the first checkpoint that both runs kept and whose model differs."""
+    digests = []
+    for folder in (undisturbed, disturbed):
+        found: dict[int, str] = {}
+        for _, storage, step in open_all(str(folder)):
+            try:
+                found[step] = read_manifest(storage, step).digests["model"]
+            except (CheckpointError, KeyError):  # one that was damaged on purpose
+                continue
+        digests.append(found)
+    return min((step for step, digest in digests[0].items() if digests[1].get(step, digest) != digest), default=None)
+
+
+def compare_samples(undisturbed: Path, disturbed: Path) -> Samples | None:
+    """Both are run directories. None where the undisturbed run wrote no ledger."""
+    expected, used = _used(undisturbed), _used(disturbed)
+    if not expected:
+        return None
+    return Samples(used.total(), lost=(expected - used).total(), repeated=(used - expected).total())
+
+
+def _used(run_dir: Path) -> Counter[tuple[int, int]]:
+    """How often each (epoch, sample) was used."""
+    used: Counter[tuple[int, int]] = Counter()
+    for path in (run_dir / "ledger").glob("rank-*.samples"):
+        for entry in read_ledger(path):
+            used.update((entry.epoch, index) for index in entry.indices.tolist())
+    return used
+
+
+def _model(manifest: Manifest) -> dict[str, Leaf]:
+    leaves = walk(leaf_tree(manifest.shared))
+    return {name: leaf for name, leaf in leaves if name.startswith("model/") and isinstance(leaf, Leaf)}

@@ -1,0 +1,371 @@
+"""Runs that are hurt on purpose: a small training job whose ranks kill, stop, hang and fail themselves as a plan says.
+
+A plan is a list of faults. Each happens once, in the rank that comes to its place first, unless it says `always`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed.checkpoint.reading import load
+from distributed.data.ledger import LedgerReport, check_ledgers
+from tests.conftest import clean_environ
+
+SAMPLES, GLOBAL_BATCH, EPOCHS = 150, 12, 6
+PER_EPOCH = -(-SAMPLES // GLOBAL_BATCH)  # 13 steps, the last one short
+STEPS = PER_EPOCH * EPOCHS
+PATIENCE_S = 60  # for a whole run on a machine that others use too
+
+SCRIPT = """
+import json, os, resource, signal, sys, time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from distributed import Trainer
+
+SAMPLES, EPOCHS = 150, 6
+PLACE = Path(os.environ["SURVIVAL_PLACE"])
+FAULTS = json.loads(os.environ["SURVIVAL_FAULTS"])
+OPTIONS = json.loads(os.environ["SURVIVAL_OPTIONS"])
+
+
+def my_rank():
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def attempt():
+    # A rank's environment is that of the world that it was started for.
+    return max(int(folder.name) for folder in (PLACE / "run" / "attempts").iterdir())
+
+
+def come_to(place, step=None, rank=None):
+    rank = my_rank() if rank is None else rank
+    for number, fault in enumerate(FAULTS):
+        asked = fault["place"], fault.get("rank", rank), fault.get("step", step)
+        if asked == (place, rank, step) and attempt() >= fault.get("attempt", 0):
+            try:
+                os.close(os.open(PLACE / f"fault-{number}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                if not fault.get("always"):
+                    continue
+            suffer(fault["what"], rank)
+
+
+def suffer(what, rank):
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "kill all":
+        mine = PLACE / f"pid-{rank}"
+        for other in PLACE.glob("pid-*"):
+            if other != mine:
+                os.kill(int(other.read_text()), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "kill the parent":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    elif what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "hang":
+        hang_in_user_code()
+    elif what == "slow":
+        time.sleep(3)
+    elif what == "extra barrier":
+        dist.barrier()
+    elif what == "raise":
+        raise RuntimeError("a bad day")
+    elif what == "no memory":
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), hard))
+        bytearray(1 << 32)
+    elif what == "killed for memory":
+        held = bytearray(64 << 20)
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        raise AssertionError(what)
+
+
+def hang_in_user_code():
+    while True:
+        time.sleep(600)
+
+
+class Numbers(Dataset):
+    def __init__(self, length=SAMPLES, place=None):
+        self.length, self.place = length, place
+        generator = torch.Generator().manual_seed(length)
+        self.x = torch.randn(length, 8, generator=generator)
+        self.y = (self.x[:, 0] > 0).long() + (self.x[:, 1] > 0).long()
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if self.place:
+            come_to(self.place, index)
+        return self.x[index].to(DTYPE), self.y[index]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(OPTIONS.get("dropout", 0.2)), nn.Linear(32, 3)
+        )
+        if OPTIONS.get("own_buffer"):
+            self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        step = int(self.layers[1].num_batches_tracked)  # counts in all worlds of a run, unlike this process
+        if self.training:
+            step += 1
+            time.sleep(OPTIONS.get("pace", 0.0))
+            if OPTIONS.get("own_buffer"):
+                self.mean += x.mean(0) - self.mean / 10
+        come_to("training" if self.training else "evaluation", step)
+        return self.layers(x) * (float("nan") if self.training and OPTIONS.get("nan_at") == step else 1.0)
+
+
+DTYPE = torch.float64 if OPTIONS.get("double") else torch.float32
+
+
+def watch_ourselves():
+    from distributed import worker
+    from distributed.runtime import session
+    from distributed.train import state
+
+    class Saver(state.Saver):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, at=come_to, **kwargs)
+
+    state.Saver = Saver
+    meet, send_from, hand_over = session._meet, session.Session.send_from, worker.hand_over
+
+    def watched_meet(env, *args):
+        come_to("meeting", rank=env.rank)
+        return meet(env, *args)
+
+    def watched_send(self, name, *args):
+        sent = send_from(self, name, *args)
+        if name == "handover":
+            come_to("taking over")
+        return sent
+
+    def watched_hand_over(*args):
+        come_to("before the handover")
+        return hand_over(*args)
+
+    session._meet, session.Session.send_from, worker.hand_over = watched_meet, watched_send, watched_hand_over
+
+
+def main():
+    if "RANK" in os.environ:
+        (PLACE / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        come_to("start")
+        watch_ourselves()
+    torch.manual_seed(0)
+    model = Model().to(DTYPE)
+    settings = dict(
+        epochs=EPOCHS, learning_rate=0.01, optimizer="adamw", lr_schedule="cosine", warmup_steps=5,
+        gradient_clipping=1.0, checkpoint_frequency="5 steps", keep_last=3, sample_ledger=True, log_every_n_steps=3,
+        progress=False,
+    )
+    workers = OPTIONS.get("workers", 0)
+    train = DataLoader(Numbers(place="reading"), shuffle=True, num_workers=workers)
+    Trainer(model, **settings | OPTIONS.get("settings", {})).fit(train, DataLoader(Numbers(40), batch_size=10))
+    print("end of the script", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def fault(place: str, what: str = "kill", **where: Any) -> dict[str, Any]:
+    """`where`: `rank`, `step` (of a training step or evaluation; of reading, the sample), `attempt` (or later)."""
+    return {"place": place, "what": what} | where
+
+
+@dataclass
+class Result:
+    """How a run ended, and what it came to."""
+
+    folder: Path
+    code: int
+    shown: str
+    trace: str  # in the environment of every process of it
+    shared_memory: set[str] = field(repr=False)
+    first_seen: int = 0  # events of earlier launches in the same folder
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    @functools.cached_property
+    def events(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    @functools.cached_property
+    def bytes(self) -> str:
+        """Of the weights and the optimizer in the last checkpoint, which is that of the last step."""
+        last = sorted((self.run_dir / "checkpoints").glob("step-*"))[-1]
+        assert last.name == f"step-{STEPS:06d}"
+        shared, digest = load(str(last), ranks=()).shared, hashlib.sha256()
+        for value in _leaves([shared["model"], shared["optimizer"]]):
+            if isinstance(value, torch.Tensor):
+                digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            else:
+                digest.update(repr(value).encode())
+        return digest.hexdigest()
+
+    @property
+    def ledger(self) -> LedgerReport:
+        return check_ledgers(self.run_dir / "ledger", SAMPLES)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {event["step"]: event["loss"] for event in self.told("StepEnded")}
+
+    @property
+    def recoveries(self) -> list[tuple[str, int]]:
+        """(from where, lost steps) in order; a checkpoint is told by its name."""
+        return [(Path(event["source"]).name, event["lost_steps"]) for event in self.told("Recovered")]
+
+    def assert_same_as(self, undisturbed: Result) -> None:
+        """The same bytes, and every sample once."""
+        assert self.code == 0, self.shown
+        assert str(self.ledger) == str(undisturbed.ledger)
+        assert self.ledger.is_exact
+        assert self.bytes == undisturbed.bytes
+
+    def assert_nothing_left(self) -> None:
+        """No process, hence no port; no socket that somebody listens at; no shared memory."""
+        wait_until(lambda: not processes_with(self.trace), f"all processes have ended: {processes_with(self.trace)}")
+        assert str(self.folder) not in Path("/proc/net/unix").read_text()
+        assert not _orphans(set(os.listdir("/dev/shm")) - self.shared_memory)
+
+
+class Running:
+    """A run that is under way."""
+
+    def __init__(self, folder: Path, command: list[str], faults: list[dict[str, Any]], options: dict[str, Any]) -> None:
+        (folder / "tmp").mkdir(exist_ok=True)
+        (folder / "train.py").write_text(SCRIPT)
+        self.folder, self._trace, self._shared_memory = folder, uuid.uuid4().hex, set(os.listdir("/dev/shm"))
+        environ = clean_environ(
+            SURVIVAL_PLACE=str(folder),
+            SURVIVAL_FAULTS=json.dumps(faults),
+            SURVIVAL_OPTIONS=json.dumps(options),
+            SURVIVAL_TRACE=self._trace,
+            TMPDIR=str(folder / "tmp"),
+            OMP_NUM_THREADS="1",
+        )
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the run is
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def wait_for(self, kind: str, true: Callable[[dict[str, Any]], bool] = lambda event: True) -> None:
+        """Until there is such an event."""
+        path = self.folder / "run" / "events.jsonl"
+
+        def is_there() -> bool:
+            assert self.process.poll() is None, self.end().shown
+            lines = path.read_text().splitlines() if path.exists() else []
+            return any(event["event"] == kind and true(event) for event in map(json.loads, lines))
+
+        wait_until(is_there, f"a {kind}")
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for("StepEnded", lambda event: event["step"] >= step)
+
+    def resize(self, ranks: int) -> None:
+        partial = self.folder / "run" / ".resize"
+        partial.write_text(json.dumps({"ranks": ranks}))
+        partial.rename(self.folder / "run" / "resize.json")
+
+    def end(self) -> Result:
+        try:
+            code = self.process.wait(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            for pid in processes_with(self._trace):
+                os.kill(pid, signal.SIGKILL)
+            code = -1000
+        self._output.seek(0)
+        shown = self._output.read()
+        self._output.close()
+        assert code != -1000, f"did not end:\n{shown}"
+        result = Result(self.folder, code, shown, self._trace, self._shared_memory)
+        result.assert_nothing_left()
+        return result
+
+
+def start(folder: Path, ranks: int, *faults: dict[str, Any], options: dict[str, Any] | None = None, **settings: Any) -> Running:
+    """`distributed train` with these settings; global batches are of the same size for any number of ranks."""
+    settings = {"batch_size": GLOBAL_BATCH // ranks // settings.get("gradient_accumulation_steps", 1)} | settings
+    words = [f"{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in settings.items()]
+    command = [sys.executable, "-m", "distributed.cli", "train", "--script", "train.py", "--run-dir", "run"]
+    return Running(folder, [*command, "--num-gpus", str(ranks), *words], list(faults), options or {})
+
+
+def start_alone(folder: Path, ranks: int, *faults: dict[str, Any], options: dict[str, Any] | None = None, **settings: Any) -> Running:
+    """The same script without our command line: `Trainer.fit` starts the ranks."""
+    settings = {"batch_size": GLOBAL_BATCH // ranks, "num_gpus": ranks, "run_dir": "run"} | settings
+    return Running(folder, [sys.executable, "train.py"], list(faults), {"settings": settings} | (options or {}))
+
+
+def processes_with(trace: str) -> list[int]:
+    """Those of a run: the environment is passed on to all that they start, and to whoever they fork."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+            if state not in "ZX" and trace.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+        time.sleep(0.02)
+
+
+def _orphans(names: set[str]) -> list[str]:
+    """Of files in shared memory, those that name no process which still runs: others may use this machine too."""
+    return [name for name in names if not any(os.path.exists(f"/proc/{pid}") for pid in re.findall(r"\d+", name))]
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict | list | tuple):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(child)
+    else:
+        yield tree
