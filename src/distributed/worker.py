@@ -135,7 +135,7 @@ def _live(
         total = plan.total_steps(per_epoch)
         schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, total)
         asked = (lambda: False) if line is None else (lambda: line.asked_to_leave(env.attempt))
-        with StopRequest(session.rank, session.world_size, session.store, asked) as stop:
+        with StopRequest(session.rank, session.world_size, session.store, asked, session.named) as stop:
             loop = Loop(
                 plan,
                 strategy,

@@ -295,6 +295,15 @@ def test_a_stopped_rank_is_named_as_such(tmp_path):
     assert found.rank == 1
 
 
+def test_a_rank_that_is_stopped_while_it_saves_has_a_deadline_too(tmp_path):
+    script = BEGIN + "train()\nwith heart.phase(Phase.SAVING):\n    while True: time.sleep(0.1)\n"
+    with ranks(tmp_path, "from distributed.core.heartbeat import Phase\n" + script, 2) as watched:
+        wait_for(lambda: all((beat := read_beat(w.heartbeat)) and beat.phase is Phase.SAVING for w in watched))
+        os.kill(watched[0].pid, signal.SIGSTOP)
+        found = stall_of(watched)
+    assert (found.rank, found.kind, found.waiting) == (0, "stopped", (1,))
+
+
 DATASET = """
 from torch.utils.data import DataLoader, Dataset
 

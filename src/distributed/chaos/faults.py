@@ -56,6 +56,7 @@ Act = Callable[[Scene, random.Random, Harm], Iterator[None]]
 class Kind:
     act: Act
     breaks: bool = True  # whether the world must break, so that the run has to recover
+    is_possible: Callable[[Scene], bool] = lambda scene: True  # else its time has not come yet
 
 
 def kill(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None]:
@@ -129,6 +130,10 @@ def corrupt(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None]:
         _signal(process, signal.SIGKILL)
 
 
+def _has_two_checkpoints(scene: Scene) -> bool:
+    return len(list(scene.checkpoints.glob("step-*/manifest.json"))) > 1
+
+
 def damage_newest(checkpoints: Path, numbers: random.Random) -> tuple[Path, str] | None:
     """Flip bytes of the newest checkpoint, in a file that the one before does not need: the file and the checkpoint."""
     manifests = sorted(checkpoints.glob("step-*/manifest.json"))
@@ -185,7 +190,7 @@ KINDS: dict[str, Kind] = {
     "hang": Kind(hang),
     "slow": Kind(slow, breaks=False),
     "partition": Kind(partition, breaks=False),
-    "corrupt": Kind(corrupt),
+    "corrupt": Kind(corrupt, is_possible=_has_two_checkpoints),
     "diskfull": Kind(diskfull, breaks=False),
 }
 

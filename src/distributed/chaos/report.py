@@ -125,7 +125,8 @@ class ChaosReport:
         elif self.samples is not None and (self.samples.lost or self.samples.repeated):
             found.append(f"{self.samples.lost} samples were lost and {self.samples.repeated} repeated")
         if self.weights is not None and not self._is_close(self.weights):
-            found.append(f"the weights: {self.weights}")
+            hint = "; another number of ranks adds in another order and draws other dropout: set reproducible=bitwise"
+            found.append(f"the weights: {self.weights}" + hint * (self.was_resized and not self.is_bitwise))
         return found
 
     def _is_close(self, weights: Weights) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distributed.chaos.disk import SmallDisk
 from distributed.chaos.faults import KINDS, Harm, Scene
-from distributed.chaos.hosts import Hosts
+from distributed.chaos.hosts import Hosts, remove_leftovers
 from distributed.chaos.report import ChaosReport, Injury
 from distributed.chaos.runs import Order, Run
 from distributed.chaos.schedule import Arrival, by_steps, by_time
@@ -29,8 +29,9 @@ from distributed.core.events import (
 )
 
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
+_OVER = object()
 _LOOK_S = 0.02
-_PATIENCE_S = 90.0  # with a recovery, beyond the deadline of a step
+_PATIENCE_S = 90.0  # with a recovery, beyond the deadline of a step and the time of the whole undisturbed run
 _SHORTEST_HANG_S = 5.0
 _STEPS_OF_HANG = 20  # a step may last so many times the mean of the undisturbed run
 _ROOM_BYTES = 16 * 2**20
@@ -65,6 +66,8 @@ def run_trial(request: Request, screen: Screen) -> ChaosReport:
     from distributed.chaos.verdict import compare_samples, compare_weights  # torch: `--help` must not wait for it
 
     request.base.mkdir(parents=True, exist_ok=True)
+    if request.order.nodes > 1:
+        remove_leftovers()
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(request.order.nodes)) if request.order.nodes > 1 else None
         report = _run_undisturbed(request, hosts, screen)
@@ -197,8 +200,10 @@ class _Disturbance:
         if not view.is_training or view.step >= self.scene.final_step or view.step < view.reached:
             return False
         if arrival.at_step:
-            return view.step >= arrival.at_step
-        return time.monotonic() - self._free_since >= arrival.after_s
+            is_time = view.step >= arrival.at_step
+        else:
+            is_time = time.monotonic() - self._free_since >= arrival.after_s
+        return is_time and KINDS[arrival.kind].is_possible(self.scene)
 
     def _begin(self, arrival: Arrival) -> None:
         view = self.scene.view
@@ -212,7 +217,7 @@ class _Disturbance:
         """Let the fault do what it does until it is over."""
         assert self._act is not None
         assert self._open is not None
-        is_over = next(self._act, self) is self
+        is_over = next(self._act, _OVER) is _OVER
         injury, harm = self._open, self._harm
         if harm.text and not self._told:
             self._told, injury.text = True, harm.text
@@ -242,7 +247,7 @@ class _Disturbance:
                 self._close(first.time if first is not None else time.time(), "")
                 return ""
         waited = time.time() - self._open_since
-        if waited > _PATIENCE_S + 2 * self.deadline_s:
+        if waited > _PATIENCE_S + 2 * self.deadline_s + self.report.undisturbed_s:
             injury.wrong.append(f"not recovered within {waited:.0f} s")
             return f"it did not recover from {injury.kind} at step {injury.step}"
         return ""

@@ -128,7 +128,7 @@ def recovery(
 
     `distributed train` with our Trainer and torchrun with a hand-written DDP loop train the same model, save equally
     often, and are killed by turns. Also: how long a start takes, what the processes that watch use, and how soon a
-    rank that is stuck is named. All of it takes about ten minutes on two cores.
+    rank that is stuck is named. All of it takes about six minutes on two cores.
 
     \b
     Examples:

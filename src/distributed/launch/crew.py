@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from distributed.core.control import Joined, Lost, Message, World, decode, encode
 from distributed.core.env import LAUNCHER_PID
@@ -26,6 +27,7 @@ from distributed.launch.request import ProcessSpec, Rendered
 from distributed.launch.warm_parent import WarmParent
 
 _NOTICE_S = 0.2  # a death without a word happened up to this long before it is noticed
+_UNTOLD_S = 0.02  # between looks where nobody tells that a rank has ended
 _EXIT_GRACE_S = 5.0  # from a rank's failure file to its end; then it hangs in its own clean-up
 
 
@@ -182,8 +184,13 @@ class Crew:
             member.tell(message)
 
     def wait(self, seconds: float) -> None:
-        """Until a member says something, or for so long."""
-        lines = [m.process.control for m in self.members if m.ending is None and m.process.control is not None]
+        """Until a member says something or ends, or for so long."""
+        living = [member for member in self.members if member.ending is None]
+        lines: list[Any] = [member.process.control for member in living if member.process.control is not None]
+        if self._parent is not None and self._parent.is_alive:
+            lines.append(self._parent)  # it tells who has ended
+        else:
+            seconds = min(seconds, _UNTOLD_S)
         select.select(lines, [], [], seconds)
 
     @property

@@ -120,6 +120,7 @@ class HangWatch:
         self._compiling: dict[int, tuple[int, int]] = {}  # rank: its beat, and until when it has time
         self._judged: frozenset[tuple[int, int]] = frozenset()  # (rank, beat) of the late ones that were asked already
         self._judge_again = 0
+        self._halted: dict[int, int] = {}  # ranks that the kernel does not let run, though no step is due: since when
 
     def look(self) -> Stall | None:
         now = self._clock_ns()
@@ -136,6 +137,9 @@ class HangWatch:
             return None
         self._next = now + _EVERY_NS
         beats = self._beats()
+        halted = self._long_halted(beats, now)
+        if halted is not None:
+            return halted
         late = self._late(beats, now)
         if not late or (late == self._judged and now < self._judge_again):
             return None
@@ -189,6 +193,21 @@ class HangWatch:
             stack=inquiry.text,
             stack_path=str(inquiry.watched.stack),
         )
+
+    def _long_halted(self, beats: dict[int, Beat], now: int) -> Stall | None:
+        """A rank that is stopped does not save or evaluate either, so it has a deadline in every phase."""
+        for rank, beat in beats.items():
+            watched = self._ranks[rank]
+            if beat.phase in (Phase.TRAINING, Phase.ENDED) or process_state(watched.pid) not in _HALTED:
+                self._halted.pop(rank, None)
+                continue
+            since, deadline = self._halted.setdefault(rank, now), self._deadline_ns(beat)
+            if now - since > deadline:
+                self._halted[rank] = now
+                others = tuple(other for other in sorted(beats) if other != rank)
+                where, late_s = describe_halt(watched.pid), (now - since) / _S
+                return Stall(rank, beat.step, where, "stopped", late_s, deadline / _S, others, "", str(watched.stack))
+        return None
 
     def _late(self, beats: dict[int, Beat], now: int) -> frozenset[tuple[int, int]]:
         return frozenset((rank, beat.time_ns) for rank, beat in beats.items() if now > self._due(rank, beat))

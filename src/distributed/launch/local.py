@@ -16,7 +16,6 @@ from distributed.launch.request import LaunchRequest, NodePlace, ProcessSpec, Re
 from distributed.launch.supervisor import Patience, Supervisor
 from distributed.launch.warm_parent import preloads
 
-
 _FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"  # collectives that torch remembers, for when one hangs; about 1 µs each
 
 

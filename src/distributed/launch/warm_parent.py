@@ -104,6 +104,10 @@ class WarmParent:
         self._drain()
         return not self._hung_up and self._process.poll() is None
 
+    def fileno(self) -> int:
+        """Of its line, for `select`: there is something to read when a rank has started or ended."""
+        return self._line.fileno()
+
     def start(self, spec: ProcessSpec, environ: Mapping[str, str], with_control: bool = False) -> RankProcess:
         """A rank with exactly this environment. Asks only: it runs as soon as the imports are done."""
         return RankProcess(spec, environ, with_control=with_control, start=self._request)

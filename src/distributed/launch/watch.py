@@ -20,7 +20,7 @@ from distributed.launch.policy import Fault, classify
 from distributed.launch.report import RunReport
 from distributed.launch.stops import Stops
 
-_POLL_S = 0.02
+_POLL_S = 0.1  # between looks when nothing happens; what a rank says, and its end, wake us at once
 _NEWS_EVERY_S = 0.1
 _ROOT_CAUSE_GRACE_S = 0.5  # for failures at nearly the same time
 _COLLATERAL_GRACE_S = 4.0  # when only broken connections are known: somebody must have broken them

@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -30,9 +31,10 @@ class StopRequest:
         world_size: int = 1,
         store: dist.Store | None = None,
         asked_to_leave: Callable[[], bool] = lambda: False,
+        named: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
         self._rank, self._world_size, self._store = rank, world_size, store
-        self._asked_to_leave = asked_to_leave
+        self._asked_to_leave, self._named = asked_to_leave, named
         self._stop_at: int | None = None
         self._told = False
         self.is_leaving = False  # the ranks stop in order to go on in another world
@@ -60,10 +62,11 @@ class StopRequest:
     def hear(self) -> None:
         """A signal may have reached another rank only; asked now and then, since it costs a message."""
         if self._store is not None and self._world_size > 1 and self.received is None:
-            if self._store.check(["stop/asked"]):
-                self.received = signal.SIGTERM
-            elif self._store.check(["stop/leave"]):
-                self.is_leaving = True
+            with self._named("whether to stop"):
+                if self._store.check(["stop/asked"]):
+                    self.received = signal.SIGTERM
+                elif self._store.check(["stop/leave"]):
+                    self.is_leaving = True
 
     def due(self, step: int) -> bool:
         """Whether the run or this world ends here, after `step` steps. Costs a look at two attributes until then."""
