@@ -1,4 +1,4 @@
-"""Ranks that are killed, hang or fail: the run goes on, and ends with the bytes and samples of one that was not hurt."""
+"""Ranks that are killed, hang or fail: the run goes on, and ends with the bytes and samples of one never hurt."""
 
 from __future__ import annotations
 
@@ -257,7 +257,10 @@ def test_fit_in_a_plain_script(tmp_path: Path, undisturbed: Undisturbed) -> None
 
 def test_half_precision_accumulation_and_no_warm_start(tmp_path: Path, undisturbed: Undisturbed) -> None:
     settings = {"mixed_precision": "fp16", "gradient_accumulation_steps": 2, "warm_start": False}
-    faults = fault("training", rank=0, step=41), fault("training", rank=1, step=82)  # in the first micro-batch, the second
+    faults = (
+        fault("training", rank=0, step=41),
+        fault("training", rank=1, step=82),
+    )  # in the first micro-batch, the second
     result = start(tmp_path, 2, *faults, **settings).end()
     result.assert_same_as(undisturbed(2, **settings))
     assert result.recoveries == from_memory(1, 0)

@@ -22,8 +22,9 @@ from distributed.core.heartbeat import Phase
 
 _STOPPED_S, _RUNNING_S, _SLOW_S = 0.3, 0.1, 3.0
 _CUT_S = (2.0, 15.0)  # some are over before anybody notices, some are not
+_NOTICED_S, _REJOIN_S = 4.0, 15.0  # a cut that ends a world; from its end until the host is back in the run
 _FULL_AT_MOST_S = 20.0
-_HELD_AT_MOST_S = 2.0  # for a rank to be stopped in a step
+_HELD_AT_MOST_S = 2.0  # for a rank to be stopped before its end
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Scene:
     view: RunView
     ranks: int  # that the run should have
     final_step: int
+    step_s: float  # of the undisturbed run
     checkpoints: Path
     save_every: int  # steps
     disk: SmallDisk | None = None
@@ -77,7 +79,7 @@ def kill(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None]:
 
 
 def hang(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None]:
-    """Stopped inside of a step: only steps have a deadline."""
+    """Stopped wherever it is: a rank that the kernel has halted has a deadline in every phase but the last."""
     ranks = scene.view.ranks()
     rank = numbers.choice(sorted(ranks)) if ranks else -1
     until = time.monotonic() + _HELD_AT_MOST_S
@@ -85,12 +87,12 @@ def hang(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None]:
         _signal(ranks[rank], signal.SIGSTOP)
         yield from _pause(0.02)  # until the kernel has stopped all of its threads
         beat = scene.view.beat(rank)
-        if beat is not None and beat.phase is Phase.TRAINING and beat.step < scene.final_step:
+        if beat is not None and beat.phase is not Phase.ENDED and beat.step < scene.final_step:
             harm.text, harm.rank = f"SIGSTOP to rank {rank}, for good", rank
             return
         _signal(ranks[rank], signal.SIGCONT)
         yield from _pause(0.02)
-    harm.skipped = "no rank could be stopped inside of a step"
+    harm.skipped = "no rank could be stopped before its end"
 
 
 def slow(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None]:
@@ -177,6 +179,9 @@ def partition(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None
     assert scene.hosts is not None
     number = numbers.randrange(1, len(scene.hosts))
     seconds = numbers.choice(_CUT_S)
+    if seconds > _NOTICED_S and (scene.final_step - scene.view.step) * scene.step_s < seconds + _REJOIN_S:
+        harm.skipped = "too near the end of the run, which would be over before the host is back"
+        return
     harm.text = f"host {scene.hosts[number].name} is cut off for {seconds:g} s"
     scene.hosts.cut(number)
     try:

@@ -69,6 +69,7 @@ class ChaosReport:
     seed: int
     steps: int  # of the undisturbed run
     undisturbed_s: float
+    step_s: float = 0.0  # the mean of the undisturbed run
     disturbed_s: float = 0.0
     reached: int = 0
     finished: bool = False

@@ -32,6 +32,7 @@ UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 _OVER = object()
 _LOOK_S = 0.02
 _PATIENCE_S = 90.0  # with a recovery, beyond the deadline of a step and the time of the whole undisturbed run
+_ENDING_S = 60.0  # for all nodes to end after the training is done
 _SHORTEST_HANG_S = 5.0
 _STEPS_OF_HANG = 20  # a step may last so many times the mean of the undisturbed run
 _ROOM_BYTES = 16 * 2**20
@@ -79,12 +80,11 @@ def run_trial(request: Request, screen: Screen) -> ChaosReport:
             disk = stack.enter_context(SmallDisk(checkpoints[1], 2 * stored + _ROOM_BYTES))
         deadline = request.hang_timeout_s
         if deadline is None:
-            deadline = max(_SHORTEST_HANG_S, _STEPS_OF_HANG * report.undisturbed_s / report.steps)
+            deadline = max(_SHORTEST_HANG_S, _STEPS_OF_HANG * report.step_s)
         more = _own(checkpoints[1]) | {"hang_timeout_s": f"{deadline:.3g}"}
         with Run(request.order, folders[1], more, hosts) as run:
-            scene = Scene(
-                run.view, request.order.num_gpus, report.steps, checkpoints[1], request.save_every, disk, hosts
-            )
+            ranks, every = request.order.num_gpus, request.save_every
+            scene = Scene(run.view, ranks, report.steps, report.step_s, checkpoints[1], every, disk, hosts)
             _Disturbance(run, scene, _schedule(request, report.steps), report, screen, deadline).until_it_ends()
         screen.now("comparing the two runs")
         report.samples = compare_samples(folders[0], folders[1]) if report.finished else None
@@ -119,6 +119,7 @@ def _run_undisturbed(request: Request, hosts: Hosts | None, screen: Screen) -> C
         seed=request.seed,
         steps=ended[-1].step,
         undisturbed_s=seconds,
+        step_s=ended[-1].seconds / max(1, ended[-1].step),
         wanted=request.count,
         is_bitwise=request.is_bitwise,
         tolerance=request.tolerance,
@@ -187,6 +188,10 @@ class _Disturbance:
 
     def _look(self) -> str:
         """One look; why nothing more is to be hoped for, if so."""
+        ended = [event.time for event in self.scene.view.of(RunEnded) if event.status == "done"]
+        if ended and time.time() - ended[-1] > _ENDING_S:
+            waiting = [number for number, code in enumerate(self.run.codes) if code is None]
+            return f"the training was done, but {_ENDING_S:.0f} s later node {' and '.join(map(str, waiting))} was not"
         if self._act is not None:
             self._go_on()
         elif self._open is not None:

@@ -24,6 +24,7 @@ from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
 
 _DAMAGED, _FAILED = 1, 2
+_MADE_LATER = "optimizer/state/"  # an optimizer has no state before its first step
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _report(
         step=manifest.step,
         loaded=tuple(name for name in stored if name in live),
         missing=tuple(name for name in live if name not in stored),
-        unexpected=tuple(name for name in stored if name not in live),
+        unexpected=tuple(name for name in stored if name not in live and not name.startswith(_MADE_LATER)),
         mismatched=tuple(
             f"{name} is {_kind(stored[name])} in the checkpoint and {_kind(live[name])} here"
             for name in live

@@ -88,6 +88,7 @@ class Supervisor:
         self._faults: list[Fault] = []
         self._slots = list(range(self.request.ranks_per_node))
         self._worlds, self._reached = 0, 0
+        self._uses_trainer = False  # some rank came to our loop
         self._answered, self._give_up_at = 0, float("inf")  # of requests to stop
         self._wish_at = 0.0
         self._stops = Stops(self.on_stop)
@@ -190,11 +191,13 @@ class Supervisor:
         if news is not None and news.kind == "regroup":  # whoever told it has decided
             return
         self._faults.append(fault)
+        # Also when those who did are gone, and those who came in their place did not get so far.
+        self._uses_trainer |= any(member.joined is not None for member in self.crew.members)
         verdict = decide(
             self._faults,
             reached=self._reached,
             max_restarts=self.patience.max_restarts,
-            uses_trainer=any(member.joined is not None for member in self.crew.members),
+            uses_trainer=self._uses_trainer,
             min_gpus=self.patience.min_gpus or self.request.ranks_per_node,
             gpus=len(self._slots),
         )

@@ -7,12 +7,15 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from distributed.core.control import Dump, Leave, Message, World, decode, encode
 from distributed.core.env import WorkerEnv, control_fd, worker_env
+
+_CUT_EVERY_S = 0.05
 
 
 class AgentLine:
@@ -22,6 +25,8 @@ class AgentLine:
         self._line = line
         self._worlds: SimpleQueue[WorkerEnv | None] = SimpleQueue()
         self._leave: Leave | None = None
+        self._left = -1  # the last attempt that this rank is out of
+        self._lock = threading.Lock()
         self.regroups = False  # whether this rank can go on in another world
         self.cut_off: Callable[[], None] = lambda: None  # what ends the collective that this rank is in
         self._thread = threading.Thread(target=self._listen, name="agent-line", daemon=True)
@@ -41,10 +46,17 @@ class AgentLine:
 
     def next_world(self, after_attempt: int) -> WorkerEnv | None:
         """Wait for the world after this attempt; None when there will be none."""
+        self._is_out_of(after_attempt)
         while True:
             world = self._worlds.get()
             if world is None or world.attempt > after_attempt:
-                return self._newest(world)
+                world = self._newest(world)
+                self._is_out_of(world.attempt - 1 if world is not None else after_attempt)
+                return world
+
+    def _is_out_of(self, attempt: int) -> None:
+        with self._lock:
+            self._left = max(self._left, attempt)
 
     def _newest(self, world: WorkerEnv | None) -> WorkerEnv | None:
         """While this rank was busy, the launcher may have made more than one."""
@@ -67,9 +79,18 @@ class AgentLine:
         elif isinstance(message, Leave):
             self._leave = message
             if not message.in_order:
-                self.cut_off()
+                threading.Thread(target=self._keep_cut_off, args=(message,), name="cut-off", daemon=True).start()
         elif isinstance(message, Dump):
             _dump_flight_recorder(message.path)
+
+    def _keep_cut_off(self, leave: Leave) -> None:
+        """Until this rank is out: when it was told, it may have been about to connect, or to begin a collective."""
+        while True:
+            with self._lock:
+                if self._left >= leave.attempt:
+                    return
+                self.cut_off()
+            time.sleep(_CUT_EVERY_S)
 
 
 @functools.cache

@@ -21,6 +21,8 @@ from distributed.core.env import WorkerEnv
 from distributed.core.errors import LaunchError, PlanError
 from distributed.runtime.sockets import open_sockets, shut_down
 
+_CONNECT_S = 2.0  # for one try to reach the store of a rank 0 that listens
+_MESH_S = 15.0  # for ranks that are all there to connect; gloo cannot be told that one of them has died since
 _KEEP_GROUP_S = 5.0  # for which a broken process group is kept
 
 
@@ -77,14 +79,18 @@ class Session:
         try:
             store, rank, world_size = _meet(env, timeout_s, is_over)
             of_store = set(open_sockets())
+            _await_all(store, env, timeout_s, is_over)
+            meets_quickly = collectives == "gloo"
             dist.init_process_group(
                 _backends(collectives),
                 store=dist.PrefixStore("group", store),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=min(timeout_s, _MESH_S) if meets_quickly else timeout_s),
                 device_id=chosen if chosen.type == "cuda" and collectives == "nccl" else None,
             )
+            if meets_quickly:
+                _set_timeout(timeout_s)
         except dist.DistNetworkError as failed:
             if is_over():
                 raise CollectiveError(f"[r{env.rank}] the world ended while its ranks met") from failed
@@ -187,13 +193,51 @@ def _meet(env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> tupl
     if env.launcher == "torchrun":
         store, rank, world_size = next(iter(dist.rendezvous("env://", env.rank, env.world_size)))
         return store, rank, world_size
-    if not env.is_main and env.launcher == "distributed":
-        _await_listener(env, timeout_s, is_over)
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
-        env.master_addr, env.master_port, env.world_size, env.is_main, timeout=timeout, wait_for_workers=False
-    )
-    return store, env.rank, env.world_size
+    waits_briefly = not env.is_main and env.launcher == "distributed"
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if waits_briefly:
+            _await_listener(env, timeout_s, is_over)
+        try:
+            store = dist.TCPStore(
+                env.master_addr,
+                env.master_port,
+                env.world_size,
+                env.is_main,
+                timeout=timedelta(seconds=_CONNECT_S if waits_briefly else timeout_s),
+                wait_for_workers=False,
+            )
+        except dist.DistError:  # rank 0 may have gone since it listened, and with it this world
+            if not waits_briefly or time.monotonic() > deadline:
+                raise
+            continue
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store, env.rank, env.world_size
+
+
+def _await_all(store: dist.Store, env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> None:
+    """Until every rank has come to the store: a wait that can be ended, and that knows who is missing."""
+    deadline, pause = time.monotonic() + timeout_s, 0.002
+    store.set(f"here/{env.rank}", "")
+    missing = list(range(env.world_size))
+    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+        if is_over():
+            raise CollectiveError(f"[r{env.rank}] the world ended while its ranks met")
+        if time.monotonic() > deadline:
+            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
+            raise LaunchError(
+                f"{who} did not come within {timeout_s:.0f} s",
+                why=f"rank {env.rank} and {env.world_size - len(missing) - 1} others wait for them",
+                do="see their logs; if they only need longer before `fit`, set collective_timeout_s",
+            )
+        time.sleep(pause)
+        pause = min(0.05, pause * 1.5)
+
+
+def _set_timeout(seconds: float) -> None:
+    """Of the collectives from now on."""
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=seconds))
 
 
 def _await_listener(env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> None:

@@ -35,6 +35,7 @@ class TorchMesh(Replica):
             self._desynchronize = synchronize_batchnorm(self.module)
         self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
         self._buffers_differ = False
+        self._buffers_at_first: list[torch.Tensor] | None = None
         if session.world_size > 1:
             self._buffers_differ = _buffers_can_differ(self.module)
             self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ)
@@ -89,8 +90,12 @@ class TorchMesh(Replica):
         return super().state()
 
     def held_state(self) -> StateTree | None:
-        """Where ranks may have different buffers, only rank 0 has those that count."""
-        return None if self._buffers_differ and not self._session.is_main else super().held_state()
+        """Where ranks may have different buffers, only rank 0 has those that count, unless nothing changes them."""
+        held = super().held_state()
+        if not self._buffers_differ or self._session.is_main:
+            return held
+        pairs = zip(self.module.buffers(), self._buffers_at_first or (), strict=False)
+        return held if self._buffers_at_first and all(torch.equal(now, first) for now, first in pairs) else None
 
     def train(self, mode: bool) -> None:
         if not mode:
