@@ -1,4 +1,4 @@
-"""A rank on a GPU is killed: it is forked again from a parent that never touched the GPU, and goes on from the checkpoint."""
+"""A rank on a GPU is killed: it is forked again by a parent that has no GPU open, and goes on from the checkpoint."""
 
 from __future__ import annotations
 

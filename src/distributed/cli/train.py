@@ -234,14 +234,14 @@ def _meet(job: TrainJob) -> tuple[Nodes, Round]:
     host, port = request.meeting_point
     typer.echo(f"waiting at {host}:{port} for {request.num_nodes} nodes", err=True)
     nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None)
+    # Looked at before the others begin to write there; whether it matters is known once they have met.
+    problems = check_run_dir(request.run_dir, resume=bool(job.config.resume_from_checkpoint))
     first = nodes.gather(request.attempt)
     place = first.place
-    if place.node_rank == 0 and not first.restarts:
-        problems = check_run_dir(first.run_dir, resume=bool(job.config.resume_from_checkpoint))
-        if problems:
-            nodes.tell(News(0, first.hosts[0], "failed", problems[0].what, exit_code=LaunchError.exit_code))
-            nodes.leave(ok=False)
-            raise LaunchError(problems)
+    if place.node_rank == 0 and not first.restarts and problems:
+        nodes.tell(News(0, first.hosts[0], "failed", problems[0].what, exit_code=LaunchError.exit_code))
+        nodes.leave(ok=False)
+        raise LaunchError(problems)
     ranks = f"ranks {place.rank_offset} to {place.rank_offset + place.ranks - 1} of {place.world_size}"
     typer.echo(
         f"this is node {place.node_rank} of {', '.join(first.hosts)}, with {ranks if place.ranks else 'no ranks yet'},"

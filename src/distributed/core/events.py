@@ -148,7 +148,7 @@ class Recovered(Event):
     step: int  # of the state that it went on from
     lost_steps: int  # steps that must be taken again
     source: str  # "memory of rank 1", a checkpoint's path, or "the beginning"
-    seconds: float  # from the fault to the first new step
+    seconds: float  # from the last step before the fault to the first one after it
     world_size: int
 
 

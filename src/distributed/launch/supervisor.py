@@ -23,7 +23,7 @@ from distributed.launch.blame import failure_error
 from distributed.launch.crew import Crew
 from distributed.launch.echo import Echo
 from distributed.launch.logtail import crash_dump
-from distributed.launch.nodes import News, Nodes, Round, StoppedWaiting
+from distributed.launch.nodes import News, Nodes, Round, RunOver, StoppedWaiting
 from distributed.launch.policy import Fault, GiveUp, Shrink, decide
 from distributed.launch.report import RunReport
 from distributed.launch.request import LaunchRequest, Rendered
@@ -153,7 +153,8 @@ class Supervisor:
     def _begin(self, round_: Round, broke_at: float | None = None) -> Watch:
         """Start the ranks of a world that are not there, and tell it to those who are."""
         rendered = self.render(round_)
-        self._events = rendered.events_path
+        self._events, self._outcome = rendered.events_path, Path(rendered.run_dir, "history.json")
+        self._is_first = round_.place.node_rank == 0
         self._worlds += 1
         self.report.attempt_began(round_.attempt, time.monotonic())
         self.crew.begin(rendered, self._slots)
@@ -183,7 +184,6 @@ class Supervisor:
     def _decide(self, broken: Broken, watch: Watch) -> None:
         """Whether the run goes on after a fault; raises if not. What breaks while a run is stopped ends it."""
         fault, news = broken.fault, broken.news
-        self.report.fault(time.monotonic(), fault)
         if news is not None and news.kind == "failed":
             self._give_up(_failed_elsewhere(news))
         if self._stops.count:
@@ -217,10 +217,37 @@ class Supervisor:
 
     def _regroup(self, fault: Fault, watch: Watch) -> Watch:
         """The next world."""
-        broke_at, attempt = time.monotonic(), watch.round.attempt
+        attempt, broke_at = watch.round.attempt, watch.last_step_at()
+        self.report.fault(broke_at, fault)
         if fault.kind == "resize":
-            self.report.fault(broke_at, fault)
             self._take_wish()
+        self.crew.tell(Leave(attempt, in_order=False))
+        round_ = self._gather(attempt + 1)
+        if round_.place.node_rank == 0:  # one node tells what all know
+            self._tell_end(fault, attempt)
+        watch = self._begin(round_, broke_at)
+        self._go(State.STARTING)
+        return watch
+
+    def _gather(self, attempt: int) -> Round:
+        """Meet the other nodes again, unless the user, or the end of the run on other nodes, makes that moot."""
+        sizes = next((m.joined.sizes for m in self.crew.members if m.joined is not None), [])
+        begun = time.time()
+
+        def is_over() -> bool:
+            return self.request.most_nodes > 1 and _was_written_since(self._outcome, begun)
+
+        try:
+            return self.nodes.gather(
+                attempt, sizes, ranks=len(self._slots), is_stopped=lambda: self._stops.count > 0 or is_over()
+            )
+        except StoppedWaiting:
+            self._go(State.GIVEN_UP)
+            if self._stops.number is None:
+                raise RunOver(News(-1, "", "done")) from None
+            raise Stopped(self._stops.number) from None
+
+    def _tell_end(self, fault: Fault, attempt: int) -> None:
         self._emit(
             AttemptEnded(
                 time=time.time(),
@@ -233,19 +260,6 @@ class Supervisor:
             )
         )
         self.echo.refresh()
-        self.crew.tell(Leave(attempt, in_order=False))
-        sizes = next((m.joined.sizes for m in self.crew.members if m.joined is not None), [])
-        try:
-            round_ = self.nodes.gather(
-                attempt + 1, sizes, ranks=len(self._slots), is_stopped=lambda: self._stops.count > 0
-            )
-        except StoppedWaiting:
-            assert self._stops.number is not None
-            self._go(State.GIVEN_UP)
-            raise Stopped(self._stops.number) from None
-        watch = self._begin(round_, broke_at)
-        self._go(State.STARTING)
-        return watch
 
     def _give_up(self, error: RankFailedError) -> None:
         self._go(State.GIVEN_UP)
@@ -297,7 +311,7 @@ class Supervisor:
             Path(self.request.run_dir, RESIZE_FILE).unlink(missing_ok=True)
 
     def _tell_report(self, ok: bool) -> None:
-        if self._worlds > 1:
+        if self._worlds > 1 and self._is_first:
             status = ("stopped" if self._stops.count else "done") if ok else "failed"
             self.report.ended(time.monotonic(), status, self._reached)
             self._emit(self.report.event(time.time()))
@@ -320,6 +334,13 @@ def read_wish(run_dir: str) -> int | None:
         return int(json.loads(Path(run_dir, RESIZE_FILE).read_text())["ranks"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
+
+
+def _was_written_since(path: Path, moment: float) -> bool:
+    try:
+        return path.stat().st_mtime > moment
+    except OSError:
+        return False
 
 
 def append_line(path: Path, line: str) -> None:

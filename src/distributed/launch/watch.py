@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from distributed.core.control import Dump, Resumed
 from distributed.core.events import Event, RankStalled, Recovered
+from distributed.core.heartbeat import Phase
 from distributed.launch.blame import Ending, first_failure
 from distributed.launch.crew import Crew, Member
 from distributed.launch.echo import Echo
@@ -77,6 +78,8 @@ class Watch:
     def __post_init__(self) -> None:
         self.is_running = False  # all ranks have come to their loop
         self.is_draining = False
+        self.begun_at = time.monotonic()
+        self._stalled_at: float | None = None
         self._hangs: HangWatch | None = None
         self._resumed: Resumed | None = None
         self._is_recovered = self.broke_at is None
@@ -143,6 +146,14 @@ class Watch:
     def step(self) -> int:
         """The highest that is known to be finished."""
         return max([self.reached_before, *self.crew.steps.values()])
+
+    def last_step_at(self) -> float:
+        """When this world last did something, as far as this node saw: what came after it is time that was lost."""
+        if self._stalled_at is not None:
+            return self._stalled_at
+        beats = [beat for member in self.crew.members if (beat := member.beat) is not None]
+        signs = [beat.time_ns / 1e9 for beat in beats if beat.phase is not Phase.ENDED]
+        return max([self.begun_at, *signs]) if signs else time.monotonic()
 
     def failure(self) -> Ending | None:
         endings = (member.ending for member in self.crew.members if member.ending is not None)
@@ -235,6 +246,7 @@ class Watch:
         for member in self.crew.members:
             member.tell(Dump(os.path.join(member.attempt_dir, f"collectives-{member.rank}.json")))
         time.sleep(_DUMP_S)
+        self._stalled_at = time.monotonic() - stall.late_s
         for member in self.crew.members:
             if member.rank == stall.rank:
                 member.hung = True
