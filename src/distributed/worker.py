@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from distributed.core.control import Joined, Lost, Resumed
 from distributed.core.env import WorkerEnv, worker_env
+from distributed.core.errors import CannotGoOnError
 from distributed.core.failure import is_collateral
 from distributed.core.history import History
 from distributed.core.plan import Plan
@@ -28,6 +30,7 @@ from distributed.runtime.agent_line import AgentLine, agent_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import CollectiveError, Session, abandon_world, leave_world
 from distributed.runtime.shutdown import StopRequest
+from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.train.handover import Held, hand_over
 from distributed.train.loop import LeftWorld, Loader, Loop
 from distributed.train.schedule import make_schedule
@@ -46,7 +49,7 @@ class Job:
     evaluation: Source | None
 
 
-def open_session(plan: Plan, env: WorkerEnv, line: AgentLine | None = None, held_step: int = -1) -> Session:
+def open_session(plan: Plan, env: WorkerEnv, line: AgentLine | None = None) -> Session:
     """Join the world. With a line to the launcher: or the one after it, should it break while the ranks meet."""
     while True:
         try:
@@ -54,7 +57,9 @@ def open_session(plan: Plan, env: WorkerEnv, line: AgentLine | None = None, held
         except Exception as failed:
             if line is None or not line.regroups or not is_collateral(failed):
                 raise
-            env = next_world(line, env.attempt, held_step, str(failed))
+            if not env.restarts and not line.is_cut_off(env.attempt):  # ranks that never met will not meet again
+                raise
+            env = next_world(line, env.attempt, str(failed))
 
 
 def _join(plan: Plan, env: WorkerEnv, line: AgentLine | None) -> Session:
@@ -71,11 +76,11 @@ def _join(plan: Plan, env: WorkerEnv, line: AgentLine | None) -> Session:
     return session
 
 
-def next_world(line: AgentLine, attempt: int, held_step: int, message: str) -> WorkerEnv:
+def next_world(line: AgentLine, attempt: int, message: str) -> WorkerEnv:
     """Leave the world that broke, and wait for the one that the launcher makes of those who are left or come."""
     line.cut_off()
     abandon_world()
-    line.tell(Lost(attempt, held_step, message))
+    line.tell(Lost(attempt, message))
     env = line.next_world(attempt)
     if env is None:
         raise CollectiveError("the launcher of this rank is gone")
@@ -93,11 +98,16 @@ def run_rank(job: Job, session: Session, *, shows_progress: bool, line: AgentLin
         while True:
             outcome = _live(job, session, held, watchers, line)
             if isinstance(outcome, History):
+                if line is not None:  # what the script does from here on has no step to go back to
+                    line.regroups = False
+                    line.tell(Joined(False))
                 return outcome
             assert line is not None
-            held, held_step = outcome.held, -1 if outcome.held is None else outcome.held.step
-            env = next_world(line, session.env.attempt, held_step, outcome.message)
-            session = open_session(job.plan, env, line, held_step)
+            if outcome.held is None and outcome.had_begun:  # its model and optimizer are those of a run that is gone
+                raise CannotGoOnError(f"rank {session.rank} lost its world", why=outcome.message)
+            held = outcome.held
+            env = next_world(line, session.env.attempt, outcome.message)
+            session = open_session(job.plan, env, line)
             job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
     finally:
         watchers.close()
@@ -108,6 +118,7 @@ class Broken:
     """How a world ended for a rank that goes on."""
 
     held: Held | None
+    had_begun: bool
     message: str
 
 
@@ -135,7 +146,9 @@ def _live(
         total = plan.total_steps(per_epoch)
         schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, total)
         asked = (lambda: False) if line is None else (lambda: line.asked_to_leave(env.attempt))
-        with StopRequest(session.rank, session.world_size, session.store, asked, session.named) as stop:
+        with StopRequest(
+            session.rank, session.world_size, session.store, asked, session.named, is_supervised=line is not None
+        ) as stop:
             loop = Loop(
                 plan,
                 strategy,
@@ -150,17 +163,29 @@ def _live(
                 UtilizationSampler(session.device.type, session.device.index or 0).percent,
                 _teller(line, env.attempt),
             )
-            history = loop.run(inherited)
+            loop.begin(inherited)
+            held = inherited = None  # a second copy of the state on every rank that was given it
+            history = loop.run()
         if session.is_main:
             history.save(Path(plan.run_dir) / HISTORY)
         return history
     except Exception as failed:
         if not regroups or not (isinstance(failed, LeftWorld) or is_collateral(failed)):
             raise
-        return Broken(loop.held() if loop is not None and loop.has_begun else held, str(failed))
+        _write_down(failed, Path(env.attempt_dir(plan.run_dir)) / f"lost-{session.rank}.txt")
+        had_begun = loop is not None and loop.has_begun
+        return Broken(loop.held() if loop is not None and had_begun else held, had_begun, str(failed))
     finally:
+        if loop is not None:
+            loop.close()
         strategy.close()
         heartbeat.close()
+
+
+def _write_down(failed: Exception, path: Path) -> None:
+    """What a rank saw of the end of its world, for whoever wants to know; nobody is shown it."""
+    if not isinstance(failed, LeftWorld):
+        path.write_text("".join(traceback.format_exception(failed)), encoding="utf-8")
 
 
 def _teller(line: AgentLine | None, attempt: int) -> Callable[[int, str], None]:
@@ -225,7 +250,7 @@ def line_for(plan: Plan, *, is_first: bool = True) -> AgentLine | None:
     """
     line = agent_line()
     if line is not None:
-        line.regroups = plan.collectives == "gloo" and is_first and not dist.is_initialized()
+        line.regroups = plan.collectives == "gloo" and is_first and not dist.is_initialized() and CAN_SHUT_DOWN
         line.tell(Joined(line.regroups, plan.legal_sizes))
     return line
 

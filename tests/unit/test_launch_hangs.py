@@ -451,7 +451,7 @@ def test_only_training_has_a_deadline(tmp_path):
     assert looks(watch, clock, 5) is None  # STARTING
     for step in range(5):
         heart.beat(step)
-    for phase in (Phase.EVALUATING, Phase.SAVING, Phase.REGROUPING):
+    for phase in (Phase.EVALUATING, Phase.SAVING):
         with heart.phase(phase):
             assert looks(watch, clock, 5) is None
     assert looks(watch, clock, 5) is not None  # TRAINING

@@ -24,7 +24,7 @@ def test_what_is_not_a_step_has_a_phase_and_is_no_step_s_time(tmp_path):
     path, heart = heartbeat_path(tmp_path, 0), Heartbeat(tmp_path, 0)
     for step in range(5):
         heart.beat(step)
-    for phase in (Phase.EVALUATING, Phase.SAVING, Phase.REGROUPING):
+    for phase in (Phase.EVALUATING, Phase.SAVING):
         with heart.phase(phase):
             assert read_beat(path).phase is phase
             time.sleep(0.2)

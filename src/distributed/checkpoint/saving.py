@@ -26,6 +26,7 @@ from distributed.core.errors import DistributedError
 from distributed.runtime.session import Session
 
 StateTree = dict[str, Any]
+_ABANDON_S = 2.0
 
 
 class Saver:
@@ -138,7 +139,7 @@ class Saver:
         """Forget the save in flight, without waiting for other ranks, which may be gone."""
         self._publisher.notes.give_up()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_ABANDON_S)  # it may hang in a connection that is dead
             self._thread = None
 
     def _finish(self) -> None:

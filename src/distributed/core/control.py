@@ -22,10 +22,9 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """Rank to launcher: its world broke or was left; it holds the state after `step` steps and waits for the next."""
+    """Rank to launcher: its world broke or was left; it waits for the next one."""
 
     attempt: int
-    step: int  # -1: it holds none
     message: str = ""
 
 
@@ -66,8 +65,8 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Joined, Lost, R
 
 def encode(message: Message) -> bytes:
     """
-    >>> decode(encode(Lost(attempt=0, step=7)))
-    Lost(attempt=0, step=7, message='')
+    >>> decode(encode(Lost(attempt=0)))
+    Lost(attempt=0, message='')
     """
     return json.dumps({"kind": type(message).__name__} | asdict(message)).encode() + b"\n"
 

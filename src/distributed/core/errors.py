@@ -93,6 +93,13 @@ class NonFiniteLossError(DistributedError):
     exit_code = 6
 
 
+class CannotGoOnError(DistributedError):
+    """A rank whose world broke holds too little to go on in another one; whoever takes its place begins anew."""
+
+    exit_code = 7
+    collateral = True  # it is not this rank's fault
+
+
 class RankFailedError(DistributedError):
     """A rank ended early; carries the first failing rank's traceback and the path of its log."""
 

@@ -54,6 +54,10 @@ _LOST_PEER = re.compile(
 )
 
 
+# A dataset may have lost a connection too: that of ranks is known by who tells of it.
+_OF_TORCH = re.compile(r"gloo|nccl|c10d|ProcessGroup|TCPStore|rendezvous|collective|distributed/", re.IGNORECASE)
+
+
 def is_collateral(error: BaseException) -> bool:
     """Whether an error, or the one that it was raised from, is what a rank sees when another one ends.
 
@@ -69,7 +73,7 @@ def is_collateral(error: BaseException) -> bool:
         name = type(link).__name__
         if getattr(link, "collateral", False) or name in _NETWORK_TYPES:
             return True
-        if name in ("RuntimeError", "TimeoutError") and _LOST_PEER.search(str(link)):
+        if name in ("RuntimeError", "TimeoutError") and _OF_TORCH.search(str(link)) and _LOST_PEER.search(str(link)):
             return True
         link = link.__cause__
     return False

@@ -16,8 +16,7 @@ class Phase(IntEnum):
     TRAINING = 1
     EVALUATING = 2
     SAVING = 3
-    REGROUPING = 4
-    ENDED = 5
+    ENDED = 4
 
 
 # steps done, monotonic ns of the last sign of life, phase, slowest recent step in ns, name of the collective it is in

@@ -33,6 +33,7 @@ class BatchPlan:
     accumulation: int = 1
     drop_last: bool = False
     whole: int = 0  # the global batch of a run whose number of ranks changed; 0: as the three numbers above say
+    of_stream: bool = False
     leaves: int = 0  # virtual ranks among which a whole global batch is shared; 0: none, the ranks themselves share
     least_leaf: int = 1  # samples of a leaf, where a step has that many; a short step then has fewer leaves
 
@@ -52,9 +53,16 @@ class BatchPlan:
         >>> batch.global_batch, batch.accumulation, batch.micro_batch
         (32, 2, 16)
         """
-        least = -(-self.global_batch // (self.per_device * ranks))
-        even = [n for n in range(least, 2 * least + 1) if self.global_batch % n == 0]  # what a stream needs
-        return replace(self, ranks=ranks, accumulation=even[0] if even else least, whole=self.global_batch)
+        whole = self.global_batch
+        least = -(-whole // (self.per_device * ranks))
+        # Even micro-batches are what a stream needs, and one that leaves no rank without a sample wastes nothing.
+        even = [n for n in range(least, 2 * least + 1) if whole % n == 0 and whole // n >= ranks]
+        return replace(self, ranks=ranks, accumulation=even[0] if even else least, whole=whole)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all micro-batches of a step are of one size."""
+        return self.micro_batch * self.accumulation == self.global_batch
 
     def steps(self, samples: int) -> int:
         """Optimizer steps in one pass over so many samples."""
@@ -176,6 +184,10 @@ class Plan:
     @property
     def legal_sizes(self) -> list[int]:
         """Numbers of ranks that this run can go on with; none: any."""
+        if self.batch.of_stream:  # its position is a number of steps, so each must take as many samples as before
+            if self.iterable_split == "dataset":
+                return [self.world_size]
+            return [n for n in range(1, self.batch.global_batch + 1) if self.batch.for_ranks(n).is_even]
         return [n for n in range(1, self.batch.leaves + 1) if self.batch.leaves % n == 0]
 
     def for_world(self, world_size: int, num_nodes: int) -> Plan:

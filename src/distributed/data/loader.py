@@ -108,7 +108,9 @@ class TrainLoader:
         else:
             for _ in range(first_step, full_steps):
                 micros = [Microbatch(next(batches), weight, size) for weight, size in shape]
-                self._taken = [sent.popleft() for _ in micros]
+                self._taken = [
+                    taken for taken, m in zip([sent.popleft() for _ in micros], micros, strict=True) if m.size
+                ]
                 yield Step(micros, samples)
         for step in range(full_steps, cut.steps):
             cuts = cut.micro_cuts(step)
@@ -127,10 +129,10 @@ class TrainLoader:
 
 def _index_lists(order: list[int] | range, cut: EpochCut, first_step: int) -> Iterator[list[int]]:
     size = cut.batch.global_batch
-    spans = [(micro.start, micro.stop) for micro in cut.micro_cuts(0)] if cut.full_steps else []
+    spans = [(micro.start, micro.stop, micro.first) for micro in cut.micro_cuts(0)] if cut.full_steps else []
     for base in range(first_step * size, cut.full_steps * size, size):
-        for start, stop in spans:  # every rank has a share of a full micro-batch
-            yield list(order[base + start : base + stop])
+        for start, stop, first in spans:
+            yield list(order[base + start : base + stop]) or [order[base + first]]
     for step in range(max(first_step, cut.full_steps), cut.steps):
         for micro in cut.micro_cuts(step):
             yield list(order[micro.start : micro.stop]) or [order[micro.first]]

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from distributed.core.errors import RankFailedError
+from distributed.core.errors import CannotGoOnError, RankFailedError
 from distributed.core.failure import FailureRecord
 
 
@@ -24,6 +24,11 @@ class Ending:
     @property
     def is_collateral(self) -> bool:
         return self.record is not None and self.record.collateral
+
+    @property
+    def cannot_go_on(self) -> bool:
+        """It ended of itself after its world broke, so that whoever replaces it begins anew."""
+        return self.record is not None and self.record.exit_code == CannotGoOnError.exit_code
 
     def is_benign(self, stopping_with: int | None) -> bool:
         """A good end, or the one that was asked for when the run is being stopped."""

@@ -43,7 +43,7 @@ class Member:
     born_as: int
     joined: Joined | None = None  # what it said of itself once it reached our loop
     lost: int = -1  # the last attempt that it has left
-    held_step: int = -1
+    lost_message: str = ""
     ending: Ending | None = None
     hung: bool = False
     _heard: bytes = field(default=b"", repr=False)
@@ -113,10 +113,13 @@ class Crew:
         *,
         preload: tuple[str, ...] | None = None,
         with_control: bool = True,
+        frees_devices: bool = False,
         on_started: Callable[[Member], None] = lambda member: None,
     ) -> None:
-        """`preload`: the modules that the parent of all ranks imports; None: every rank is started by itself."""
+        """`preload`: the modules that the parent of all ranks imports; None: every rank is started by itself.
+        `frees_devices`: those who leave must be gone before others come, who need their memory."""
         self._environ, self._python, self._preload, self._with_control = environ, python, preload, with_control
+        self._frees_devices = frees_devices
         self._parent: WarmParent | None = None
         self._on_started = on_started
         self.members: list[Member] = []
@@ -131,6 +134,8 @@ class Crew:
             if member.slot not in staying or staying[member.slot] is not member:
                 member.process.end(signal.SIGKILL)
                 self._leaving.append(member.process)
+        if self._frees_devices:
+            end_all(self._leaving, 0.0)
         self.members = []
         for spec, slot in pairs:
             if slot in staying:
@@ -171,7 +176,7 @@ class Crew:
             if isinstance(message, Joined):
                 member.joined = message
             elif isinstance(message, Lost):
-                member.lost, member.held_step = message.attempt, message.step
+                member.lost, member.lost_message = message.attempt, message.message
         return heard
 
     def notice(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,9 +102,10 @@ class LocalLauncher:
                 inherited,
                 self.python,
                 preload=preload,
+                frees_devices=request.device == "cuda",
                 on_started=lambda member: echo.follow(member.rank, member.process.log_path),
             ),
-            lambda round_: self.render_round(request, round_),
+            lambda round_, slots: self.render_round(request, round_, slots),
             echo,
             patience or Patience(),
             on_stop,
@@ -116,7 +117,16 @@ class LocalLauncher:
             raise
         return supervisor
 
-    def render_round(self, request: LaunchRequest, round_: Round) -> Rendered:
-        """The ranks of this node in a round."""
+    def render_round(self, request: LaunchRequest, round_: Round, slots: Sequence[int]) -> Rendered:
+        """The ranks of this node in a round; a rank has the GPU of its slot, also when others are left out."""
         request = replace(request, run_dir=round_.run_dir, attempt=round_.attempt)
-        return self.render(request, round_.place, round_.restarts)
+        rendered = self.render(request, round_.place, round_.restarts)
+        if request.device != "cuda" or list(slots) == list(range(len(slots))):
+            return rendered
+        visible = self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = visible if len(visible) > max(slots) else [str(number) for number in range(max(slots) + 1)]
+        specs = [
+            replace(spec, env=dict(spec.env) | {"CUDA_VISIBLE_DEVICES": names[slot]})
+            for spec, slot in zip(rendered.processes, slots, strict=False)
+        ]
+        return replace(rendered, processes=tuple(specs))

@@ -135,8 +135,8 @@ class Membership:
     def newcomer(self) -> bool:
         return self._line is not None and 0 < self._members < self._request.most_nodes and self._line.talk.newcomer()
 
-    def leave(self, ok: bool) -> News | None:
-        return self._line.talk.leave(ok) if self._line is not None else None
+    def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
+        return self._line.talk.leave(ok, is_stopped) if self._line is not None else None
 
     def _card(self, line: _Line, attempt: int, sizes: Sequence[int], ranks: int) -> NodeCard:
         return NodeCard(

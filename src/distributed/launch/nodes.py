@@ -56,7 +56,8 @@ class RunOver(LaunchError):
         )
         super().__init__(f"the run {ending} while this node waited to join it")
         self.news = news
-        self.exit_code = 0 if news.kind == "done" else news.exit_code
+        codes = {"done": 0, "stopping": 128 + news.signal}
+        self.exit_code = codes.get(news.kind, news.exit_code)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.news,)
@@ -75,8 +76,8 @@ class Peers(Protocol):
     def news(self) -> News | None:
         """The next thing that another node said, or that became of it; never waits."""
 
-    def leave(self, ok: bool) -> News | None:
-        """This node has ended.
+    def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
+        """This node has ended. Waits no longer once `is_stopped`.
 
         If well, waits for the others, and returns the news if one of them did not after all: after "regroup" and
         "lost" this node may gather again, as if it had not left.
@@ -141,7 +142,7 @@ class Alone:
     def newcomer(self) -> bool:
         return False
 
-    def leave(self, ok: bool) -> News | None:
+    def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
         return None
 
 

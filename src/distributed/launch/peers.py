@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
@@ -173,13 +173,13 @@ class NodeTalk:
         while self._sent < self._told and not self._stuck() and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def leave(self, ok: bool) -> News | None:
+    def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
         """See Peers.leave. The node that keeps the store goes last, as long as the others are about to go."""
         if self._closed.is_set():
             return None
         if ok:
             self._show(_DONE)
-            news = self._wait_for_done()
+            news = self._wait_for_done(is_stopped)
             if news is not None:
                 self._show(_IN)
                 return news
@@ -199,8 +199,8 @@ class NodeTalk:
         self._closed.set()
         self._wake.set()
 
-    def _wait_for_done(self) -> News | None:
-        while not self._all_done():
+    def _wait_for_done(self, is_stopped: Callable[[], bool]) -> News | None:
+        while not self._all_done() and not is_stopped():
             news = self.news()
             if news is not None and news.kind == "cut off" and self._all_done():
                 return None

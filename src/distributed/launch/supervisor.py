@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -32,6 +32,7 @@ from distributed.launch.watch import Asked, Broken, Drained, Ended, Outcome, Wat
 
 _TERMINATE_GRACE_S = 2.0
 _WISH_EVERY_S = 0.5
+_SETTLE_S = 30.0  # for a world that is being made, before it is stopped all the same
 RESIZE_FILE = "resize.json"  # in the run directory: the number of ranks that somebody wants instead
 
 
@@ -77,7 +78,7 @@ class Supervisor:
     request: LaunchRequest
     nodes: Nodes
     crew: Crew
-    render: Callable[[Round], Rendered]  # the ranks of this node in a round
+    render: Callable[[Round, Sequence[int]], Rendered]  # the ranks of this node in a round, on these of its slots
     echo: Echo
     patience: Patience = field(default_factory=Patience)
     on_stop: Callable[[int], None] | None = None
@@ -89,12 +90,14 @@ class Supervisor:
         self._slots = list(range(self.request.ranks_per_node))
         self._worlds, self._reached = 0, 0
         self._uses_trainer = False  # some rank came to our loop
-        self._answered, self._give_up_at = 0, float("inf")  # of requests to stop
+        self._answered, self._asked_at, self._give_up_at = 0, 0.0, float("inf")  # of requests to stop
+        self._sizes: list[int] = []  # that are legal for this run, once a rank has told
         self._wish_at = 0.0
         self._stops = Stops(self.on_stop)
 
     def start(self, first: Round | None = None) -> None:
         """The first world; `first` is where the nodes have met already. Whoever calls this waits or closes then."""
+        Path(self.request.run_dir, RESIZE_FILE).unlink(missing_ok=True)  # what an earlier run was asked for
         self._watch = self._begin(first or self.nodes.gather(self.request.attempt))
 
     def wait(self) -> None:
@@ -125,6 +128,7 @@ class Supervisor:
 
     def _next(self, outcome: Outcome, watch: Watch) -> Watch:
         """What follows a world, or what goes on in it."""
+        self._sizes = next((m.joined.sizes for m in self.crew.members if m.joined and m.joined.sizes), self._sizes)
         if self.state is State.STARTING and watch.is_running:
             self._go(State.RUNNING)
         if isinstance(outcome, Asked):
@@ -132,7 +136,7 @@ class Supervisor:
             self._drain(outcome, watch)
             return watch
         if isinstance(outcome, Ended):
-            late = None if self._stops.count else self.nodes.leave(True)
+            late = None if self._answered else self.nodes.leave(True, is_stopped=lambda: self._stops.count > 0)
             self._go(State.DONE)
             if late is None:
                 return watch
@@ -152,7 +156,7 @@ class Supervisor:
 
     def _begin(self, round_: Round, broke_at: float | None = None) -> Watch:
         """Start the ranks of a world that are not there, and tell it to those who are."""
-        rendered = self.render(round_)
+        rendered = self.render(round_, self._slots)
         self._events, self._outcome = rendered.events_path, Path(rendered.run_dir, "history.json")
         self._is_first = round_.place.node_rank == 0
         self._worlds += 1
@@ -171,6 +175,7 @@ class Supervisor:
             self._reached,
             broke_at,
             self._wish,
+            lambda: self._stops.number if self._answered else None,
         )
 
     def _drain(self, asked: Asked, watch: Watch) -> None:
@@ -186,7 +191,7 @@ class Supervisor:
         fault, news = broken.fault, broken.news
         if news is not None and news.kind == "failed":
             self._give_up(_failed_elsewhere(news))
-        if self._stops.count:
+        if self._answered:
             self._give_up(self._failed(broken, ""))
         if news is not None and news.kind == "regroup":  # whoever told it has decided
             return
@@ -231,7 +236,6 @@ class Supervisor:
 
     def _gather(self, attempt: int) -> Round:
         """Meet the other nodes again, unless the user, or the end of the run on other nodes, makes that moot."""
-        sizes = next((m.joined.sizes for m in self.crew.members if m.joined is not None), [])
         begun = time.time()
 
         def is_over() -> bool:
@@ -239,7 +243,7 @@ class Supervisor:
 
         try:
             return self.nodes.gather(
-                attempt, sizes, ranks=len(self._slots), is_stopped=lambda: self._stops.count > 0 or is_over()
+                attempt, self._sizes, ranks=len(self._slots), is_stopped=lambda: self._stops.count > 0 or is_over()
             )
         except StoppedWaiting:
             self._go(State.GIVEN_UP)
@@ -282,9 +286,12 @@ class Supervisor:
     def _answer(self) -> bool:
         """Pass the first request to stop on to the ranks, which may want to save; the second ends them."""
         if self._stops.count > self._answered:
+            self._asked_at = self._asked_at or time.monotonic()
             assert self._stops.number is not None
             if self._answered or self._stops.count > 1:
                 self.crew.end(0.0)
+            elif not self._watch.is_settled and time.monotonic() < self._asked_at + _SETTLE_S:
+                return False  # ranks between two worlds could not save
             else:
                 for member in self.crew.members:
                     member.process.signal(self._stops.number)

@@ -29,7 +29,7 @@ from distributed.launch import rank
 
 LENGTH_BYTES = 8  # before every request: how long it is
 CANNOT_FORK = 3  # exit code of a rank that could not be forked: a LaunchError's
-_STOPS = (signal.SIGINT, signal.SIGTERM)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distributed.core.control import Dump, Resumed
-from distributed.core.events import Event, RankStalled, Recovered
+from distributed.core.events import Event, RankStalled, Recovered, Warned
 from distributed.core.heartbeat import Phase
 from distributed.launch.blame import Ending, first_failure
 from distributed.launch.crew import Crew, Member
@@ -74,12 +74,14 @@ class Watch:
     reached_before: int  # the highest step of the worlds before this one
     broke_at: float | None = None  # when the one before this broke
     wish: Callable[[], str] = lambda: ""  # why the user wants this world to end in order, if so
+    stopping: Callable[[], int | None] = lambda: None  # the signal by which the ranks were asked to stop
 
     def __post_init__(self) -> None:
         self.is_running = False  # all ranks have come to their loop
         self.is_draining = False
         self.begun_at = time.monotonic()
         self._stalled_at: float | None = None
+        self._has_refused = False
         self._hangs: HangWatch | None = None
         self._resumed: Resumed | None = None
         self._is_recovered = self.broke_at is None
@@ -113,16 +115,16 @@ class Watch:
             self._news = None
         elif news is not None and news.kind == "done":
             return Ended()
-        elif news is not None and not self.stops.count:
+        elif news is not None and (self.stopping() is None or news.kind != "regroup"):
             if news.kind == "regroup" and news.cause == "resize" and not self.is_draining:
                 return Asked(news.message, news)
             return Broken(_fault_elsewhere(news, self.step), news=news)
         if members and all(member.ending is not None for member in members) and failure is None:
             return Ended()
-        return None if self.stops.count or failure is not None else self._look_at_the_living()
+        return None if failure is not None else self._look_at_the_living()
 
     def _look_at_the_living(self) -> Outcome | None:
-        stall = self._hangs.look() if self._hangs is not None else None
+        stall = self._hangs.look() if self._hangs is not None and self.stopping() is None else None
         if stall is not None:
             self._end_stalled(stall)
         members = self.crew.members
@@ -131,16 +133,36 @@ class Watch:
             return Drained() if members and len(lost) == len(members) else None
         if lost:
             return self._lost_without_cause(lost[0])
-        if self.is_running and all(member.can_go_on for member in members):
-            if self.nodes.newcomer():
+        if self.is_running and self.stopping() is None:
+            can_go_on = all(member.can_go_on for member in members)
+            if can_go_on and self.nodes.newcomer():
                 return Asked("a node waits to join")
             if why := self.wish():
-                return Asked(why)
+                if can_go_on:
+                    return Asked(why)
+                self._cannot_resize()
         return None
+
+    def _cannot_resize(self) -> None:
+        if not self._has_refused:
+            message = (
+                "this run cannot get another number of ranks while it runs: its ranks keep no state in memory (NCCL)"
+            )
+            self.emit(Warned(time=time.time(), message=message))
+            self._has_refused = True
 
     def drain(self) -> None:
         """The ranks were asked to leave in order: from now on that is what is waited for."""
         self.is_draining, self._news = True, None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a signal would find the ranks at their steps, able to save: else it would only end them."""
+        if not self.round.restarts:
+            return not self.is_draining
+        lost = any(member.lost == self.round.attempt for member in self.crew.members)
+        is_told = self._resumed is not None or self.round.place.node_rank != 0
+        return self.is_running and is_told and not self.is_draining and not lost
 
     @property
     def step(self) -> int:
@@ -157,7 +179,7 @@ class Watch:
 
     def failure(self) -> Ending | None:
         endings = (member.ending for member in self.crew.members if member.ending is not None)
-        return first_failure(ending for ending in endings if not ending.is_benign(self.stops.number))
+        return first_failure(ending for ending in endings if not ending.is_benign(self.stopping()))
 
     def close(self) -> None:
         if self._hangs is not None:
@@ -199,6 +221,8 @@ class Watch:
     def _is_root_cause(self, failure: Ending) -> bool:
         """A rank that a signal ended is; of errors, several come at nearly the same time, and some only follow."""
         assert self._failed_at is not None
+        if failure.cannot_go_on:
+            return True
         if not failure.is_collateral:
             if failure.record is None or all(member.ending is not None for member in self.crew.members):
                 return True
@@ -208,7 +232,7 @@ class Watch:
     def _fault(self, failure: Ending) -> Fault:
         member = next(member for member in self.crew.members if member.ending is failure)
         step = self.step if member.joined is not None else -1
-        host, alone = socket.gethostname(), failure.is_collateral
+        host, alone = socket.gethostname(), failure.is_collateral and not failure.cannot_go_on
         return classify(failure, step, host, slot=member.slot, hung=member.hung, is_alone=alone)
 
     def _lost_without_cause(self, lost: Member) -> Broken | None:
@@ -216,7 +240,7 @@ class Watch:
         self._failed_at = self._failed_at or time.monotonic()
         if time.monotonic() < self._failed_at + _LOST_GRACE_S:
             return None
-        message = "a connection between the ranks broke"
+        message = f"a connection between the ranks broke: {lost.lost_message.partition(chr(10))[0]}"
         return Broken(Fault("machine", lost.rank, socket.gethostname(), self.step, message))
 
     def _next_news(self) -> News | None:

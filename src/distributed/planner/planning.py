@@ -96,9 +96,12 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
     return Resources(device, config.num_nodes, per_node), decisions, problems
 
 
+_SHOW_ONE_GPU = ("srun", "distributed")  # launchers that may show each rank its own GPU only
+
+
 def _too_few_gpus(device: str, ranks: int, hardware: Hardware, asked_by: str) -> list[Problem]:
     gpus = len(hardware.gpus)
-    if device != "cuda" or ranks <= gpus or (gpus == 1 and asked_by == "srun"):  # Slurm shows each task its own GPU
+    if device != "cuda" or ranks <= gpus or (gpus == 1 and asked_by in _SHOW_ONE_GPU):
         return []
     return [
         Problem(
@@ -277,6 +280,7 @@ def _plan_batch(
         ranks=world_size,
         accumulation=config.gradient_accumulation_steps,
         drop_last=profile.loader_drop_last if config.drop_last is None else config.drop_last,
+        of_stream=profile.samples is None,
     )
     if profile.samples == 0:
         problems.append(Problem("the training data is empty", do="check the dataset that you pass"))

@@ -81,7 +81,8 @@ class AgentLine:
             if not message.in_order:
                 threading.Thread(target=self._keep_cut_off, args=(message,), name="cut-off", daemon=True).start()
         elif isinstance(message, Dump):
-            _dump_flight_recorder(message.path)
+            with suppress(OSError, ValueError):  # of a disk that is full, say: this thread has more to do
+                _dump_flight_recorder(message.path)
 
     def _keep_cut_off(self, leave: Leave) -> None:
         """Until this rank is out: when it was told, it may have been about to connect, or to begin a collective."""

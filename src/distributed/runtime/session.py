@@ -43,7 +43,6 @@ class Session:
         self._sockets = sockets  # of the process group, if it is ours
         # Whether this process can leave its world and join another: the group must be ours, and end when it is cut off.
         self.can_regroup = bool(sockets) and dist.get_backend() == "gloo"
-        self.is_ours = bool(sockets) or store is None  # not a process group that the script made
         self._calls = itertools.count()
         self.enter: Callable[[str], AbstractContextManager[None]] = lambda name: (
             nullcontext()
@@ -98,7 +97,7 @@ class Session:
                 f"rank {env.rank} cannot meet the others at {env.master_addr}:{env.master_port}",
                 why=str(failed).splitlines()[0],
                 do="check that the address is rank 0's host and that no other job uses the port (--master-port)",
-            ) from failed
+            ) from (failed if env.restarts else None)  # later, a peer has died; at first, it is what it says
         atexit.register(leave_world)
         ours = frozenset(set(open_sockets()) - (of_store if env.launcher != "distributed" else before))
         return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session(new=True)}", store), ours)
@@ -124,8 +123,8 @@ class Session:
         A rank that is killed takes its generators with it; as a function of the step, whoever replaces it has them.
         """
         if self.world_size > 1:
-            mixed = ((seed << 40) ^ (self.rank << 20) ^ step) * 0x9E3779B97F4A7C15 % 2**64
-            mixed ^= mixed >> 32
+            mixed = (seed * 0x9E3779B97F4A7C15 + self.rank * 0xC2B2AE3D27D4EB4F + step) * 0xBF58476D1CE4E5B9 % 2**64
+            mixed ^= mixed >> 31
             random.seed(mixed)
             np.random.seed(mixed % 2**32)
             torch.default_generator.manual_seed(mixed % 2**63)

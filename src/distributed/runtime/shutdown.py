@@ -8,8 +8,10 @@ rank waits for another, because one that waits outside a collective would hang o
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_TWICE_S = 2.0
 _AHEAD = 2  # ranks that synchronize after every step are at most one step apart
 
 
@@ -32,9 +35,12 @@ class StopRequest:
         store: dist.Store | None = None,
         asked_to_leave: Callable[[], bool] = lambda: False,
         named: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        *,
+        is_supervised: bool = False,
     ) -> None:
         self._rank, self._world_size, self._store = rank, world_size, store
-        self._asked_to_leave, self._named = asked_to_leave, named
+        self._asked_to_leave, self._named, self._is_supervised = asked_to_leave, named, is_supervised
+        self._received_at = 0.0
         self._stop_at: int | None = None
         self._told = False
         self.is_leaving = False  # the ranks stop in order to go on in another world
@@ -51,8 +57,18 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        signal.signal(number, self._previous[self.received])  # a second one does what it always did
+        """A second one does what it always did. A launcher passes on what it gets, and what is sent to all processes
+        of a job comes twice then: that is one."""
+        now = time.monotonic()
+        if self.received is not None and self._is_supervised and now - self._received_at < _TWICE_S:
+            return
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), now
+            if self._is_supervised:
+                return
+        signal.signal(number, self._previous[signal.Signals(number)])
+        if self._is_supervised:
+            os.kill(os.getpid(), number)
 
     @property
     def is_agreed(self) -> bool:

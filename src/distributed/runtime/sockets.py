@@ -10,11 +10,13 @@ import os
 import socket
 import stat
 
+CAN_SHUT_DOWN = os.path.isdir("/proc/self/fd")  # Linux tells a process which sockets it has
+
 
 def open_sockets() -> dict[int, int]:
     """This process's sockets by inode, with their descriptors."""
     found: dict[int, int] = {}
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+    for name in os.listdir("/proc/self/fd") if CAN_SHUT_DOWN else ():
         try:
             status = os.fstat(int(name))
         except OSError:  # the listing's own

@@ -42,7 +42,7 @@ class Replica:
         for parameter in self._parameters:  # of a step that was cut off, when a model goes on in another world
             parameter.grad = None
         self._model: nn.Module = self.module  # what training calls
-        self._buffers_before: list[torch.Tensor] | None = None  # those that the step in flight began with
+        self._buffers_before: list[tuple[torch.Tensor, torch.Tensor]] = []  # with what the step in flight began with
         dtype = _DTYPES.get(plan.precision.kind)
         self._autocast = torch.autocast(session.device.type, dtype) if dtype else None
         self._scaler = None
@@ -78,8 +78,8 @@ class Replica:
     @torch.no_grad()
     def held_state(self) -> StateTree | None:
         """Parameters change at the end of a step only; buffers are taken back to its beginning if it was cut off."""
-        if self._in_step and self._buffers_before is not None:
-            for buffer, before in zip(self.module.buffers(), self._buffers_before, strict=True):
+        if self._in_step:
+            for buffer, before in self._buffers_before:
                 buffer.copy_(before)
         return Replica.state(self)
 
@@ -88,10 +88,12 @@ class Replica:
         self._in_step = True
         if self._session.can_regroup:
             buffers = list(self.module.buffers())
-            if self._buffers_before is None:
-                self._buffers_before = [buffer.detach().clone() for buffer in buffers]
-            elif buffers:
-                torch._foreach_copy_(self._buffers_before, buffers)
+            before = self._buffers_before
+            if len(before) == len(buffers) and all(b is old for b, (old, _) in zip(buffers, before, strict=True)):
+                for buffer, (_, kept) in zip(buffers, before, strict=True):
+                    kept.copy_(buffer)
+            else:  # the first step, or a model that makes or replaces buffers as it goes
+                self._buffers_before = [(buffer, buffer.detach().clone()) for buffer in buffers]
 
     def _forward(self, model: nn.Module, batch: Any) -> Outcome:
         if self._autocast is None:

@@ -100,39 +100,40 @@ class Loop:
             plan, strategy, schedule, session, self._meter, train.samples_per_epoch, self._saved, self._not_saved
         )
 
-    def run(self, inherited: Inherited | None = None) -> History:
-        """Train until the epochs or steps are done, or somebody asks to stop; then save.
+    def begin(self, inherited: Inherited | None = None) -> None:
+        """Take what the ranks of an earlier world handed over, or a checkpoint, or nothing."""
+        self._restore(inherited)
+        self._announce()
 
-        `inherited` is what the ranks of an earlier world handed over, in place of a checkpoint.
-        """
+    def run(self) -> History:
+        """Train until the epochs or steps are done, or somebody asks to stop; then save."""
         begun = time.perf_counter()
         state = self._state
-        try:
-            self._restore(inherited)
-            self._announce()
-            stopped, metrics = self._is_over(), {}
-            while not stopped and state.progress.epoch < self._plan.epochs:
-                epoch = state.progress.epoch
-                stopped, is_whole, seconds, samples = self._train_epoch(epoch)
-                metrics = self._meter.epoch_metrics() | (self._evaluate(epoch) if not self._interrupted else {})
-                if is_whole:  # from here to the end of the epoch nothing waits for another rank
-                    self._schedule.epoch_ended(metrics)
-                    state.progress.begin_next_epoch()
-                self._close_epoch(epoch, seconds, samples, metrics)
-                is_due = self._save_is_due("epochs", state.progress.epoch) or self._save_is_due(
-                    "steps", state.progress.step
-                )
-                if is_whole and is_due:
-                    self._save(metrics)
-            self._save(metrics, wait=True)
-            self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
-            history = self._finish(time.perf_counter() - begun)
-            state.close()
-            return history
-        finally:
-            state.abandon()
-            if self._ledger is not None:
-                self._ledger.close()
+        stopped, metrics = self._is_over(), {}
+        while not stopped and state.progress.epoch < self._plan.epochs:
+            epoch = state.progress.epoch
+            stopped, is_whole, seconds, samples = self._train_epoch(epoch)
+            metrics = self._meter.epoch_metrics() | (self._evaluate(epoch) if not self._interrupted else {})
+            if is_whole:  # from here to the end of the epoch nothing waits for another rank
+                self._schedule.epoch_ended(metrics)
+                state.progress.begin_next_epoch()
+            self._close_epoch(epoch, seconds, samples, metrics)
+            is_due = self._save_is_due("epochs", state.progress.epoch) or self._save_is_due(
+                "steps", state.progress.step
+            )
+            if is_whole and is_due:
+                self._save(metrics)
+        self._save(metrics, wait=True)
+        self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
+        history = self._finish(time.perf_counter() - begun)
+        state.close()
+        return history
+
+    def close(self) -> None:
+        """Whatever happened: a save that is still in flight may never hear of the others."""
+        self._state.abandon()
+        if self._ledger is not None:
+            self._ledger.close()
 
     def held(self) -> Held | None:
         """What this rank holds when its world has broken: the state at the last step boundary."""

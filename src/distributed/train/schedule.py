@@ -91,10 +91,10 @@ class UserSchedule:
             return
         with warnings.catch_warnings():  # one that was sent to this rank does not know that the optimizer has stepped
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            if self._wants_metric:
-                self._scheduler.step(metrics.get("val_loss", metrics["loss"]))
-            else:
+            if not self._wants_metric:
                 self._scheduler.step()
+            elif "val_loss" in metrics or "loss" in metrics:
+                self._scheduler.step(metrics["val_loss"] if "val_loss" in metrics else metrics["loss"])
 
     def state(self) -> dict[str, Any]:
         return dict(self._scheduler.state_dict())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +71,8 @@ class RunState:
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
         self.is_watched = self._witness.wants
         self.source = "the beginning"  # of the state that this run goes on from
+        self._launch = _launch_id(plan, session) if session.is_main else ""
+        self._published_at = -1
 
     def restore(self, inherited: Inherited | None = None) -> Restored | None:
         """Take what another rank handed over, or the checkpoint that the plan names, or begin; then be ready."""
@@ -75,7 +80,7 @@ class RunState:
         restored = None
         if inherited is not None:
             self._take(inherited.tree)
-            self._saved_at = -1
+            self._saved_at, self.path = inherited.tree["published"]
             self.source = f"memory of rank {inherited.rank}"
         else:
             restored = self._find()
@@ -105,7 +110,8 @@ class RunState:
         return restore(checkpoint.dir, checkpoint.resume, self._session, expected=expected)
 
     def _is_own(self, manifest: Manifest) -> bool:
-        return manifest.meta.get("plan", {}).get("run_dir") == self._plan.run_dir
+        """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""
+        return bool(self._launch) and manifest.meta.get("launch") == self._launch
 
     def held(self) -> Held | None:
         """What this rank holds at its last step boundary, asking nobody; None when that is not everything."""
@@ -113,11 +119,13 @@ class RunState:
         if state is None:
             return None
         meter = self._meter.state() | {"losses": [], "samples": []}  # those that nobody has read are each rank's own
-        return Held(self.progress.step, state | self._position() | {"meter": meter, "ranks": self._plan.batch.ranks})
+        more = {"meter": meter, "ranks": self._plan.batch.ranks, "published": [self._published_at, self.path]}
+        return Held(self.progress.step, state | self._position() | more)
 
     def _load(self, restored: Restored) -> None:
         self._check(restored)
-        self._saved_at, self.path = restored.step, restored.path
+        self._saved_at = self._published_at = restored.step
+        self.path = restored.path
         if "imported" in restored.manifest.meta:  # weights of another program: all else begins anew
             self._strategy.load_state(restored.shared)
             self.progress = Progress(step=restored.step)
@@ -248,18 +256,30 @@ class RunState:
             "plan": plan,
             "samples": self._samples,
             "global_batch": self._plan.batch.global_batch,
+            "launch": self._launch,
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name() if self._session.device.type == "cuda" else "cpu",
         }
 
     def _published(self, saved: Saved) -> None:
-        self.path = saved.path
+        self.path, self._published_at = saved.path, saved.step
         self._on_saved(saved)
         if self._session.is_main:
             kept = {f"{candidate.step:06d}" for candidate in find(self._storage, True)}
             for name in self._storage.list("witness"):
                 if name.split("/")[1].removeprefix("step-") not in kept:
                     self._storage.delete(name)
+
+
+def _launch_id(plan: Plan, session: Session) -> str:
+    """What tells this launch of a run from others in the same folder; known to rank 0, also to one that comes later."""
+    path = Path(plan.run_dir) / "launch.json"
+    if session.env.restarts:
+        return str(json.loads(path.read_text())["id"]) if path.exists() else ""
+    name = uuid.uuid4().hex
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"id": name}) + "\n")
+    return name
 
 
 def _reader(storage: Storage) -> Callable[[str], bytes | None]:
