@@ -31,7 +31,7 @@ from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import CollectiveError, Session, abandon_world, leave_world
 from distributed.runtime.shutdown import StopRequest
 from distributed.runtime.sockets import CAN_SHUT_DOWN
-from distributed.train.handover import Held, hand_over
+from distributed.train.handover import Held, hand_over, take_model
 from distributed.train.loop import LeftWorld, Loader, Loop
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
@@ -138,7 +138,7 @@ def _live(
             inherited = hand_over(session, held)
         if inherited is not None:
             held = Held(inherited.step, inherited.tree)
-            task.model.load_state_dict(inherited.tree["model"])  # what the strategy begins with is sent from rank 0
+            take_model(task.model, inherited.tree["model"])  # what the strategy begins with is sent from rank 0
         session.seed(plan.seed)
         strategy.setup(task, plan, session)
         train = _train_loader(job, session)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ STEPS = PER_EPOCH * EPOCHS
 PATIENCE_S = 200  # for a whole run on a machine that others use too
 
 SCRIPT = """
-import json, os, resource, signal, sys, time
+import hashlib, json, os, resource, signal, sys, time
 from pathlib import Path
 
 import torch
@@ -123,6 +124,8 @@ class Numbers(Dataset):
     def __getitem__(self, index):
         if self.place:
             come_to(self.place, index)
+            if OPTIONS.get("bad_sample") == index:
+                raise RuntimeError("read error in shard-17.parquet")
         return self.x[index].to(DTYPE), self.y[index]
 
 
@@ -135,6 +138,10 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 32), norm, nn.ReLU(), dropout, nn.Linear(32, 3))
         if OPTIONS.get("own_buffer"):
             self.register_buffer("mean", torch.zeros(8))
+        if OPTIONS.get("buffer") in ("counter", "mask"):
+            self.register_buffer("own", torch.ones(8))
+        if OPTIONS.get("buffer") == "grows":
+            self.register_buffer("own", torch.zeros(1, 8))
 
     def forward(self, x):
         step = int(getattr(self.layers[1], "num_batches_tracked", -1))  # counts in all worlds of a run
@@ -143,8 +150,20 @@ class Model(nn.Module):
             time.sleep(OPTIONS.get("pace", 0.0))
             if OPTIONS.get("own_buffer"):
                 self.mean += x.mean(0) - self.mean / 10
+            x = self.use_buffer(x)
         come_to("training" if self.training else "evaluation", step)
         return self.layers(x) * (float("nan") if self.training and OPTIONS.get("nan_at") == step else 1.0)
+
+    def use_buffer(self, x):
+        kind = OPTIONS.get("buffer")
+        if kind == "lazy" and not hasattr(self, "own"):
+            self.register_buffer("own", torch.ones(8))
+        if kind == "counter":
+            self.own += 1
+        if kind == "grows":
+            self.own = torch.cat([self.own, self.own[-1:] + 1])
+            return x + 1 / len(self.own)
+        return x if kind is None else x * self.own
 
 
 DTYPE = torch.float64 if OPTIONS.get("plain") else torch.float32
@@ -191,9 +210,25 @@ def main():
         gradient_clipping=1.0, checkpoint_frequency="5 steps", keep_last=3, sample_ledger=True, log_every_n_steps=3,
         progress=False,
     )
+    if OPTIONS.get("adam"):
+        settings = {n: v for n, v in settings.items() if n not in ("learning_rate", "lr_schedule", "warmup_steps")}
+        settings["optimizer"] = optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer.register_step_post_hook(
+            lambda optimizer, *_: come_to("stepped", int(next(iter(optimizer.state.values()))["step"]))
+        )
+        if OPTIONS.get("plateau"):
+            settings["scheduler"] = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0, threshold=0.2  # it sees one soon
+            )
     workers = OPTIONS.get("workers", 0)
     train = DataLoader(Numbers(place="reading"), shuffle=True, num_workers=workers)
     Trainer(model, **settings | OPTIONS.get("settings", {})).fit(train, DataLoader(Numbers(40), batch_size=10))
+    if OPTIONS.get("adam"):
+        tensors = [*model.state_dict().values()]
+        tensors += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+        digest = hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+        (PLACE / f"digest-{os.environ['RANK']}").write_text(digest)
+    come_to("after fit")
     print("end of the script", flush=True)
 
 
@@ -243,6 +278,11 @@ class Result:
         return digest.hexdigest()
 
     @property
+    def digests(self) -> list[str]:
+        """Of the model and the optimizer as each rank's script had them at its end, with `adam` among the options."""
+        return [path.read_text() for path in sorted(self.folder.glob("digest-*"))]
+
+    @property
     def ledger(self) -> LedgerReport:
         return check_ledgers(self.run_dir / "ledger", SAMPLES)
 
@@ -265,23 +305,29 @@ class Result:
     def assert_nothing_left(self) -> None:
         """No process, hence no port; no socket that somebody listens at; no shared memory."""
         wait_until(lambda: not processes_with(self.trace), f"all processes have ended: {processes_with(self.trace)}")
-        assert str(self.folder) not in Path("/proc/net/unix").read_text()
+        assert str(temporary_folder(self.trace)) not in Path("/proc/net/unix").read_text()
+        shutil.rmtree(temporary_folder(self.trace), ignore_errors=True)
         assert not _orphans(set(os.listdir("/dev/shm")) - self.shared_memory)
+
+
+def temporary_folder(trace: str) -> Path:
+    """Of a run; short, since sockets are made in it, whose names may have 107 characters."""
+    return Path(tempfile.gettempdir()) / f"sv-{trace[:12]}"
 
 
 class Running:
     """A run that is under way."""
 
     def __init__(self, folder: Path, command: list[str], faults: list[dict[str, Any]], options: dict[str, Any]) -> None:
-        (folder / "tmp").mkdir(exist_ok=True)
         (folder / "train.py").write_text(SCRIPT)
         self.folder, self._trace, self._shared_memory = folder, uuid.uuid4().hex, set(os.listdir("/dev/shm"))
+        temporary_folder(self._trace).mkdir()
         environ = clean_environ(
             SURVIVAL_PLACE=str(folder),
             SURVIVAL_FAULTS=json.dumps(faults),
             SURVIVAL_OPTIONS=json.dumps(options),
             SURVIVAL_TRACE=self._trace,
-            TMPDIR=str(folder / "tmp"),
+            TMPDIR=str(temporary_folder(self._trace)),
             OMP_NUM_THREADS="1",
         )
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed when the run is
@@ -340,6 +386,27 @@ def start_alone(
     """The same script without our command line: `Trainer.fit` starts the ranks."""
     settings = {"batch_size": GLOBAL_BATCH // ranks, "num_gpus": ranks, "run_dir": "run"} | settings
     return Running(folder, [sys.executable, "train.py"], list(faults), {"settings": settings} | (options or {}))
+
+
+class Undisturbed:
+    """Runs without a fault, made once for each setting."""
+
+    def __init__(self, make_folder: Callable[[], Path]) -> None:
+        self._make_folder = make_folder
+        self._made: dict[str, Result] = {}
+
+    def __call__(self, ranks: int = 2, options: dict[str, Any] | None = None, **settings: Any) -> Result:
+        key = json.dumps([ranks, options, settings], sort_keys=True)
+        if key not in self._made:
+            made = self._made[key] = start(self._make_folder(), ranks, options=options, **settings).end()
+            assert made.code == 0, made.shown
+            assert made.ledger.is_exact
+        return self._made[key]
+
+
+def from_memory(*ranks: int) -> list[tuple[str, int]]:
+    """`Result.recoveries` where these ranks handed over what they held."""
+    return [(f"memory of rank {rank}", 0) for rank in ranks]
 
 
 def processes_with(trace: str) -> list[int]:

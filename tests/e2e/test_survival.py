@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import clean_environ
-from tests.e2e.survival import PER_EPOCH, STEPS, Result, fault, start, start_alone, wait_until
+from tests.e2e.survival import (
+    PER_EPOCH,
+    STEPS,
+    Result,
+    Undisturbed,
+    fault,
+    from_memory,
+    start,
+    start_alone,
+    wait_until,
+)
 
 pytestmark = pytest.mark.xdist_group("survival")  # runs that were not hurt are made once and compared with
-
-Undisturbed = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The same run without a fault, made once for each setting."""
-    made: dict[str, Result] = {}
-
-    def run(ranks: int = 2, options: dict[str, Any] | None = None, **settings: Any) -> Result:
-        key = json.dumps([ranks, options, settings], sort_keys=True)
-        if key not in made:
-            made[key] = start(tmp_path_factory.mktemp("undisturbed"), ranks, options=options, **settings).end()
-            assert made[key].code == 0, made[key].shown
-            assert made[key].ledger.is_exact
-        return made[key]
-
-    return run
-
-
-def from_memory(*ranks: int) -> list[tuple[str, int]]:
-    return [(f"memory of rank {rank}", 0) for rank in ranks]
+    return Undisturbed(lambda: tmp_path_factory.mktemp("undisturbed"))
 
 
 def causes(result: Result) -> list[tuple[str, int]]:

@@ -95,8 +95,19 @@ def start(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., Node]]:
             return node
 
         yield begin
-    left = [p for p in psutil.process_iter(["environ"]) if str(tmp_path) in str((p.info["environ"] or {}).get("PWD"))]
-    assert [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE and p.pid != os.getpid()] == []
+    deadline = time.monotonic() + 20
+    while left := [process.pid for process in psutil.process_iter() if is_of(process, tmp_path)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def is_of(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process was started for a run in this folder, and still runs."""
+    try:
+        is_here = process.cwd() == str(folder)
+        return is_here and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 @pytest.fixture(scope="module")

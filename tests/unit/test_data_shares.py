@@ -16,8 +16,10 @@ from torch.utils.data import (
 )
 
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan
+from distributed.core.mesh import MeshSpec
+from distributed.core.plan import BatchPlan, Plan
 from distributed.data.loader import EvalLoader, StreamLoader, TrainLoader
+from distributed.data.shares import EpochCut
 from distributed.data.source import Source, read_source
 
 
@@ -138,6 +140,61 @@ def test_a_shared_stream_gives_every_sample_once(length: int, workers: int) -> N
     assert len({len(steps) for steps in by_rank}) == 1
     for step in zip(*by_rank, strict=True):
         assert sum(m.weight for s in step for m in s.microbatches) == pytest.approx(3)
+
+
+@pytest.mark.parametrize(("per_device", "ranks", "accumulation"), [(8, 4, 1), (3, 4, 1), (7, 4, 1), (3, 4, 2)])
+def test_a_stream_loses_nothing_at_another_number_of_ranks(per_device: int, ranks: int, accumulation: int) -> None:
+    first = BatchPlan(per_device, ranks, accumulation, of_stream=True)
+    plan = Plan("run", first, mesh=MeshSpec(dp_replicate=ranks))
+    source = read_source(DataLoader(Stream(1000), batch_size=per_device), "train_loader")
+    for size in plan.legal_sizes:
+        taken: list[int] = []
+        cuts = first, first.for_ranks(size), first.for_ranks(size).for_ranks(ranks)
+        for number, batch in enumerate(cuts):  # two steps under each
+            for rank in range(batch.ranks):
+                loader = StreamLoader(source, batch, rank, seed=0, split="share", agree=lambda n, m: (n, m))
+                taken += used(itertools.islice(loader.epoch(0, 2 * number), 2))
+        assert sorted(taken) == list(range(6 * first.global_batch)), f"as {size} ranks"
+
+
+SMALL = list(itertools.product(range(1, 5), range(1, 5), range(1, 3)))
+
+
+@pytest.mark.parametrize(("per_device", "ranks", "accumulation"), SMALL)
+def test_every_sample_once_when_the_number_of_ranks_changes(per_device: int, ranks: int, accumulation: int) -> None:
+    batch = BatchPlan(per_device, ranks, accumulation)
+    samples = 2 * batch.global_batch + batch.global_batch // 2
+    for there in range(1, batch.global_batch + 3):  # also more ranks than a step has samples
+        cut = batch.for_ranks(there)
+        assert Counter(positions(samples, cut)) == Counter(range(samples))
+        for step in range(cut.steps(samples)):
+            shares = [EpochCut(samples, cut, rank).cuts(step) for rank in range(there)]
+            assert len({len(of_rank) for of_rank in shares}) == 1
+            assert all(c.size <= per_device for of_rank in shares for c in of_rank)
+            assert sum(c.weight for of_rank in shares for c in of_rank) == pytest.approx(there)
+
+
+def positions(samples: int, batch: BatchPlan) -> list[int]:
+    by_rank = [EpochCut(samples, batch, rank) for rank in range(batch.ranks)]
+    cuts = [c for of_rank in by_rank for step in range(of_rank.steps) for c in of_rank.cuts(step)]
+    return [position for c in cuts for position in range(c.start, c.stop)]
+
+
+@pytest.mark.parametrize("there", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("per_device", "accumulation"), [(1, 1), (1, 2), (2, 1)])
+def test_a_loader_reads_and_names_every_sample_once_at_another_number_of_ranks(
+    there: int, per_device: int, accumulation: int
+) -> None:
+    """Where a share is empty, what stands in for it has no weight, and is not told as used."""
+    batch = BatchPlan(per_device, 3, accumulation).for_ranks(there)
+    seen, told = [], []
+    for rank in range(there):
+        loader = TrainLoader(Source(Numbers(29), shuffle=True), batch, rank, seed=4)
+        for number, step in enumerate(loader.epoch(1)):
+            seen += used([step])
+            told += loader.indices
+            assert loader.indices == used([step]) == loader.sample_indices(1, number)
+    assert sorted(seen) == sorted(told) == list(range(29))
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 23])

@@ -103,7 +103,8 @@ class TrainLoader:
         if len(shape) == 1:  # the usual case, without a list comprehension a step
             weight, size = shape[0]
             for batch in islice(batches, full_steps - first_step):
-                self._taken = [sent.popleft()]
+                taken = sent.popleft()
+                self._taken = [taken] if size else []
                 yield Step([Microbatch(batch, weight, size)], samples)
         else:
             for _ in range(first_step, full_steps):

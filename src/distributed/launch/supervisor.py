@@ -187,12 +187,15 @@ class Supervisor:
         watch.drain()
 
     def _decide(self, broken: Broken, watch: Watch) -> None:
-        """Whether the run goes on after a fault; raises if not. What breaks while a run is stopped ends it."""
+        """Whether the run goes on after a fault; raises if not. What breaks while a run is stopped ends it, unless the
+        ranks that are left can save what they hold in another world."""
         fault, news = broken.fault, broken.news
         if news is not None and news.kind == "failed":
             self._give_up(_failed_elsewhere(news))
         if self._answered:
-            self._give_up(self._failed(broken, ""))
+            if not self._can_save_later(fault):
+                self._give_up(self._failed(broken, ""))
+            self._answered = 0  # the next world is asked to stop when it can
         if news is not None and news.kind == "regroup":  # whoever told it has decided
             return
         self._faults.append(fault)
@@ -220,6 +223,12 @@ class Supervisor:
             message = f"rank {fault.rank}: {fault.message}"
             self.nodes.tell(News(place.node_rank, fault.host, "regroup", message, fault.rank, cause=fault.kind))
 
+    def _can_save_later(self, fault: Fault) -> bool:
+        """A rank died at nearly the time of the signal. Other nodes do not follow a run that stops into a new world."""
+        is_in_time = self._stops.count == 1 and time.monotonic() < self._asked_at + _SETTLE_S
+        can_go_on = self.request.most_nodes == 1 and any(member.can_go_on for member in self.crew.members)
+        return is_in_time and can_go_on and fault.kind == "machine"
+
     def _regroup(self, fault: Fault, watch: Watch) -> Watch:
         """The next world."""
         attempt, broke_at = watch.round.attempt, watch.last_step_at()
@@ -227,8 +236,11 @@ class Supervisor:
         if fault.kind == "resize":
             self._take_wish()
         self.crew.tell(Leave(attempt, in_order=False))
+        was_first = watch.round.place.node_rank == 0
+        if was_first:  # one node tells what all know, before it may have to wait for another
+            self._tell_end(fault, attempt)
         round_ = self._gather(attempt + 1)
-        if round_.place.node_rank == 0:  # one node tells what all know
+        if round_.place.node_rank == 0 and not was_first:  # the one that would have told is gone
             self._tell_end(fault, attempt)
         watch = self._begin(round_, broke_at)
         self._go(State.STARTING)

@@ -158,11 +158,11 @@ class Watch:
     @property
     def is_settled(self) -> bool:
         """Whether a signal would find the ranks at their steps, able to save: else it would only end them."""
-        if not self.round.restarts:
-            return not self.is_draining
         lost = any(member.lost == self.round.attempt for member in self.crew.members)
+        if not self.round.restarts:
+            return not self.is_draining and not lost and self.failure() is None
         is_told = self._resumed is not None or self.round.place.node_rank != 0
-        return self.is_running and is_told and not self.is_draining and not lost
+        return self.is_running and is_told and not self.is_draining and not lost and self.failure() is None
 
     @property
     def step(self) -> int:

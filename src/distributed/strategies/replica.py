@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,15 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def unless_empty(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A mean over nothing is NaN in torch; here it is 0, as it has no weight."""
     return torch.where(weight > 0, loss, loss.nan_to_num(0.0))
+
+
+class _Kept(NamedTuple):
+    """A buffer, where it was found, and what it held; None: it was declared and not made yet."""
+
+    owner: dict[str, torch.Tensor | None]
+    name: str
+    buffer: torch.Tensor | None
+    before: torch.Tensor | None
 
 
 class Replica:
@@ -42,7 +51,7 @@ class Replica:
         for parameter in self._parameters:  # of a step that was cut off, when a model goes on in another world
             parameter.grad = None
         self._model: nn.Module = self.module  # what training calls
-        self._buffers_before: list[tuple[torch.Tensor, torch.Tensor]] = []  # with what the step in flight began with
+        self._buffers_before: list[_Kept] | None = None  # what the step in flight began with
         dtype = _DTYPES.get(plan.precision.kind)
         self._autocast = torch.autocast(session.device.type, dtype) if dtype else None
         self._scaler = None
@@ -78,22 +87,40 @@ class Replica:
     @torch.no_grad()
     def held_state(self) -> StateTree | None:
         """Parameters change at the end of a step only; buffers are taken back to its beginning if it was cut off."""
-        if self._in_step:
-            for buffer, before in self._buffers_before:
-                buffer.copy_(before)
+        if self._in_step and self._buffers_before is not None:
+            self._take_buffers_back(self._buffers_before)
         return Replica.state(self)
 
     def _begin_step(self) -> None:
         """What a step that is cut off must be able to take back. Only where there is anybody to go on with."""
         self._in_step = True
         if self._session.can_regroup:
-            buffers = list(self.module.buffers())
+            places = self._buffer_places()
             before = self._buffers_before
-            if len(before) == len(buffers) and all(b is old for b, (old, _) in zip(buffers, before, strict=True)):
-                for buffer, (_, kept) in zip(buffers, before, strict=True):
-                    kept.copy_(buffer)
+            if before is not None and [id(place[2]) for place in places] == [id(kept.buffer) for kept in before]:
+                for kept in before:
+                    if kept.buffer is not None and kept.before is not None:
+                        kept.before.copy_(kept.buffer)
             else:  # the first step, or a model that makes or replaces buffers as it goes
-                self._buffers_before = [(buffer, buffer.detach().clone()) for buffer in buffers]
+                self._buffers_before = [
+                    _Kept(owner, name, buffer, None if buffer is None else buffer.detach().clone())
+                    for owner, name, buffer in places
+                ]
+
+    def _buffer_places(self) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]]:
+        modules = self.module.modules()
+        return [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
+
+    def _take_buffers_back(self, before: list[_Kept]) -> None:
+        """Also those that the step has replaced, and without those that it has made."""
+        known = {(id(kept.owner), kept.name) for kept in before}
+        for owner, name, _ in self._buffer_places():
+            if (id(owner), name) not in known:
+                del owner[name]
+        for kept in before:
+            if kept.buffer is not None and kept.before is not None:
+                kept.buffer.copy_(kept.before)
+            kept.owner[kept.name] = kept.buffer
 
     def _forward(self, model: nn.Module, batch: Any) -> Outcome:
         if self._autocast is None:

@@ -94,8 +94,20 @@ class TorchMesh(Replica):
         held = super().held_state()
         if not self._buffers_differ or self._session.is_main:
             return held
-        pairs = zip(self.module.buffers(), self._buffers_at_first or (), strict=False)
-        return held if self._buffers_at_first and all(torch.equal(now, first) for now, first in pairs) else None
+        if self._buffers_at_first is None:  # before the first step of a world all ranks have the same
+            return held
+        now, first = self._own_buffers(), self._buffers_at_first
+        return held if len(now) == len(first) and all(map(torch.equal, now, first)) else None
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        if self._buffers_differ and self._buffers_at_first is None:
+            self._buffers_at_first = [buffer.detach().clone() for buffer in self._own_buffers()]
+
+    def _own_buffers(self) -> list[torch.Tensor]:
+        """Those that may differ between ranks."""
+        modules = (m for m in self.module.modules() if not isinstance(m, SyncBatchNorm))
+        return [buffer for m in modules for buffer in m.buffers(recurse=False)]
 
     def train(self, mode: bool) -> None:
         if not mode:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from distributed.checkpoint.tree import flatten, unflatten
 from distributed.runtime.session import Session
@@ -44,6 +45,20 @@ def hand_over(session: Session, held: Held | None) -> Inherited | None:
     source = found.index(newest)
     mine = held if source == session.rank else None
     return Inherited(newest, source, _send(session, source, mine))
+
+
+def take_model(model: nn.Module, state: dict[str, Any]) -> None:
+    """The weights and buffers of the same model on another rank, where it may have made or enlarged buffers since."""
+    for name, value in state.items():
+        path, _, own_name = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if not isinstance(value, torch.Tensor) or own_name in owner._parameters or own_name == "_extra_state":
+            continue
+        if own_name not in owner._buffers:
+            owner.register_buffer(own_name, value.clone())
+        elif (known := owner._buffers[own_name]) is None or known.shape != value.shape:
+            owner._buffers[own_name] = value.clone()
+    model.load_state_dict(state)
 
 
 def _send(session: Session, source: int, held: Held | None) -> dict[str, Any]:
