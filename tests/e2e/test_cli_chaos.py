@@ -92,7 +92,7 @@ def test_a_hang_is_named_and_a_damaged_checkpoint_passed_over(tmp_path):
 @pytest.mark.skipif(disk.available() is not None, reason=str(disk.available()))
 def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_no_more(tmp_path):
     arguments = ["--faults", "diskfull", "--kills", "1", "--steps", "150", "checkpoint_frequency=10 steps"]
-    figures = run(tmp_path, *arguments, "certificate_steps=0")
+    figures = run(tmp_path, *arguments)
     assert re.fullmatch(r"[1-9]\d* saves failed", figures["injuries"][0]["notes"][0])
     assert figures["attempts"] == 1
     assert str(tmp_path) not in Path("/proc/mounts").read_text()

@@ -9,8 +9,6 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from distributed.core.env import CONTROL_FD as CONTROL_FD
-
 
 @dataclass(frozen=True)
 class Joined:
