@@ -29,7 +29,7 @@ from distributed.observe.utilization import UtilizationSampler
 from distributed.runtime.agent_line import AgentLine, agent_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import CollectiveError, Session, abandon_world, leave_world
-from distributed.runtime.shutdown import StopRequest
+from distributed.runtime.shutdown import StopRequest, left_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.train.handover import Held, hand_over, take_model
 from distributed.train.loop import LeftWorld, Loader, Loop
@@ -106,8 +106,9 @@ def run_rank(job: Job, session: Session, *, shows_progress: bool, line: AgentLin
             if outcome.held is None and outcome.had_begun:  # its model and optimizer are those of a run that is gone
                 raise CannotGoOnError(f"rank {session.rank} lost its world", why=outcome.message)
             held = outcome.held
-            env = next_world(line, session.env.attempt, outcome.message)
-            session = open_session(job.plan, env, line)
+            with left_to_launcher():
+                env = next_world(line, session.env.attempt, outcome.message)
+                session = open_session(job.plan, env, line)
             job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
     finally:
         watchers.close()

@@ -73,7 +73,7 @@ class Patience:
 
 @dataclass
 class Supervisor:
-    """`run` returns when the run is done, and raises when it failed or was stopped."""
+    """`start` it, then `wait`, which returns when the run is done and raises when it failed or was stopped."""
 
     request: LaunchRequest
     nodes: Nodes
@@ -295,7 +295,7 @@ class Supervisor:
         crash = crash_dump(ending.log_path)
         return failure_error(ending, fault.host, crash, message=fault.message, why=why)
 
-    def _answer(self) -> bool:
+    def _answer(self) -> None:
         """Pass the first request to stop on to the ranks, which may want to save; the second ends them."""
         if self._stops.count > self._answered:
             self._asked_at = self._asked_at or time.monotonic()
@@ -303,7 +303,7 @@ class Supervisor:
             if self._answered or self._stops.count > 1:
                 self.crew.end(0.0)
             elif not self._watch.is_settled and time.monotonic() < self._asked_at + _SETTLE_S:
-                return False  # ranks between two worlds could not save
+                return  # ranks between two worlds could not save
             else:
                 for member in self.crew.members:
                     member.process.signal(self._stops.number)
@@ -313,7 +313,6 @@ class Supervisor:
             self._answered = self._stops.count
         if time.monotonic() > self._give_up_at:
             self.crew.end(0.0)
-        return False
 
     def _wish(self) -> str:
         """Why the user wants this world to end, if so; looked up now and then."""

@@ -89,9 +89,10 @@ class Watch:
         self._news: News | None = None
         self._news_at = 0.0
 
-    def until_it_ends(self, give_up: Callable[[], bool]) -> Outcome:
-        """`give_up` is asked at every look, and may signal the ranks; when it says so, nothing is waited for."""
-        while not give_up():
+    def until_it_ends(self, meanwhile: Callable[[], None]) -> Outcome:
+        """`meanwhile` is called before every look, and may signal the ranks."""
+        while True:
+            meanwhile()
             outcome = self.look()
             if outcome is not None:
                 return outcome
@@ -99,7 +100,6 @@ class Watch:
                 self.echo.drain()  # what the survivors of a failure say stays in their logs
             self.echo.refresh()
             self.crew.wait(_POLL_S)
-        return Ended()
 
     def look(self) -> Outcome | None:
         self._hear()

@@ -12,8 +12,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,19 @@ import torch.distributed as dist
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _TWICE_S = 2.0
 _AHEAD = 2  # ranks that synchronize after every step are at most one step apart
+
+
+@contextmanager
+def left_to_launcher() -> Iterator[None]:
+    """Between two worlds a rank cannot save: a signal that reaches it there is ignored. Its launcher gets the same one,
+    and passes it on when there is a world again."""
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class StopRequest:
