@@ -128,10 +128,9 @@ def _live(
 ) -> History | Broken:
     """One world of this rank, from joining it to the end of the run or of the world."""
     plan, task, env = job.plan, job.task, session.env
-    heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)
-    session.enter = heartbeat.collective
     strategy = (BITWISE_STRATEGIES if plan.is_bitwise else STRATEGIES).load(plan.strategy)()
     loop: Loop | None = None
+    heartbeat: Heartbeat | None = None
     regroups = line is not None and line.regroups
     try:
         inherited = None
@@ -142,6 +141,8 @@ def _live(
             take_model(task.model, inherited.tree["model"])  # what the strategy begins with is sent from rank 0
         session.seed(plan.seed)
         strategy.setup(task, plan, session)
+        heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)
+        session.enter = heartbeat.collective
         train = _train_loader(job, session)
         per_epoch = train.steps_per_epoch
         total = plan.total_steps(per_epoch)
@@ -173,14 +174,15 @@ def _live(
     except Exception as failed:
         if not regroups or not (isinstance(failed, LeftWorld) or is_collateral(failed)):
             raise
-        _write_down(failed, Path(env.attempt_dir(plan.run_dir)) / f"lost-{session.rank}.txt")
+        _write_down(failed, Path(env.attempt_dir(plan.run_dir), f"lost-{session.rank}.txt"))
         had_begun = loop is not None and loop.has_begun
         return Broken(loop.held() if loop is not None and had_begun else held, had_begun, str(failed))
     finally:
         if loop is not None:
             loop.close()
         strategy.close()
-        heartbeat.close()
+        if heartbeat is not None:
+            heartbeat.close()
 
 
 def _write_down(failed: Exception, path: Path) -> None:
