@@ -22,25 +22,18 @@ def test_help_lists_every_target() -> None:
     assert set(re.findall(r"^make ([\w-]+) ", make(ROOT, "help").stdout, re.MULTILINE)) == targets - {"help"}
 
 
-@pytest.mark.parametrize(
-    ("shared", "alone", "passes"),
-    [(0, 0, True), (0, 5, True), (1, 0, False), (0, 1, False), (5, 0, False)],
-    ids=["both pass", "nothing is serial", "a shared one fails", "a serial one fails", "no test was found"],
-)
-def test_either_half_of_the_tests_can_fail_it(tmp_path: Path, shared: int, alone: int, passes: bool) -> None:
-    """The real recipe with a stand-in for pytest; both halves run whatever the first came to."""
+@pytest.mark.parametrize(("code", "passes"), [(0, True), (1, False), (5, False)], ids=["pass", "fail", "none found"])
+def test_make_test_ends_as_pytest_does(tmp_path: Path, code: int, passes: bool) -> None:
+    """The real recipe with a stand-in for pytest."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/system_tools.sh").write_text("")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/installed-all").touch()
-    (tmp_path / "pytest.sh").write_text(
-        f'case "$*" in *"not serial"*) echo ran-shared; exit {shared} ;; *) echo ran-alone; exit {alone} ;; esac\n'
-    )
+    (tmp_path / "pytest.sh").write_text(f"echo ran; exit {code}\n")
     done = make(tmp_path, "-o", ".venv/installed-all", "test", "PYTEST=sh pytest.sh")
     assert (done.returncode == 0) == passes
-    assert "ran-shared" in done.stdout
-    assert "ran-alone" in done.stdout
+    assert "ran" in done.stdout.splitlines()
 
 
 def test_constraints_pin_torch_and_every_direct_dependency() -> None:
