@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from distributed.core.events import CheckpointSaved, EpochStarted, Event, RunStarted, StepEnded, Warned, parse_event
-from distributed.core.heartbeat import RECORD, heartbeat_path
+from distributed.core.heartbeat import RECORD, Phase, heartbeat_path
 from distributed.observe.console import Console
 from distributed.observe.event_log import EventLog
 from distributed.observe.follow import Follower
@@ -33,7 +33,7 @@ def warned(number: int) -> Warned:
 def beat(run_dir: Path, attempt: int, step: int, time_ns: int) -> None:
     path = heartbeat_path(run_dir / "attempts" / str(attempt), 0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(RECORD.pack(step, time_ns))
+    path.write_bytes(RECORD.pack(step, time_ns, Phase.TRAINING, 0, b""))
 
 
 def test_events_come_back_as_they_were(tmp_path: Path) -> None:
