@@ -98,9 +98,6 @@ def run_rank(job: Job, session: Session, *, shows_progress: bool, line: AgentLin
         while True:
             outcome = _live(job, session, held, watchers, line)
             if isinstance(outcome, History):
-                if line is not None:  # what the script does from here on has no step to go back to
-                    line.regroups = False
-                    line.tell(Joined(False))
                 return outcome
             assert line is not None
             if outcome.held is None and outcome.had_begun:  # its model and optimizer are those of a run that is gone
@@ -131,10 +128,9 @@ def _live(
     strategy = (BITWISE_STRATEGIES if plan.is_bitwise else STRATEGIES).load(plan.strategy)()
     loop: Loop | None = None
     heartbeat: Heartbeat | None = None
-    regroups = line is not None and line.regroups
     try:
         inherited = None
-        if regroups and env.restarts:
+        if line is not None and line.regroups and env.restarts:
             inherited = hand_over(session, held)
         if inherited is not None:
             held = Held(inherited.step, inherited.tree)
@@ -168,11 +164,12 @@ def _live(
             loop.begin(inherited)
             held = inherited = None  # a second copy of the state on every rank that was given it
             history = loop.run()
+        _settle(session, line)
         if session.is_main:
             history.save(Path(plan.run_dir) / HISTORY)
         return history
     except Exception as failed:
-        if not regroups or not (isinstance(failed, LeftWorld) or is_collateral(failed)):
+        if line is None or not line.regroups or not (isinstance(failed, LeftWorld) or is_collateral(failed)):
             raise
         _write_down(failed, Path(env.attempt_dir(plan.run_dir), f"lost-{session.rank}.txt"))
         had_begun = loop is not None and loop.has_begun
@@ -183,6 +180,15 @@ def _live(
         strategy.close()
         if heartbeat is not None:
             heartbeat.close()
+
+
+def _settle(session: Session, line: AgentLine | None) -> None:
+    """What the script does after this has no step to go back to. The launcher knows that of every rank before the first
+    of them can die there: it would tell the others a world to which they do not come."""
+    if line is not None:
+        line.regroups = False
+        line.tell(Joined(False))
+        session.barrier("leaving the run")
 
 
 def _write_down(failed: Exception, path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_node_that_waits_hears_that_the_run_is_given_up_and_a_full_run_takes_n
 def test_the_meeting_point_dies_and_may_come_back(start):
     more = {"num_nodes": 3, "min_nodes": 2}
     a = start("a", node_rank=0, **more)
-    b = start("b", node_rank=1, rejoin_timeout_s=30.0, **more)
+    b = start("b", node_rank=1, rejoin_timeout_s=120.0, **more)
     c = start("c", node_rank=2, rejoin_timeout_s=1.0, **more)
     for agent in (a, b, c):
         agent.gather()

@@ -102,8 +102,8 @@ class Watch:
             self.crew.wait(_POLL_S)
 
     def look(self) -> Outcome | None:
-        self._hear()
         self.crew.notice()
+        self._hear()  # after it: what a rank said before another's end counts when that end is dealt with
         members, failure = self.crew.members, self.failure()
         if failure is not None:
             self._failed_at = self._failed_at or time.monotonic()
