@@ -135,6 +135,7 @@ def _live(
         if inherited is not None:
             held = Held(inherited.step, inherited.tree)
             take_model(task.model, inherited.tree["model"])  # what the strategy begins with is sent from rank 0
+        session.data_rank = plan.mesh.data_rank(session.rank)
         session.seed(plan.seed)
         strategy.setup(task, plan, session)
         heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)
@@ -152,7 +153,7 @@ def _live(
                 strategy,
                 schedule,
                 train,
-                _eval_loader(job, session),
+                _eval_loader(job, session, strategy.in_step),
                 task.metric_names,
                 session,
                 stop,
@@ -231,7 +232,7 @@ def _train_loader(job: Job, session: Session) -> Loader:
     plan, pins = job.plan, session.device.type == "cuda"
     if not job.train.is_stream:
         loader = LeafLoader if plan.is_bitwise else TrainLoader
-        return loader(job.train, plan.batch, session.rank, seed=plan.seed, pin_memory=pins)
+        return loader(job.train, plan.batch, session.data_rank, seed=plan.seed, pin_memory=pins)
 
     def agree(samples: int, microbatches: int) -> tuple[int, int]:
         total = session.sum("samples of a step", torch.tensor([samples], device=session.device))
@@ -239,17 +240,24 @@ def _train_loader(job: Job, session: Session) -> Loader:
         return int(total.item()), int(most.item())
 
     return StreamLoader(
-        job.train, plan.batch, session.rank, seed=plan.seed, split=plan.iterable_split, agree=agree, pin_memory=pins
+        job.train,
+        plan.batch,
+        session.data_rank,
+        seed=plan.seed,
+        split=plan.iterable_split,
+        agree=agree,
+        pin_memory=pins,
     )
 
 
-def _eval_loader(job: Job, session: Session) -> EvalLoader | None:
+def _eval_loader(job: Job, session: Session, in_step: bool) -> EvalLoader | None:
     if job.evaluation is None:
         return None
     size = job.evaluation.batch_size or job.plan.batch.per_device
     pins = session.device.type == "cuda"
     split = job.plan.iterable_split
-    return EvalLoader(job.evaluation, size, session.rank, session.world_size, split=split, pin_memory=pins)
+    ranks = job.plan.mesh.data_ranks
+    return EvalLoader(job.evaluation, size, session.data_rank, ranks, split=split, pin_memory=pins, in_step=in_step)
 
 
 def line_for(plan: Plan, *, is_first: bool = True) -> AgentLine | None:
@@ -259,7 +267,8 @@ def line_for(plan: Plan, *, is_first: bool = True) -> AgentLine | None:
     """
     line = agent_line()
     if line is not None:
-        line.regroups = plan.collectives == "gloo" and is_first and not dist.is_initialized() and CAN_SHUT_DOWN
+        is_alone = is_first and not dist.is_initialized()
+        line.regroups = plan.collectives == "gloo" and plan.is_replicated and is_alone and CAN_SHUT_DOWN
         line.tell(Joined(line.regroups, plan.legal_sizes))
     return line
 

@@ -212,7 +212,6 @@ def test_resume_finds_the_newest_or_the_named_one(tmp_path: Path) -> None:
 
 
 def test_a_tensor_in_boxes_is_put_together(tmp_path: Path) -> None:
-    """No strategy writes them yet; a reader of this format must know them."""
     whole = torch.arange(24, dtype=torch.int32).reshape(4, 6)
     boxes = [((0, 4), (0, 2)), ((0, 1), (2, 6)), ((1, 4), (2, 6))]
     saver = Saver(str(tmp_path), alone(), asynchronous=False)

@@ -1,22 +1,29 @@
-"""Assembly: what each rank has stored becomes one manifest; every chunk must be accounted for exactly once."""
+"""Assembly: what each rank has stored becomes one manifest; every chunk must be accounted for exactly once.
+
+Of tensors that all ranks hold, each writes its share of the chunks. Of those that they hold in parts, each writes the
+boxes that it stores, and these must make up the whole.
+"""
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from distributed.checkpoint.digests import canonical, combine_blocks, digest_json
-from distributed.checkpoint.layout import ChunkPlan, byte_size, dtype_name, plan_chunks
-from distributed.checkpoint.manifest import FORMAT, Manifest, Part, Piece, Ref, TensorEntry, render_part
+from distributed.checkpoint.boxes import box_shape, find_fault, fits
+from distributed.checkpoint.digests import canonical, combine_blocks, combine_boxes, digest_json
+from distributed.checkpoint.layout import DTYPES, ChunkPlan, byte_size, check_dtype, dtype_name, plan_chunks
+from distributed.checkpoint.manifest import FORMAT, SHARD, Manifest, Part, Piece, Ref, TensorEntry, render_part
 from distributed.checkpoint.parsing import component_digests, parse_chunks, parse_json, parse_part
-from distributed.checkpoint.tree import flatten
+from distributed.checkpoint.tree import flatten, free_name
 from distributed.core.errors import CheckpointError
+from distributed.runtime.portions import Box, Portion, whole_box
 
 
 @dataclass(frozen=True)
@@ -24,17 +31,22 @@ class Outline:
     """A tree without its bytes: names, types, shapes, scalars, and the chunks that its bytes go into."""
 
     skeleton: dict[str, Any]
-    specs: Mapping[str, tuple[str, tuple[int, ...]]]  # name → dtype, shape
-    plan: tuple[ChunkPlan, ...]
+    specs: Mapping[str, tuple[str, tuple[int, ...]]]  # name → dtype, whole shape
+    plan: tuple[ChunkPlan, ...]  # of whole tensors, the same on every rank
+    split: frozenset[str] = frozenset()  # names of tensors that the ranks hold in parts
+    boxes: Mapping[str, tuple[str, Box]] = field(default_factory=dict)  # a name for each that is stored here → of what
+    box_plan: tuple[ChunkPlan, ...] = ()  # of these boxes
 
     @property
     def signature(self) -> str:
-        """The same on two ranks exactly when they would make the same chunks."""
-        return digest_json([[name, dtype, list(shape)] for name, (dtype, shape) in self.specs.items()])
+        """The same on two ranks exactly when they hold the same tensors, each of them whole or in parts."""
+        parts = {name: ["in parts"] if name in self.split else [] for name in self.specs}
+        return digest_json([[name, dtype, list(shape), *parts[name]] for name, (dtype, shape) in self.specs.items()])
 
     @property
     def nbytes(self) -> int:
-        return sum(chunk.length for chunk in self.plan)
+        """Of the whole state, on however many ranks."""
+        return sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in self.specs.values())
 
 
 @dataclass(frozen=True)
@@ -46,43 +58,97 @@ class StoredChunk:
 
 
 @dataclass(frozen=True)
+class StoredBox:
+    """Where a box of a tensor went: its bytes in order, with a digest for each run of them."""
+
+    tensor: str
+    box: Box
+    refs: tuple[Ref, ...]
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RankPart:
-    """What one rank stored: chunks of the shared tree by their place in the plan, and its own tree."""
+    """What one rank stored: chunks of the shared tree by their place in the plan, boxes of it, and its own tree."""
 
     rank: int
     signature: str
     shared: Mapping[int, StoredChunk]
     own: Part
-    own_chunks: Mapping[str, int]
+    chunks: Mapping[str, int]  # of its boxes and its own tree
     written_bytes: int
+    boxes: tuple[StoredBox, ...] = ()
 
 
 def outline(tree: Mapping[str, Any], before: Outline | None = None) -> tuple[Outline, dict[str, torch.Tensor]]:
-    """A tree's outline, and its tensors by name. The plan of the one `before` is taken over where it still fits."""
-    tensors, skeleton = flatten(dict(tree))
-    for name, tensor in tensors.items():
-        byte_size(name, tensor)  # refuses what cannot be stored
-    specs = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    """A tree's outline, and its tensors and boxes by name. The plans of the one `before` are taken over if they fit."""
+    leaves, skeleton = flatten(dict(tree))
+    tensors: dict[str, torch.Tensor] = {}
+    pieces: dict[str, torch.Tensor] = {}
+    boxes: dict[str, tuple[str, Box]] = {}
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, Portion):
+            byte_size(name, leaf)  # refuses what cannot be stored
+            tensors[name] = leaf
+            continue
+        check_portion(name, leaf)
+        for number, (box, piece) in enumerate(leaf.pieces if leaf.stores else ()):
+            label = free_name(f"{name}[{number}]", leaves)
+            boxes[label], pieces[label] = (name, box), piece
+    specs = {name: (dtype_name(leaf), tuple(leaf.shape)) for name, leaf in leaves.items()}
     if not all(isinstance(key, str) for key in tree):
         raise CheckpointError("the keys of a state must be texts", do="name its components: model, optimizer, …")
-    fits = before is not None and before.specs == specs and list(before.specs) == list(specs)
-    plan = before.plan if fits and before is not None else tuple(plan_chunks(tensors))
-    return Outline(skeleton, specs, plan), tensors
+    split = frozenset(leaves.keys() - tensors.keys())
+    if (
+        before is not None
+        and (before.split, before.boxes) == (split, boxes)
+        and list(before.specs.items()) == list(specs.items())
+    ):
+        plans = before.plan, before.box_plan
+    else:
+        plans = tuple(plan_chunks(tensors)), tuple(plan_chunks(pieces))
+    return Outline(skeleton, specs, plans[0], split, boxes, plans[1]), tensors | pieces
 
 
-def build_part(tree: Outline, stored: Sequence[StoredChunk]) -> tuple[Part, dict[str, int]]:
-    """A tree whose planned chunks are all stored, and the lengths of these chunks."""
-    refs: dict[str, list[tuple[int, Ref, str]]] = {name: [] for name in tree.specs}
-    for chunk, done in zip(tree.plan, stored, strict=True):
-        for stretch, block in zip(chunk.stretches, done.blocks, strict=True):
-            refs[stretch.tensor].append((stretch.start, Ref(done.digest, stretch.offset, stretch.length), block))
+def check_portion(name: str, portion: Portion) -> None:
+    """Raises unless its pieces are what it says."""
+    check_dtype(name, portion)
+    for box, piece in portion.pieces:
+        byte_size(name, piece)
+        if not fits(box, portion.shape) or tuple(piece.shape) != box_shape(box) or piece.dtype != portion.dtype:
+            raise CheckpointError(
+                f"a part of {name} does not fit: {piece.dtype} {list(piece.shape)} for {list(box)}",
+                why=f"the whole is {portion.dtype} {list(portion.shape)}",
+                do="give every box a tensor of its own shape, and of the type of the whole",
+            )
+
+
+def build_part(
+    tree: Outline, stored: Sequence[StoredChunk], boxes: Iterable[StoredBox] = ()
+) -> tuple[Part, dict[str, int]]:
+    """A tree whose planned chunks and boxes are all stored, and the lengths of the planned chunks."""
+    runs = _runs(tree.plan, stored)
+    by_name: dict[str, list[StoredBox]] = {name: [] for name in tree.split}
+    for box in boxes:
+        by_name[box.tensor].append(box)
     tensors = {}
     for name, (dtype, shape) in tree.specs.items():
-        runs = sorted(refs[name], key=lambda run: run[0])
-        digest = combine_blocks(dtype, shape, [block for _, _, block in runs])
-        tensors[name] = TensorEntry(dtype, shape, (Piece(tuple(ref for _, ref, _ in runs)),), digest)
-    lengths = {done.digest: chunk.length for chunk, done in zip(tree.plan, stored, strict=True)}
-    return Part(tree.skeleton, tensors), lengths
+        if name in tree.split:
+            tensors[name] = _join(name, dtype, shape, by_name[name])
+        else:
+            refs, blocks = runs.get(name, ((), ()))
+            tensors[name] = TensorEntry(dtype, shape, (Piece(refs),), combine_blocks(dtype, shape, blocks))
+    return Part(tree.skeleton, tensors), chunk_lengths(tree.plan, stored)
+
+
+def stored_boxes(tree: Outline, stored: Sequence[StoredChunk]) -> tuple[StoredBox, ...]:
+    """The boxes of this rank, whose planned chunks are all stored."""
+    runs = _runs(tree.box_plan, stored)
+    return tuple(StoredBox(name, box, *runs[label]) for label, (name, box) in tree.boxes.items() if label in runs)
+
+
+def chunk_lengths(plan: Sequence[ChunkPlan], stored: Sequence[StoredChunk]) -> dict[str, int]:
+    return {done.digest: chunk.length for chunk, done in zip(plan, stored, strict=True)}
 
 
 def render_rank_part(part: RankPart) -> bytes:
@@ -92,8 +158,12 @@ def render_rank_part(part: RankPart) -> bytes:
             "rank": part.rank,
             "signature": part.signature,
             "shared": [[index, done.digest, list(done.blocks)] for index, done in part.shared.items()],
+            "boxes": [
+                [done.tensor, done.box, [[ref.chunk, ref.offset, ref.length] for ref in done.refs], done.blocks]
+                for done in part.boxes
+            ],
             "own": render_part(part.own),
-            "own_chunks": dict(part.own_chunks),
+            "chunks": dict(part.chunks),
             "written_bytes": part.written_bytes,
         }
     )
@@ -102,7 +172,7 @@ def render_rank_part(part: RankPart) -> bytes:
 def parse_rank_part(text: bytes, where: str) -> RankPart:
     """Only for a text whose digest was told by the rank that wrote it."""
     document = parse_json(text, where)
-    chunks = parse_chunks(document["own_chunks"], where)
+    chunks = parse_chunks(document["chunks"], where)
     return RankPart(
         document["rank"],
         document["signature"],
@@ -110,6 +180,12 @@ def parse_rank_part(text: bytes, where: str) -> RankPart:
         parse_part(document["own"], chunks, where),
         chunks,
         document["written_bytes"],
+        tuple(
+            StoredBox(
+                name, tuple((start, stop) for start, stop in box), tuple(Ref(*ref) for ref in refs), tuple(blocks)
+            )
+            for name, box, refs, blocks in document["boxes"]
+        ),
     )
 
 
@@ -126,10 +202,11 @@ def assemble(
             )
     stored = {index: done for part in parts for index, done in part.shared.items()}
     assert sorted(stored) == list(range(len(shared.plan))), "every chunk belongs to one rank"
-    whole, chunks = build_part(shared, [stored[index] for index in range(len(shared.plan))])
+    boxes = [box for part in parts for box in part.boxes]
+    whole, chunks = build_part(shared, [stored[index] for index in range(len(shared.plan))], boxes)
     own = tuple(part.own for part in parts)
     for part in parts:
-        chunks |= part.own_chunks
+        chunks |= part.chunks
     return Manifest(
         step=step,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -142,6 +219,35 @@ def assemble(
         meta=meta,
         metric=metric,
     )
+
+
+def _runs(
+    plan: Sequence[ChunkPlan], stored: Sequence[StoredChunk]
+) -> dict[str, tuple[tuple[Ref, ...], tuple[str, ...]]]:
+    """By what is stored: where its bytes are, in their order, and a digest for each run of them."""
+    found: dict[str, list[tuple[int, Ref, str]]] = {}
+    for chunk, done in zip(plan, stored, strict=True):
+        for stretch, block in zip(chunk.stretches, done.blocks, strict=True):
+            run = (stretch.start, Ref(done.digest, stretch.offset, stretch.length), block)
+            found.setdefault(stretch.tensor, []).append(run)
+    ordered = {name: sorted(runs, key=lambda run: run[0]) for name, runs in found.items()}
+    return {name: (tuple(run[1] for run in runs), tuple(run[2] for run in runs)) for name, runs in ordered.items()}
+
+
+def _join(name: str, dtype: str, shape: tuple[int, ...], boxes: Iterable[StoredBox]) -> TensorEntry:
+    """A tensor from all ranks' boxes of it. One that was on one rank is stored as if it had been on all."""
+    ordered = sorted(boxes, key=lambda done: done.box)
+    fault = find_fault([done.box for done in ordered], shape)
+    if fault:
+        raise CheckpointError(
+            f"the ranks do not store {name} exactly once: {fault}",
+            why=f"it is {dtype} {list(shape)}, and every element must be in one box of one rank that stores it",
+            do="let each box be stored by one of the ranks that have it",
+        )
+    digest = combine_boxes(dtype, shape, [(done.box, done.blocks) for done in ordered])
+    if not ordered or ordered[0].box == whole_box(shape):
+        return TensorEntry(dtype, shape, (Piece(ordered[0].refs if ordered else ()),), digest)
+    return TensorEntry(dtype, shape, tuple(Piece(done.refs, done.box) for done in ordered), digest, SHARD)
 
 
 def versions() -> dict[str, str]:

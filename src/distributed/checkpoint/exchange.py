@@ -7,21 +7,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
+from distributed.checkpoint.boxes import slabs
 from distributed.checkpoint.chunks import ChunkStore, Damaged
 from distributed.checkpoint.digests import as_bytes
 from distributed.checkpoint.files import Storage
+from distributed.checkpoint.gathering import Gathering
+from distributed.checkpoint.layout import CHUNK_BYTES
 from distributed.checkpoint.manifest import Manifest, Part, TensorEntry
-from distributed.checkpoint.reading import load_parts
 from distributed.checkpoint.tree import unflatten
 from distributed.core.errors import CheckpointError
+from distributed.runtime.portions import Box, Portion
 
 _KEPT_CHUNKS = 4  # small tensors share chunks, and neighbours are read one after another
+_RUN_BYTES = 16 * CHUNK_BYTES  # of a tensor in boxes at once: less, and chunks of columns are read more often
 
 
 @dataclass(frozen=True)
@@ -45,27 +49,40 @@ class TensorReader:
         self._chunks.check_sizes({digest: self._manifest.chunks[digest] for digest in needed})
 
     def blocks(self, leaf: Leaf) -> Iterator[Any]:
-        """A tensor's bytes in row-major order, in blocks of at most one chunk unless it was sharded."""
-        try:
-            if all(piece.ranges is None for piece in leaf.entry.pieces):
-                for piece in leaf.entry.pieces:
-                    for ref in piece.refs:
-                        yield memoryview(self._chunk(ref.chunk))[ref.offset : ref.offset + ref.length]
-            else:
-                part = Part({"tensor": {"__tensor__": "tensor"}}, {"tensor": leaf.entry})
-                yield as_bytes(load_parts(self._manifest, [part], self._chunks)[0]["tensor"]).numpy()
-        except Damaged as bad:
-            first = bad.problems[0]
-            raise Damaged(f"{first.what}; it belongs to {leaf.stored}", why=first.why, do=first.do) from bad
+        """A tensor's bytes in row-major order, in blocks of at most one chunk, or of 64 MiB where it is in boxes."""
+        if any(piece.ranges is not None for piece in leaf.entry.pieces):
+            for run in self.runs(leaf):
+                yield as_bytes(run).numpy()
+            return
+        with _belongs_to(leaf):
+            for piece in leaf.entry.pieces:
+                for ref in piece.refs:
+                    yield memoryview(self._chunk(ref.chunk))[ref.offset : ref.offset + ref.length]
+
+    def runs(self, leaf: Leaf) -> Iterator[torch.Tensor]:
+        """A tensor's elements in row-major order, 64 MiB at a time: the same cuts however it is stored."""
+        entry, itemsize = leaf.entry, leaf.entry.torch_dtype.itemsize
+        if all(piece.ranges is None for piece in entry.pieces):
+            entry = replace(entry, shape=(entry.nbytes // itemsize,))
+        count, most = entry.nbytes // itemsize, _RUN_BYTES // itemsize
+        for start in range(0, count, most):
+            found = self._gather(leaf, entry, tuple(slabs(entry.shape, start, min(start + most, count))))
+            assert isinstance(found, Portion)
+            pieces = [piece.reshape(-1) for _, piece in found.pieces]
+            yield pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def tensor(self, leaf: Leaf) -> torch.Tensor:
-        whole = torch.empty(leaf.entry.shape, dtype=leaf.entry.torch_dtype)
-        memory, at = as_bytes(whole).numpy(), 0
-        for block in self.blocks(leaf):
-            data = np.frombuffer(block, dtype=np.uint8)
-            memory[at : at + len(data)] = data
-            at += len(data)
+        whole = self._gather(leaf, leaf.entry, None)
+        assert isinstance(whole, torch.Tensor)
         return whole
+
+    def _gather(self, leaf: Leaf, entry: TensorEntry, boxes: tuple[Box, ...] | None) -> torch.Tensor | Portion:
+        with _belongs_to(leaf):
+            gathering = Gathering(leaf.stored, entry, boxes)
+            gathering.allocate()
+            for run in gathering.runs:
+                gathering.take(run, self._chunk(run.ref.chunk))
+        return gathering.result
 
     def _chunk(self, digest: str) -> bytes:
         if digest not in self._recent:
@@ -74,6 +91,16 @@ class TensorReader:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(digest)
         return self._recent[digest]
+
+
+@contextmanager
+def _belongs_to(leaf: Leaf) -> Iterator[None]:
+    """Damage is told with the tensor that it is found in."""
+    try:
+        yield
+    except Damaged as bad:
+        first = bad.problems[0]
+        raise Damaged(f"{first.what}; it belongs to {leaf.stored}", why=first.why, do=first.do) from bad
 
 
 def component(manifest: Manifest, name: str, where: str) -> Any:

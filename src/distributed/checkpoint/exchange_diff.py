@@ -1,8 +1,12 @@
-"""Diff: what two checkpoints do not have in common, by name; only tensors whose digests differ are read."""
+"""Diff: what two checkpoints do not have in common, by name; only tensors whose digests differ are read.
+
+The same bytes have two digests where they were cut into other boxes: then they are read, and found to be equal.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +61,7 @@ def compare(a: Opened, b: Opened, *, progress: Progress = lambda done, total: No
     readers = TensorReader(a.storage, a.manifest), TensorReader(b.storage, b.manifest)
     changed = []
     for name, one, other in differing:
-        found = compare_tensors(name, readers[0].tensor(one), readers[1].tensor(other))
+        found = compare_runs(name, zip(readers[0].runs(one), readers[1].runs(other), strict=True))
         if found is not None:
             changed.append(found)
         done += one.entry.nbytes
@@ -82,19 +86,26 @@ def compare_tensors(name: str, one: torch.Tensor, other: torch.Tensor) -> Change
     >>> compare_tensors("w", torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 3.0]))
     Change(name='w', elements=3, differing=1, largest=0.5)
     """
-    if torch.equal(as_bytes(one), as_bytes(other)):
-        return None
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    count, largest = 0, 0.0
-    for x, y in zip(one.reshape(-1).split(_SLICE), other.reshape(-1).split(_SLICE), strict=True):
-        integral = not (x.is_floating_point() or x.is_complex())
-        u, v = x.to(wide), y.to(wide)
-        unequal = x.view(_bits(x)) != y.view(_bits(y)) if integral else (u != v) & ~(u.isnan() & v.isnan())
-        if found := int(unequal.sum()):
-            count += found
-            worst = float((u[unequal] - v[unequal]).abs().max())  # a nan is the maximum
-            largest = math.nan if math.isnan(worst + largest) else max(largest, worst)
-    return Change(name, one.numel(), count, largest)
+    return compare_runs(name, [(one, other)])
+
+
+def compare_runs(name: str, runs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Change | None:
+    """The same of a tensor that comes in runs of its elements."""
+    is_same, elements, count, largest = True, 0, 0, 0.0
+    for one, other in runs:
+        elements += one.numel()
+        if torch.equal(as_bytes(one), as_bytes(other)):
+            continue
+        is_same, wide = False, torch.complex128 if one.is_complex() else torch.float64
+        for x, y in zip(one.reshape(-1).split(_SLICE), other.reshape(-1).split(_SLICE), strict=True):
+            integral = not (x.is_floating_point() or x.is_complex())
+            u, v = x.to(wide), y.to(wide)
+            unequal = x.view(_bits(x)) != y.view(_bits(y)) if integral else (u != v) & ~(u.isnan() & v.isnan())
+            if found := int(unequal.sum()):
+                count += found
+                worst = float((u[unequal] - v[unequal]).abs().max())  # a nan is the maximum
+                largest = math.nan if math.isnan(worst + largest) else max(largest, worst)
+    return None if is_same else Change(name, elements, count, largest)
 
 
 def _bits(tensor: torch.Tensor) -> torch.dtype:

@@ -1,7 +1,8 @@
 """Layout: which bytes of which tensor lie in which chunk, and which rank writes it.
 
 It follows from the names, types and shapes alone. So any number of ranks makes the same chunks, and a tensor that has
-not changed lies in chunks that are stored already.
+not changed lies in chunks that are stored already. Of a tensor that the ranks hold in parts, each rank's boxes are cut
+as tensors of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from distributed.core.errors import CheckpointError
+from distributed.runtime.portions import Portion
 
 CHUNK_BYTES = 4 * 2**20
 PACK_BYTES = 2**20  # smaller tensors share chunks of up to this
@@ -107,18 +109,28 @@ def share(plan: list[ChunkPlan], rank: int, world_size: int) -> list[ChunkPlan]:
 
 def byte_size(name: str, tensor: torch.Tensor) -> int:
     """How many bytes a tensor takes in a checkpoint; raises for one that a checkpoint cannot hold."""
-    if tensor.dtype not in _NAMES or tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "to_local"):
-        kind = f"{str(tensor.dtype).removeprefix('torch.')}, {tensor.layout}, on {tensor.device}"
-        raise CheckpointError(
-            f"the tensor {name!r} ({type(tensor).__name__}: {kind}) cannot be stored",
-            why=f"a checkpoint holds whole, dense tensors of the types {', '.join(DTYPES)}",
-            do="let state_dict() return it in such a form",
-        )
+    check_dtype(name, tensor)
+    if tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "to_local"):
+        raise _not_storable(name, f"{type(tensor).__name__}: {tensor.layout}, on {tensor.device}")
     return tensor.numel() * tensor.element_size()
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
+def check_dtype(name: str, tensor: torch.Tensor | Portion) -> None:
+    """Raises for a type that a checkpoint cannot hold."""
+    if tensor.dtype not in _NAMES:
+        raise _not_storable(name, f"{type(tensor).__name__}: {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def dtype_name(tensor: torch.Tensor | Portion) -> str:
     return _NAMES[tensor.dtype]
+
+
+def _not_storable(name: str, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"the tensor {name!r} ({kind}) cannot be stored",
+        why=f"a checkpoint holds dense tensors of the types {', '.join(DTYPES)}",
+        do="let state_dict() return it in such a form",
+    )
 
 
 def _end(pack: list[Stretch]) -> int:

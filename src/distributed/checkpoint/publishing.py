@@ -20,8 +20,10 @@ from distributed.checkpoint.assembly import (
     StoredChunk,
     assemble,
     build_part,
+    chunk_lengths,
     parse_rank_part,
     render_rank_part,
+    stored_boxes,
 )
 from distributed.checkpoint.chunks import ChunkStore
 from distributed.checkpoint.digests import digest_bytes
@@ -59,6 +61,7 @@ class Job:
     shared: Outline
     own: Outline
     shared_bytes: list[tuple[int, ChunkPlan, torch.Tensor]]
+    box_bytes: list[tuple[ChunkPlan, torch.Tensor]]  # of what is shared in parts
     own_bytes: list[tuple[ChunkPlan, torch.Tensor]]
     meta: dict[str, Any]
     metric: float | None
@@ -96,17 +99,22 @@ class Publisher:
     def _store_part(self, job: Job) -> None:
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="checkpoint-writer") as writers:
             shared = list(writers.map(lambda item: self._store_chunk(item[1], item[2]), job.shared_bytes))
+            boxes = list(writers.map(lambda item: self._store_chunk(*item), job.box_bytes))
             own = list(writers.map(lambda item: self._store_chunk(*item), job.own_bytes))
         self.at("chunks written")
-        own_part, own_chunks = build_part(job.own, [stored for stored, _ in own])
+        in_boxes, mine = [stored for stored, _ in boxes], [stored for stored, _ in own]
+        whole = len(job.own.plan)
+        own_part, _ = build_part(job.own, mine[:whole], stored_boxes(job.own, mine[whole:]))
+        plans = (*job.shared.box_plan, *job.own.plan, *job.own.box_plan)
         text = render_rank_part(
             RankPart(
                 self.session.rank,
                 job.shared.signature,
                 {index: stored for (index, _, _), (stored, _) in zip(job.shared_bytes, shared, strict=True)},
                 own_part,
-                own_chunks,
-                sum(written for _, written in [*shared, *own]),
+                chunk_lengths(plans, [*in_boxes, *mine]),
+                sum(written for _, written in [*shared, *boxes, *own]),
+                stored_boxes(job.shared, in_boxes),
             )
         )
         self.storage.write(self._part_file(job, self.session.rank), text)

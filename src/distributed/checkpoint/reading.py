@@ -7,14 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import psutil
-import torch
 
 from distributed.checkpoint.chunks import ChunkStore, Damaged
-from distributed.checkpoint.digests import as_bytes
 from distributed.checkpoint.files import NotThere, Storage
-from distributed.checkpoint.manifest import FILE, Manifest, Part, Piece, TensorEntry, manifest_file, step_of
+from distributed.checkpoint.gathering import Boxes, Gathering, Run
+from distributed.checkpoint.manifest import FILE, Manifest, Part, manifest_file, step_of
 from distributed.checkpoint.parsing import MAX_TEXT_BYTES, parse_manifest
 from distributed.checkpoint.storage import open_storage
 from distributed.checkpoint.tree import unflatten
@@ -104,59 +102,45 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
 
 
 def load_parts(
-    manifest: Manifest, parts: Sequence[Part], chunks: ChunkStore, progress: Progress = lambda done, total: None
+    manifest: Manifest,
+    parts: Sequence[Part],
+    chunks: ChunkStore,
+    progress: Progress = lambda done, total: None,
+    *,
+    boxes: Boxes = lambda name, shape: None,
 ) -> list[StateTree]:
-    """These parts as trees. Nothing is allocated before the chunks are known to be there and the sum to fit."""
-    needed = {
-        ref.chunk for part in parts for entry in part.tensors.values() for piece in entry.pieces for ref in piece.refs
-    }
-    lengths = {digest: manifest.chunks[digest] for digest in needed}
-    chunks.check_sizes(lengths)
-    _check_memory(sum(part.nbytes for part in parts))
-    targets = [
-        {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in part.tensors.items()}
+    """These parts as trees. Nothing is allocated before the chunks are known to be there and the sum to fit.
+
+    Of a tensor for which `boxes` names some, these alone are read, and stand in the tree as a Portion.
+    """
+    wanted = [
+        {name: Gathering(name, entry, boxes(name, entry.shape)) for name, entry in part.tensors.items()}
         for part in parts
     ]
-    boxes: list[tuple[torch.Tensor, Piece, torch.Tensor]] = []  # tensor, its piece, the piece's own memory
-    runs: dict[str, list[tuple[np.ndarray[Any, Any], int, int, int]]] = {digest: [] for digest in needed}
-    for part, tensors in zip(parts, targets, strict=True):
-        for name, entry in part.tensors.items():
-            for piece in entry.pieces:
-                memory = _memory_for(entry, piece, tensors[name], boxes)
-                start = 0
-                for ref in piece.refs:
-                    runs[ref.chunk].append((memory, start, ref.offset, ref.length))
-                    start += ref.length
+    runs: dict[str, list[tuple[Gathering, Run]]] = {}
+    everything = [gathering for by_name in wanted for gathering in by_name.values()]
+    for gathering in everything:
+        for run in gathering.runs:
+            runs.setdefault(run.ref.chunk, []).append((gathering, run))
+    lengths = {digest: manifest.chunks[digest] for digest in runs}
+    chunks.check_sizes(lengths)
+    _check_memory(sum(gathering.nbytes for gathering in everything))
+    for gathering in everything:
+        gathering.allocate()
     _fill(runs, lengths, chunks, progress)
-    for tensor, piece, box in boxes:
-        assert piece.ranges is not None
-        tensor[tuple(slice(start, stop) for start, stop in piece.ranges)] = box
-    return [dict(unflatten(part.skeleton, tensors)) for part, tensors in zip(parts, targets, strict=True)]
-
-
-def _memory_for(
-    entry: TensorEntry, piece: Piece, tensor: torch.Tensor, boxes: list[tuple[torch.Tensor, Piece, torch.Tensor]]
-) -> np.ndarray[Any, Any]:
-    """The bytes that a piece is read into: the tensor's own, or those of a box that is put into it afterwards."""
-    if piece.ranges is None:
-        return as_bytes(tensor).numpy()
-    box = torch.empty([stop - start for start, stop in piece.ranges], dtype=entry.torch_dtype)
-    boxes.append((tensor, piece, box))
-    return as_bytes(box).numpy()
+    results = [{name: gathering.result for name, gathering in by_name.items()} for by_name in wanted]
+    return [dict(unflatten(part.skeleton, found)) for part, found in zip(parts, results, strict=True)]
 
 
 def _fill(
-    runs: dict[str, list[tuple[np.ndarray[Any, Any], int, int, int]]],
-    lengths: dict[str, int],
-    chunks: ChunkStore,
-    progress: Progress,
+    runs: dict[str, list[tuple[Gathering, Run]]], lengths: dict[str, int], chunks: ChunkStore, progress: Progress
 ) -> None:
     """Read every chunk once, verify it, and copy from it to wherever its bytes belong."""
 
     def fetch(digest: str) -> int:
-        data = np.frombuffer(chunks.get(digest, lengths[digest]), dtype=np.uint8)
-        for memory, start, offset, length in runs[digest]:
-            memory[start : start + length] = data[offset : offset + length]
+        data = chunks.get(digest, lengths[digest])
+        for gathering, run in runs[digest]:
+            gathering.take(run, data)
         return lengths[digest]
 
     total, done = sum(lengths.values()), 0
@@ -174,7 +158,7 @@ def _check_memory(needed: int) -> None:
     free = psutil.virtual_memory().available
     if needed > free:
         raise CheckpointError(
-            f"the checkpoint holds {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free",
+            f"loading the checkpoint takes {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free",
             why="a chunk can be used many times, so a small checkpoint can become a large state",
             do="load it on a larger machine; if it should be small, do not trust it",
         )

@@ -15,6 +15,7 @@ import torch
 
 from distributed.checkpoint.chunks import ChunkStore, Damaged
 from distributed.checkpoint.files import Storage
+from distributed.checkpoint.gathering import Boxes
 from distributed.checkpoint.layout import dtype_name
 from distributed.checkpoint.manifest import Manifest, manifest_file, step_name, step_of
 from distributed.checkpoint.reading import StateTree, load_parts, open_checkpoint, read_manifest
@@ -107,12 +108,14 @@ def restore(
     session: Session,
     *,
     expected: StateTree | None = None,
+    boxes: Boxes = lambda name, shape: None,
     accept: Callable[[Manifest], bool] = lambda manifest: True,
 ) -> Restored | None:
     """Every rank calls it. None when nothing is to be resumed; raises when there are checkpoints and none is sound.
 
     `expected` is the live state: the report then says which names are missing or too many; nothing is changed in it.
-    Checkpoints that are not accepted are not looked at.
+    `boxes` says by a tensor's name and whole shape which boxes of it this rank wants: only these are read, and stand in
+    `shared` as a Portion; None for all of it, as a tensor. Checkpoints that are not accepted are not looked at.
     """
     call = f"restore-{session.number()}"
     candidates = _agreed_candidates(url, resume, session, call, accept)
@@ -122,7 +125,7 @@ def restore(
         found: tuple[Manifest, StateTree, StateTree | None] | None = None
         chunks, error = ChunkStore(storage), None
         try:
-            found = _load(storage, candidate, session, chunks)
+            found = _load(storage, candidate, session, chunks, boxes)
         except CheckpointError as failed:
             error = failed
         problem = _agree(session, f"{call}/{number}", error)
@@ -143,14 +146,14 @@ def restore(
 
 
 def _load(
-    storage: Storage, candidate: Candidate, session: Session, chunks: ChunkStore
+    storage: Storage, candidate: Candidate, session: Session, chunks: ChunkStore, boxes: Boxes
 ) -> tuple[Manifest, StateTree, StateTree | None]:
     manifest = read_manifest(storage, candidate.step)
-    parts = [manifest.shared]
-    if manifest.world_size == session.world_size:
-        parts.append(manifest.own[session.rank])
-    trees = load_parts(manifest, parts, chunks)
-    return manifest, trees[0], trees[1] if len(trees) > 1 else None
+    (shared,) = load_parts(manifest, [manifest.shared], chunks, boxes=boxes)
+    if manifest.world_size != session.world_size:
+        return manifest, shared, None
+    (own,) = load_parts(manifest, [manifest.own[session.rank]], chunks)
+    return manifest, shared, own
 
 
 def _list(storage: Storage) -> list[Candidate]:

@@ -1,7 +1,7 @@
 """Saver: the loop waits for a copy into host memory; hashing, writing and publishing go on behind it.
 
-Every rank stores its share of what all hold, and all of what is its own. At most one save is in flight; what goes wrong
-in it is raised on every rank by the next call.
+Every rank stores its share of what all hold, its boxes of what they hold in parts, and all of what is its own. At most
+one save is in flight; what goes wrong in it is raised on every rank by the next call.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Saver:
         self._whole, self._mine = whole, mine
         if self._session.is_main:
             check_writable(self._storage, whole.nbytes + self._session.world_size * mine.nbytes)
-        plans = [*share(list(whole.plan), self._session.rank, self._session.world_size), *mine.plan]
+        part = share(list(whole.plan), self._session.rank, self._session.world_size)
         self._finish()
-        self._buffer.reserve(chunk.length for chunk in plans)
+        self._buffer.reserve(chunk.length for chunk in (*part, *whole.box_plan, *mine.plan, *mine.box_plan))
 
     def save(
         self,
@@ -107,10 +107,11 @@ class Saver:
         part = share(list(whole.plan), self._session.rank, self._session.world_size)
         self._buffer.clear()
         copied = copy_chunks(part, shared_tensors, self._buffer)
-        own_copied = copy_chunks(mine.plan, own_tensors, self._buffer)
+        box_copied = copy_chunks(whole.box_plan, shared_tensors, self._buffer)
+        own_copied = copy_chunks((*mine.plan, *mine.box_plan), own_tensors, self._buffer)
         frozen = json.loads(json.dumps(dict(meta or {})))
         shared_bytes = [(places[id(chunk)], chunk, data) for chunk, data in copied]
-        job = Job(self._count, step, whole, mine, shared_bytes, own_copied, frozen, metric, begun)
+        job = Job(self._count, step, whole, mine, shared_bytes, box_copied, own_copied, frozen, metric, begun)
         self._count += 1
         self._at("copied")
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{step}", daemon=True)

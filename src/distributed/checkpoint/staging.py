@@ -15,6 +15,7 @@ from distributed.checkpoint.layout import CHUNK_BYTES, ChunkPlan, Stretch
 _SEGMENT_BYTES = 16 * CHUNK_BYTES  # a power of two: pinned memory is handed out in those
 _ALIGNMENT = 4096
 _MOST_THREADS = 8
+_MOST_COPIED = _SEGMENT_BYTES  # of tensors that are not contiguous, at once
 
 
 class HostBuffer:
@@ -63,6 +64,7 @@ def copy_chunks(
     on_host: list[tuple[torch.Tensor, torch.Tensor]] = []
     devices: set[torch.device] = set()
     runs: list[_Run] = []
+    made = 0
     for chunk in plan:
         segment, at = buffer.place(chunk.length)
         copied.append((chunk, segment[at : at + chunk.length]))
@@ -71,7 +73,12 @@ def copy_chunks(
                 runs.append(_Run(stretch.tensor, stretch.start, stretch.length, segment, at + stretch.offset))
     for run in runs:
         if run.tensor not in flat:
-            flat[run.tensor] = as_bytes(tensors[run.tensor].detach())
+            if made > _MOST_COPIED:
+                _copy_on_host(on_host)
+                on_host, flat, made = [], {}, 0
+            tensor = tensors[run.tensor].detach()
+            flat[run.tensor] = as_bytes(tensor)
+            made += 0 if tensor.is_contiguous() else tensor.nbytes
         source = flat[run.tensor][run.start : run.start + run.length]
         target = run.segment[run.at : run.at + run.length]
         if source.device.type == "cpu":

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distributed.core.errors import CheckpointError
+from distributed.runtime.portions import Portion
 
 _TENSOR = "__tensor__"
 _PAIRS = "__pairs__"  # a dict whose keys are not all strings, which JSON does not have
@@ -17,23 +18,25 @@ _MARKS = (_TENSOR, _PAIRS, _TUPLE)
 _SCALARS = (str, int, float, bool, type(None))
 
 
-def flatten(tree: Any, path: str = "") -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors by path, and the tree with a reference in place of each; a tensor met twice is stored once.
+def flatten(tree: Any, path: str = "") -> tuple[dict[str, Any], Any]:
+    """The tensors and portions by path, and the tree with a reference in place of each; one met twice is stored once.
 
     >>> tensors, skeleton = flatten({"w": torch.ones(2), "step": 3, "state": {0: {"m": torch.zeros(1)}}})
     >>> sorted(tensors), skeleton["step"]
     (['state/0/m', 'w'], 3)
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | Portion] = {}
     names: dict[tuple[Any, ...], str] = {}
     return tensors, _flatten(tree, path, tensors, names)
 
 
-def _flatten(tree: Any, path: str, tensors: dict[str, torch.Tensor], names: dict[tuple[Any, ...], str]) -> Any:
-    if isinstance(tree, torch.Tensor):
+def _flatten(
+    tree: Any, path: str, tensors: dict[str, torch.Tensor | Portion], names: dict[tuple[Any, ...], str]
+) -> Any:
+    if isinstance(tree, torch.Tensor | Portion):
         identity = _identity(tree)
         if identity not in names:
-            names[identity] = _free_name(path, tensors)
+            names[identity] = free_name(path, tensors)
             tensors[names[identity]] = tree
         return {_TENSOR: names[identity]}
     if isinstance(tree, dict):
@@ -55,15 +58,15 @@ def _flatten(tree: Any, path: str, tensors: dict[str, torch.Tensor], names: dict
     )
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same elements of the same memory."""
-    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+def _identity(tensor: torch.Tensor | Portion) -> tuple[Any, ...]:
+    """Equal for two tensors that are the same elements of the same memory; a portion may have none here."""
+    if isinstance(tensor, Portion) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return (id(tensor),)
     view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), *view)
 
 
-def _free_name(path: str, taken: dict[str, torch.Tensor]) -> str:
+def free_name(path: str, taken: Container[str]) -> str:
     """{"a/b": …} and {"a": {"b": …}} have the same path and are not the same tensor."""
     name, number = path, 1
     while name in taken:
@@ -114,7 +117,7 @@ def replace_tensors(skeleton: Any, by_name: Mapping[str, Any]) -> Any:
     return skeleton
 
 
-def unflatten(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def unflatten(skeleton: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(skeleton, dict):
         if _TENSOR in skeleton:
             return tensors[skeleton[_TENSOR]]

@@ -27,6 +27,7 @@ from distributed.launch.stops import Stopped
 from distributed.launch.supervisor import Patience
 from distributed.observe.live import RunScreen
 from distributed.planner.hardware import Hardware, probe_hardware
+from distributed.planner.parallel import plan_parallel
 from distributed.planner.planning import plan_resources
 
 _SIZES = ("num_gpus", "num_nodes", "gpus_per_node")
@@ -115,6 +116,8 @@ def _prepare(
         raise ConfigError([*problems, *error.problems]) from None
     hardware = probe_hardware()
     resources, decisions, obstacles = plan_resources(config, hardware)
+    ranks, nodes = resources.world_size, resources.num_nodes
+    plan_parallel(config, ranks, nodes, has_batchnorm=False, decisions=decisions, problems=obstacles)
     given_dir = config.run_dir
     target = os.path.abspath(given_dir or new_run_dir())
     request = LaunchRequest(

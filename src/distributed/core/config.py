@@ -78,6 +78,50 @@ class DistributedConfig(BaseModel):
     )
     on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is not finite")
 
+    # Parallelism: what is not said here is replicated over all ranks that are left
+    sharding: Literal["none", "grad_op", "full", "hybrid"] | None = Field(
+        None,
+        description="what data-parallel ranks share out: full: all state; grad_op: gradients and optimizer state; "
+        "hybrid: full within a group, replicated over groups; by default full for backend=fsdp, else none",
+    )
+    zero_stage: Literal[0, 1, 2, 3] | None = Field(
+        None, description="the same by ZeRO's numbers: 1 shares out the optimizer state, 2 is grad_op, 3 is full"
+    )
+    shard_groups: int | None = Field(
+        None, ge=1, description="for sharding=hybrid: groups that hold all state each; by default one a node"
+    )
+    wrap_blocks: list[str] | None = Field(
+        None, description="classes or paths of the model's blocks ('Block', 'layers.*'); by default found"
+    )
+    cpu_offload: bool = Field(False, description="keep sharded parameters and optimizer state in host memory")
+    tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer")
+    tensor_parallel_plan: dict[str, str] | None = Field(
+        None, description="path pattern to style ('*.fc1': 'column', '*.fc2': 'row'); by default found"
+    )
+    sequence_parallel: bool = Field(
+        False, description="for tensor_parallel: norms and residuals on parts of the sequence"
+    )
+    pipeline_parallel: int = Field(1, ge=1, description="stages that the model's blocks are cut into")
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = Field(
+        None, description="the order of forward and backward passes of the stages; by default 1f1b"
+    )
+    pipeline_microbatches: int | None = Field(
+        None, ge=1, description="parts that a batch is cut into for the pipeline; by default found"
+    )
+    context_parallel: int = Field(1, ge=1, description="ranks that share each sequence")
+
+    # Memory
+    activation_checkpointing: bool | int | Literal["full", "selective"] = Field(
+        False, description="compute blocks again in backward: True or full, selective (all but matmuls), n: each n-th"
+    )
+    compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = Field(
+        False, description="torch.compile each block; or its mode"
+    )
+    lora: bool | int | dict[str, Any] = Field(
+        False, description="train adapters of low rank: True, their rank, or {rank, alpha, dropout, targets}"
+    )
+    save_adapters_only: bool = Field(False, description="for lora: checkpoints hold the adapters without the model")
+
     # Optimization
     mixed_precision: bool | Literal["fp16", "bf16"] = Field(
         False, description="True: bf16 where the device has it, else fp16"

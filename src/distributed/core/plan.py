@@ -112,6 +112,54 @@ class ReplicatePlan:
 
 
 @dataclass(frozen=True)
+class ShardPlan:
+    """What of the model's state each data rank keeps to itself."""
+
+    kind: str = "none"  # "none", "optimizer" (ZeRO-1), "grad_op" (ZeRO-2), "full" (ZeRO-3); hybrid: of fewer ranks
+    blocks: tuple[str, ...] = ()  # classes or paths of what is gathered at once; none: found
+    cpu_offload: bool = False
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.kind in ("grad_op", "full")
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How layers are cut over the axis tp."""
+
+    styles: tuple[tuple[str, str], ...] = ()  # (path pattern, style); none: found
+    sequence: bool = False  # norms and residuals on parts of the sequence
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    schedule: str = "1f1b"  # "gpipe", "1f1b", "interleaved" or "zero_bubble"
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """Adapters of low rank are trained in place of the layers themselves."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # names of layers; none: found
+    saves_alone: bool = False  # checkpoints hold the adapters only
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What is computed again rather than kept, and how blocks run."""
+
+    recompute: str = ""  # "", "full" or "selective"
+    recompute_every: int = 1  # of the blocks, each n-th
+    compile: bool = False  # each block
+    compile_mode: str = ""
+    lora: LoraPlan | None = None
+
+
+@dataclass(frozen=True)
 class CheckpointPlan:
     dir: str = ""
     every: float | None = None
@@ -163,6 +211,10 @@ class Plan:
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)
     replicate: ReplicatePlan = field(default_factory=ReplicatePlan)
+    shard: ShardPlan = field(default_factory=ShardPlan)
+    tensor: TensorPlan = field(default_factory=TensorPlan)
+    pipeline: PipelinePlan = field(default_factory=PipelinePlan)
+    memory: MemoryPlan = field(default_factory=MemoryPlan)
     checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
     settings: dict[str, Any] = field(default_factory=dict)  # what the user asked, for the record only
@@ -177,6 +229,11 @@ class Plan:
         return self.world_size // self.num_nodes
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of the state, so that any of them can go on alone."""
+        return self.mesh.is_replicas and self.shard.kind == "none"
+
+    @property
     def is_bitwise(self) -> bool:
         """Whether the result has the same bytes at any number of ranks."""
         return self.batch.leaves > 0
@@ -184,18 +241,28 @@ class Plan:
     @property
     def legal_sizes(self) -> list[int]:
         """Numbers of ranks that this run can go on with; none: any."""
+        unit = self.world_size // self.mesh.dp_shard if self.shard.is_fsdp else self.mesh.ranks_per_replica
         if self.batch.of_stream:  # its position is a number of steps, so each must take as many samples as before
             if self.iterable_split == "dataset":
                 return [self.world_size]
-            return [n for n in range(1, self.batch.global_batch + 1) if self.batch.for_ranks(n).is_even]
-        return [n for n in range(1, self.batch.leaves + 1) if self.batch.leaves % n == 0]
+            sizes = [n for n in range(1, self.batch.global_batch + 1) if self.batch.for_ranks(n).is_even]
+        elif unit > 1:
+            sizes = list(range(1, self.batch.global_batch + 1))
+        else:
+            sizes = [n for n in range(1, self.batch.leaves + 1) if self.batch.leaves % n == 0]
+        replicas = unit // self.mesh.ranks_per_replica
+        return [n * self.mesh.ranks_per_replica for n in sizes if n % replicas == 0]
 
     def for_world(self, world_size: int, num_nodes: int) -> Plan:
         """The plan of the same run with another number of ranks: the global batch and all that hangs on it stay."""
         if (world_size, num_nodes) == (self.world_size, self.num_nodes):
             return self
-        mesh = replace(self.mesh, dp_replicate=world_size)
-        return replace(self, mesh=mesh, num_nodes=num_nodes, batch=self.batch.for_ranks(world_size))
+        data_ranks = world_size // self.mesh.ranks_per_replica
+        if self.shard.is_fsdp:
+            mesh = replace(self.mesh, dp_shard=data_ranks // self.mesh.dp_replicate)
+        else:
+            mesh = replace(self.mesh, dp_replicate=data_ranks)
+        return replace(self, mesh=mesh, num_nodes=num_nodes, batch=self.batch.for_ranks(data_ranks))
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
         """Of the whole run; None where a stream's length is not known and nothing limits it."""

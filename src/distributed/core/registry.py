@@ -70,7 +70,13 @@ def nearest_hint(name: str, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"choose one of: {', '.join(names)}"
 
 
-STRATEGIES = Registry("backend", {"pytorch-ddp": Entry("distributed.strategies.torch_mesh:TorchMesh")})
+STRATEGIES = Registry(
+    "backend",
+    {
+        "pytorch-ddp": Entry("distributed.strategies.torch_mesh:TorchMesh"),
+        "fsdp": Entry("distributed.strategies.torch_mesh:TorchMesh"),
+    },
+)
 BITWISE_STRATEGIES = Registry(  # what a backend becomes under reproducible='bitwise'
     "backend with reproducible='bitwise'",
     {"pytorch-ddp": Entry("distributed.strategies.bitwise:BitwiseReplicas")},

@@ -209,9 +209,19 @@ class EvalLoader:
     """This rank's share of an evaluation, every sample once; the ranks need not keep in step."""
 
     def __init__(
-        self, source: Source, batch_size: int, rank: int, ranks: int, *, split: str = "share", pin_memory: bool = False
+        self,
+        source: Source,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        *,
+        split: str = "share",
+        pin_memory: bool = False,
+        in_step: bool = False,
     ) -> None:
+        """`in_step`: as many batches on every rank; those that have fewer end with stand-ins of size 0."""
         self._source, self._batch_size, self._rank, self._ranks = source, batch_size, rank, ranks
+        self._in_step = in_step
         self._splits_itself, self._pin_memory = split == "dataset", pin_memory
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
@@ -225,8 +235,12 @@ class EvalLoader:
         length = len(order) // self._batch_size * self._batch_size if self._source.drop_last else len(order)
         start, stop = share(length, self._ranks, self._rank)
         lists = [list(order[i : min(i + self._batch_size, stop)]) for i in range(start, stop, self._batch_size)]
+        sizes = [len(indices) for indices in lists]
+        if self._in_step and length:
+            most = -(-share(length, self._ranks, 0)[1] // self._batch_size)  # the first rank has the most
+            lists, sizes = lists + [[order[0]]] * (most - len(lists)), sizes + [0] * (most - len(lists))
         loader = DataLoader(self._source.dataset, batch_sampler=lists, collate_fn=self._source.collate_fn, **options)
-        yield from zip(loader, map(len, lists), strict=True)
+        yield from zip(loader, sizes, strict=True)
 
     def _stream(self, options: dict[str, Any]) -> Iterator[tuple[Any, int]]:
         dataset, collate = self._source.dataset, self._source.collate_fn
@@ -235,5 +249,5 @@ class EvalLoader:
         else:
             stream = SharedStream(dataset, collate, self._batch_size * self._ranks, self._ranks, self._rank)
         for batch in DataLoader(stream, batch_size=None, **options):
-            if batch.size:
+            if batch.size or self._in_step:
                 yield batch.batch, batch.size

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from distributed.core.config import DistributedConfig, parse_best, parse_frequency
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError, Problem
-from distributed.core.mesh import MeshSpec
 from distributed.core.plan import (
     BatchPlan,
     CheckpointPlan,
@@ -20,8 +19,10 @@ from distributed.core.plan import (
     PrecisionPlan,
     ReplicatePlan,
     SchedulePlan,
+    ShardPlan,
 )
 from distributed.planner.hardware import Hardware
+from distributed.planner.parallel import cut_for_pipeline, plan_parallel
 from distributed.planner.reproducible import plan_leaves
 
 
@@ -130,8 +131,17 @@ def make_plan(
         resources, decisions, problems = _join(world, config, hardware, resources, decisions, run_dir)
     world_size = world.world_size if world else resources.world_size
 
-    batch = _plan_batch(config, profile, world_size, decisions, problems)
-    strategy = _plan_strategy(config, decisions)
+    parallel = plan_parallel(
+        config,
+        world_size,
+        resources.num_nodes,
+        has_batchnorm=profile.has_batchnorm,
+        decisions=decisions,
+        problems=problems,
+    )
+    batch = _plan_batch(config, profile, parallel.mesh.data_ranks, decisions, problems)
+    batch = cut_for_pipeline(config, batch, decisions, problems)
+    strategy = _plan_strategy(config, parallel.shard, decisions)
     bitwise = config.reproducible == "bitwise"
     if bitwise:
         batch = plan_leaves(
@@ -148,7 +158,7 @@ def make_plan(
         run_dir=run_dir,
         batch=batch,
         strategy=strategy,
-        mesh=MeshSpec(dp_replicate=world_size),
+        mesh=parallel.mesh,
         num_nodes=resources.num_nodes,
         device=resources.device,
         collectives=_plan_collectives(config, resources.device, decisions, problems),
@@ -175,6 +185,10 @@ def make_plan(
             config.bucket_cap_mb,
             syncs_batchnorm,
         ),
+        shard=parallel.shard,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        memory=parallel.memory,
         checkpoint=_plan_checkpoints(config, run_dir),
         observe=_plan_observers(config, run_dir, active_mlflow_run),
         settings=config.model_dump(mode="json"),
@@ -234,11 +248,14 @@ def _schedule_problems(config: DistributedConfig, profile: JobProfile, schedule:
     return problems
 
 
-def _plan_strategy(config: DistributedConfig, decisions: list[Decision]) -> str:
-    if config.backend == "auto":
-        decisions.append(Decision("backend pytorch-ddp", "the model is replicated on every rank", "backend"))
-        return "pytorch-ddp"
-    return config.backend
+def _plan_strategy(config: DistributedConfig, shard: ShardPlan, decisions: list[Decision]) -> str:
+    if config.backend != "auto":
+        return config.backend
+    if shard.is_fsdp:
+        decisions.append(Decision("backend fsdp", "it is what shards the state of a model", "backend"))
+        return "fsdp"
+    decisions.append(Decision("backend pytorch-ddp", "the model is replicated on every rank", "backend"))
+    return "pytorch-ddp"
 
 
 def _plan_collectives(

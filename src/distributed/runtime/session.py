@@ -40,6 +40,7 @@ class Session:
     ) -> None:
         self.env, self.device, self.store = env, device, store
         self.rank, self.world_size = env.rank, env.world_size
+        self.data_rank = env.rank  # which samples it takes: ranks that share the work on the same ones have the same
         self._sockets = sockets  # of the process group, if it is ours
         # Whether this process can leave its world and join another: the group must be ours, and end when it is cut off.
         self.can_regroup = bool(sockets) and dist.get_backend() == "gloo"
@@ -111,8 +112,8 @@ class Session:
         return next(self._calls)
 
     def seed(self, seed: int) -> None:
-        """Python's, numpy's and torch's generators, a stream of its own for each rank."""
-        mixed = (seed + self.rank) % 2**63
+        """Python's, numpy's and torch's generators, a stream of its own for each rank with samples of its own."""
+        mixed = (seed + self.data_rank) % 2**63
         random.seed(mixed)
         np.random.seed(mixed % 2**32)
         torch.manual_seed(mixed)
@@ -123,7 +124,9 @@ class Session:
         A rank that is killed takes its generators with it; as a function of the step, whoever replaces it has them.
         """
         if self.world_size > 1:
-            mixed = (seed * 0x9E3779B97F4A7C15 + self.rank * 0xC2B2AE3D27D4EB4F + step) * 0xBF58476D1CE4E5B9 % 2**64
+            mixed = (
+                (seed * 0x9E3779B97F4A7C15 + self.data_rank * 0xC2B2AE3D27D4EB4F + step) * 0xBF58476D1CE4E5B9 % 2**64
+            )
             mixed ^= mixed >> 31
             random.seed(mixed)
             np.random.seed(mixed % 2**32)

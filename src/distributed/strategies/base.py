@@ -10,6 +10,7 @@ from torch import nn
 
 from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
+from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies.compute_clock import ComputeClock
 
@@ -53,8 +54,11 @@ class StepTask(Protocol):
     """What a strategy needs to know of the work."""
 
     model: nn.Module
+    optimizer: Any  # the user's: one that is made, what makes one, or None
 
     def move_to(self, device: torch.device) -> None: ...
+
+    def move_loss_to(self, device: torch.device) -> None: ...
 
     def run(self, model: nn.Module, batch: Any) -> Outcome: ...
 
@@ -68,6 +72,8 @@ class Strategy(Protocol):
 
     optimizer: torch.optim.Optimizer
     clock: ComputeClock  # of this rank's own part of a step
+    counts: bool  # whether this rank's losses and metrics are to be added up: of ranks with the same samples, one's are
+    in_step: bool  # whether an evaluation's step takes all ranks at once
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None: ...
 
@@ -82,6 +88,9 @@ class Strategy(Protocol):
     def state(self) -> StateTree: ...
 
     def load_state(self, tree: StateTree) -> None: ...
+
+    def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+        """Of a tensor in a checkpoint, by its path and whole shape, what this rank needs; None: all of it."""
 
     def held_state(self) -> StateTree | None:
         """`state` as this rank holds it at its last step boundary, without asking the others, which may be gone.

@@ -10,6 +10,7 @@ from torch import nn
 
 from distributed.core.plan import Plan
 from distributed.data.transfer import to_device
+from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask
 from distributed.strategies.compute_clock import ComputeClock
@@ -36,6 +37,8 @@ class Replica:
     """The model, its optimizer, precision and clipping on one rank."""
 
     optimizer: torch.optim.Optimizer
+    counts = True
+    in_step = False
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         self._task, self._session = task, session
@@ -44,9 +47,10 @@ class Replica:
         self._moves = session.device.type != "cpu"
         self._checks_loss = plan.on_nan == "stop" and not self._moves  # on a GPU a look at the loss would wait for it
         self._clip_norm = plan.optimizer.clip_norm
-        task.move_to(session.device)
         self.module = task.model
-        self.optimizer = task.make_optimizer(self.module, plan)
+        self._prepare_model(task, plan, session)
+        self.optimizer = self._make_optimizer(task, plan)
+        self._stepper: Any = self.optimizer  # what steps in its name
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in self._parameters:  # of a step that was cut off, when a model goes on in another world
             parameter.grad = None
@@ -62,9 +66,23 @@ class Replica:
                 growth_interval=plan.precision.scaler_growth_interval,
             )
 
+    def _prepare_model(self, task: StepTask, plan: Plan, session: Session) -> None:
+        """Before there is an optimizer over its parameters."""
+        task.move_to(session.device)
+
+    def _make_optimizer(self, task: StepTask, plan: Plan) -> torch.optim.Optimizer:
+        return task.make_optimizer(self.module, plan)
+
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
         with torch.no_grad():
             outcome = self._forward(self.module, to_device(batch, self._session.device) if self._moves else batch)
+        return self._measured(outcome, size)
+
+    def _measured(self, outcome: Outcome, size: int) -> Mapping[str, MetricSum]:
+        """The sums of an evaluation's batch; none of a stand-in."""
+        if not size:
+            return {}
+        with torch.no_grad():
             weight: torch.Tensor | float = float(size) if outcome.weight is None else outcome.weight
             value = outcome.loss if outcome.weight is None else unless_empty(outcome.loss, outcome.weight)
             loss = MetricSum(value.double() * (1.0 if outcome.is_sum else weight), weight)
@@ -76,6 +94,9 @@ class Replica:
     def state(self) -> StateTree:
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         return {"model": self.module.state_dict(), "optimizer": named_state(self.optimizer, self.module)} | scaler
+
+    def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+        return None
 
     def load_state(self, tree: StateTree) -> None:
         self.module.load_state_dict(tree["model"])
@@ -138,9 +159,9 @@ class Replica:
         """Clip, step, and forget the gradients, which are those of the whole global batch; returns their norm."""
         norm = self._finish_gradients(measure)
         if self._scaler is None:
-            self.optimizer.step()
+            self._stepper.step()
         else:
-            self._scaler.step(self.optimizer)
+            self._scaler.step(self._stepper)
             self._scaler.update()
         self._in_step = False
         for parameter in self._parameters:  # what zero_grad does, without its profiling and grouping

@@ -1,12 +1,12 @@
-"""TorchMesh: PyTorch-native parallelism as sizes of one mesh; today of its axis dp_replicate, which is DDP."""
+"""TorchMesh: PyTorch-native parallelism as sizes of one mesh: DDP, FSDP2, ZeRO-1, tensor, context, pipeline, 3D."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,33 +17,100 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.core.plan import Plan, ReplicatePlan
 from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
+from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
-from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
+from distributed.strategies.gradient_sums import local
 from distributed.strategies.replica import Replica, unless_empty
+
+if TYPE_CHECKING:
+    from distributed.strategies.parts import Parts
+    from distributed.strategies.pipeline import Pipeline
 
 
 class TorchMesh(Replica):
-    """Forward, backward, reduction, clipping and the optimizer, with no host synchronization in between on a GPU."""
+    """Forward, backward, reduction, clipping and the optimizer, with no host synchronization in between on a GPU.
+
+    Where every rank holds the whole model, this is DDP. Where not, `Parts` has made it ready for the mesh.
+    """
 
     def __init__(self) -> None:
         self._desynchronize: Callable[[], None] = lambda: None
+        self._restore_blocks: Callable[[], None] = lambda: None
+        self._parts: Parts | None = None
+        self._is_weighted: bool | None = None  # whether the loss is a mean over something else than samples
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         super().setup(task, plan, session)
+        self._ranks = plan.mesh.data_ranks
         if plan.replicate.sync_batchnorm and session.world_size > 1:
             self._desynchronize = synchronize_batchnorm(self.module)
         self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
-        self._buffers_differ = False
         self._buffers_at_first: list[torch.Tensor] | None = None
-        if session.world_size > 1:
-            self._buffers_differ = _buffers_can_differ(self.module)
-            self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ)
+        self._buffers_differ = self._ranks > 1 and _buffers_can_differ(self.module)
+        if self._parts is None:
+            self.counts, self.in_step = True, False
+            if self._ranks > 1:
+                self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ)
+        else:
+            self.counts, self.in_step = self._parts.counts, True
+            if plan.shard.kind == "optimizer":
+                self._stepper = self._parts.share_optimizer(self.optimizer)
+            self._state = self._parts.state_of(self.optimizer, self._groups, self._saved)
+            if (group := self._parts.replicas) is not None:
+                self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ, group)
+
+    def _prepare_model(self, task: StepTask, plan: Plan, session: Session) -> None:
+        """Most of what this may need takes long to import, and is imported only when it is needed."""
+        lora = plan.memory.lora
+        self._saved: set[str] | None = None
+        if lora is not None:
+            from distributed.strategies.lora import adapter_names, add_lora
+
+            add_lora(self.module, lora, plan.seed)
+            self._saved = adapter_names(self.module) if lora.saves_alone else None
+        if plan.is_replicated:
+            self._make_whole(plan, session)
+            task.move_to(session.device)
+        else:
+            self._parts, self._made, self._groups = self._cut(task, plan, session)
+            task.move_loss_to(session.device)
+
+    def _cut(
+        self, task: StepTask, plan: Plan, session: Session
+    ) -> tuple[Parts, torch.optim.Optimizer, list[list[str]]]:
+        """The model in parts; an optimizer that was made over the whole of it and now has what is left; its groups."""
+        from distributed.strategies.parts import Parts
+        from distributed.strategies.sharded_optimizer import rebind
+
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        made = super()._make_optimizer(task, plan)
+        groups = [[names[id(parameter)] for parameter in group["params"]] for group in made.param_groups]
+        parts = Parts(self.module, plan, session)
+        rebind(made, names, self.module, parts.layout)
+        return parts, made, groups
+
+    def _make_whole(self, plan: Plan, session: Session) -> None:
+        """A model that is held whole: its memory, if it has none yet, and what is done to its blocks."""
+        if any(tensor.is_meta for tensor in (*self.module.parameters(), *self.module.buffers())):
+            from distributed.strategies.parts import make
+
+            make(self.module, plan, session)
+        if plan.memory.recompute or plan.memory.compile:
+            from distributed.strategies.parts import prepare_blocks
+
+            self._restore_blocks = prepare_blocks(self.module, plan)
+
+    def _make_optimizer(self, task: StepTask, plan: Plan) -> torch.optim.Optimizer:
+        return self._made if self._parts is not None else super()._make_optimizer(task, plan)
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
         self._begin_step()
         self.clock.begin(measure)
+        if self._parts is not None and self._parts.pipeline is not None:
+            return self._pipeline_step(self._parts.pipeline, microbatches, measure)
         loss: torch.Tensor | float = 0.0
         total_weight: torch.Tensor | None = None
         last = len(microbatches) - 1
@@ -58,6 +125,17 @@ class TorchMesh(Replica):
                 weight = outcome.weight if micro.size else outcome.weight * 0
                 total_weight = weight if total_weight is None else total_weight + weight
         metrics = self._task.measure(outcome, micro.size) if measure and micro.size else None
+        return self._finish_step(loss, total_weight, metrics, measure)
+
+    def _finish_step(
+        self,
+        loss: torch.Tensor | float,
+        total_weight: torch.Tensor | None,
+        metrics: Mapping[str, MetricSum] | None,
+        measure: bool,
+    ) -> StepOutput:
+        if self._parts is not None:
+            self._parts.finish_gradients()
         if total_weight is not None:
             factor = self._divide_gradients(total_weight)
             loss = loss * (factor if self._moves else factor.item())
@@ -67,17 +145,7 @@ class TorchMesh(Replica):
         """Forward and backward over one micro-batch, and its part of the loss."""
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
         outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
-        part = outcome.loss
-        if outcome.weight is not None:
-            part = unless_empty(part, outcome.weight) * (
-                outcome.weight * (self._session.world_size if micro.size else 0)
-            )
-        elif outcome.is_sum:
-            part = part * (self._session.world_size if micro.size else 0)
-        elif micro.weight != 1.0:
-            part = part * micro.weight
-        if not micro.size:
-            part = part.nan_to_num(0.0)  # a stand-in's loss has weight 0, whatever it is
+        part = self._part_of(micro, outcome)
         value = part.detach() if self._moves else part.item()
         if self._checks_loss and not math.isfinite(value):
             raise NonFiniteLoss(float(value))
@@ -85,12 +153,82 @@ class TorchMesh(Replica):
         self._backward(part)
         return outcome, value
 
+    def _part_of(self, micro: Microbatch, outcome: Outcome) -> torch.Tensor:
+        """A micro-batch's part of the loss, such that the mean over the data ranks of their sums is the loss."""
+        part = outcome.loss
+        if outcome.weight is not None:
+            part = unless_empty(part, outcome.weight) * (outcome.weight * (self._ranks if micro.size else 0))
+        elif outcome.is_sum:
+            part = part * (self._ranks if micro.size else 0)
+        elif micro.weight != 1.0:
+            part = part * micro.weight
+        return part if micro.size else part.nan_to_num(0.0)  # a stand-in's loss has weight 0, whatever it is
+
+    def _pipeline_step(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        """The same over a pipeline: the rank of the last stage knows the loss."""
+        losses: list[torch.Tensor | float] = []
+        weights: list[torch.Tensor] = []
+
+        def weigh(index: int, outcome: Outcome) -> torch.Tensor:
+            part = self._part_of(microbatches[index], outcome)
+            value = part.detach() if self._moves else part.item()
+            if self._checks_loss and not math.isfinite(value):
+                raise NonFiniteLoss(float(value))
+            losses.append(value)
+            if outcome.weight is not None:
+                weights.append(outcome.weight.detach() * bool(microbatches[index].size))
+            return part if self._scaler is None else self._scaler.scale(part)
+
+        device = self._session.device
+        batches = [to_device(micro.batch, device) if self._moves else micro.batch for micro in microbatches]
+        with self._autocast or nullcontext():
+            outcomes = pipeline.forward_backward(batches, self._task.run, weigh)
+        self.clock.mark()
+        if self._is_weighted is None:
+            is_weighted = torch.tensor([int(bool(weights))], device=device)
+            self._is_weighted = bool(self._session.max("whether the loss has weights", is_weighted).item())
+        total = sum(weights, torch.zeros((), device=device)) if self._is_weighted else None
+        micro, outcome = microbatches[-1], outcomes[-1]
+        metrics = self._task.measure(outcome, micro.size) if measure and micro.size and outcome is not None else None
+        return self._finish_step(sum(losses, 0.0), total, metrics, measure)
+
+    def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
+        if self._parts is None or self._parts.pipeline is None:
+            found = super().eval_step(batch, size)
+            return found if self.counts else {}
+        moved = to_device(batch, self._session.device) if self._moves else batch
+        with torch.no_grad(), self._autocast or nullcontext():
+            outcome = self._parts.pipeline.forward(moved, self._task.run)
+        return {} if outcome is None or not self.counts else self._measured(outcome, size)
+
     def state(self) -> StateTree:
         self._agree_on_buffers()
-        return super().state()
+        if self._parts is not None:
+            self._parts.reshard()
+            scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+            return self._state.state() | scaler
+        found = super().state()
+        if self._saved is not None:
+            found["model"] = {name: value for name, value in found["model"].items() if name in self._saved}
+        return found
+
+    def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+        return None if self._parts is None else self._state.boxes(name, shape)
+
+    def load_state(self, tree: StateTree) -> None:
+        if self._parts is None:
+            whole = self.module.state_dict() if self._saved is not None else {}
+            super().load_state(tree | {"model": whole | tree["model"]})
+            return
+        self._parts.reshard()
+        self._state.load(tree)
+        if self._scaler is not None and "scaler" in tree:
+            self._scaler.load_state_dict(tree["scaler"])
 
     def held_state(self) -> StateTree | None:
         """Where ranks may have different buffers, only rank 0 has those that count, unless nothing changes them."""
+        if self._parts is not None:
+            return None
         held = super().held_state()
         if not self._buffers_differ or self._session.is_main:
             return held
@@ -101,7 +239,7 @@ class TorchMesh(Replica):
 
     def _begin_step(self) -> None:
         super()._begin_step()
-        if self._buffers_differ and self._buffers_at_first is None:
+        if self._buffers_differ and self._buffers_at_first is None and self._parts is None:
             self._buffers_at_first = [buffer.detach().clone() for buffer in self._own_buffers()]
 
     def _own_buffers(self) -> list[torch.Tensor]:
@@ -115,13 +253,16 @@ class TorchMesh(Replica):
         super().train(mode)
 
     def _agree_on_buffers(self) -> None:
-        """Rank 0's are those that count, for DDP, for a checkpoint and for an evaluation. Every rank comes here."""
+        """The first data rank's are those that count, for DDP, checkpoints and evaluation. Every rank comes here."""
         if self._buffers_differ:
+            groups = [None] if self._parts is None else self._parts.groups.data_groups
             for buffer in self.module.buffers():
-                dist.broadcast(buffer, src=0)
+                for group in groups if not buffer.is_meta else ():
+                    dist.broadcast(buffer, group=group, group_src=0)
 
     def close(self) -> None:
-        """Give the user's model back as it was made, with its new weights."""
+        """Give the user's model back as it was made, with its new weights; what was cut stays cut."""
+        self._restore_blocks()
         self._desynchronize()
 
     @contextmanager
@@ -133,6 +274,8 @@ class TorchMesh(Replica):
         unsynced = [] if micro.size else [m for m in self.module.modules() if _sees_its_share(m)]
         for module in unsynced:
             module.eval()  # keeps its running statistics as they are
+        if self._parts is not None:
+            self._parts.synchronize(synchronizes)
         try:
             with self._model.no_sync() if holds else nullcontext():  # type: ignore[operator]
                 yield
@@ -141,15 +284,35 @@ class TorchMesh(Replica):
                 layer.share_is_empty = False
             for module in unsynced:
                 module.train()
+            if self._parts is not None:
+                self._parts.synchronize(True)
 
     def _divide_gradients(self, total_weight: torch.Tensor) -> torch.Tensor:
         """Divide by the weight of the whole global batch, which is known only now; returns the factor."""
-        factor = 1.0 / self._session.sum("loss weight", total_weight.detach().double())
-        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+        counted = total_weight.detach().double() * self.counts
+        factor = 1.0 / self._session.sum("loss weight", counted)
+        torch._foreach_mul_([local(p.grad) for p in self._parameters if p.grad is not None], factor)
         return factor
 
+    def _finish_gradients(self, measure: bool) -> torch.Tensor | None:
+        if self._parts is None:
+            return super()._finish_gradients(measure)
+        if self._scaler is not None:  # one rank's overflow is everybody's
+            self._scaler.unscale_(self._stepper)
+            for found in self._scaler._found_inf_per_device(self._stepper).values():
+                self._session.max("overflow", found)
+        if self._clip_norm is not None:
+            return self._parts.norm.clip(self._clip_norm)
+        return self._parts.norm.norm() if measure else None
 
-def _replicate(module: nn.Module, plan: ReplicatePlan, device: torch.device, sends_buffers: bool) -> nn.Module:
+
+def _replicate(
+    module: nn.Module,
+    plan: ReplicatePlan,
+    device: torch.device,
+    sends_buffers: bool,
+    group: dist.ProcessGroup | None = None,
+) -> nn.Module:
     """DistributedDataParallel; buffers are sent before each step only if some can differ between ranks."""
     if not any(p.requires_grad for p in module.parameters()):
         return module
@@ -163,6 +326,7 @@ def _replicate(module: nn.Module, plan: ReplicatePlan, device: torch.device, sen
         static_graph=plan.static_graph,
         bucket_cap_mb=plan.bucket_cap_mb,
         gradient_as_bucket_view=True,
+        process_group=group,
         **options,
     )
     if not plan.find_unused_parameters and not plan.static_graph:

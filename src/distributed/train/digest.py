@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from distributed.checkpoint.tree import flatten
+from distributed.runtime.portions import Portion
 
 _FOLD = 1024
 _RAW_BYTES = 1 << 16  # up to this size a tensor's own bytes are hashed
@@ -23,6 +24,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest(tree: Any) -> str:
     """16 hex digits of a tree of tensors and JSON values; equal bytes give equal digests, on any device.
 
+    Of a tensor that the ranks hold in parts, it is that of the boxes that are here.
+
+
     >>> digest({"w": torch.ones(3), "step": 1}) == digest({"w": torch.ones(3), "step": 1})
     True
     >>> digest({"w": torch.ones(3)}) == digest({"w": torch.ones(3) + 1e-7})
@@ -30,10 +34,15 @@ def digest(tree: Any) -> str:
     """
     tensors, skeleton = flatten(tree)
     mixed = hashlib.blake2b(json.dumps(skeleton, sort_keys=True).encode(), digest_size=8)
-    folded = {name: _fold(tensor.detach()) for name, tensor in sorted(tensors.items())}
-    for name, tensor in folded.items():
-        mixed.update(f"{name}:{tuple(tensors[name].shape)}:{tensors[name].dtype}".encode())
-        mixed.update(tensor.cpu().numpy().tobytes())
+    folded: list[tuple[str, torch.Tensor | None]] = []
+    for name, leaf in sorted(tensors.items()):
+        folded.append((f"{name}:{tuple(leaf.shape)}:{leaf.dtype}", None))
+        pieces = sorted(leaf.pieces, key=lambda pair: pair[0]) if isinstance(leaf, Portion) else [("", leaf)]
+        folded += [(str(box), _fold(piece.detach())) for box, piece in pieces]
+    for label, sums in folded:
+        mixed.update(label.encode())
+        if sums is not None:
+            mixed.update(sums.cpu().numpy().tobytes())
     return mixed.hexdigest()
 
 

@@ -86,7 +86,8 @@ class Loop:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
         self._stop, self._heartbeat, self._observer, self._utilization = stop, heartbeat, observer, utilization
-        self._ledger = Ledger(_ledger_dir(plan), session.rank) if plan.checkpoint.ledger else None
+        keeps_ledger = plan.checkpoint.ledger and plan.mesh.is_first_of_replica(session.rank)
+        self._ledger = Ledger(_ledger_dir(plan), session.data_rank) if keeps_ledger else None
         self._last_save = time.monotonic()
         self._on_resumed = on_resumed
         self.has_begun = False  # whether the state is that of the run
@@ -95,7 +96,7 @@ class Loop:
             Stragglers(),
         )
         checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
-        self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace)
+        self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace, counts=strategy.counts)
         self._state = RunState(
             plan, strategy, schedule, session, self._meter, train.samples_per_epoch, self._saved, self._not_saved
         )
@@ -207,7 +208,7 @@ class Loop:
         self._strategy.train(False)
         totals, was_cut = MetricTotals(), False
         for batch, size in evaluation:
-            if self._stop.received is not None:
+            if self._stop.received is not None and not self._strategy.in_step:
                 was_cut = True
                 break
             totals.add(self._strategy.eval_step(batch, size))

@@ -38,7 +38,17 @@ class Reading:
 class Meter:
     """`add` costs two list appends; `read` costs one collective and one wait for the device."""
 
-    def __init__(self, session: Session, names: list[str], *, checks_loss: bool, pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        names: list[str],
+        *,
+        checks_loss: bool,
+        pace: Pace | None = None,
+        counts: bool = True,
+    ) -> None:
+        """`counts`: whether this rank's numbers are part of the means; they are the same for all ranks."""
+        self._counts = counts
         self._session, self._names, self._checks_loss = session, ["loss", *names], checks_loss
         self._pace = pace
         self._losses: list[torch.Tensor | float] = []
@@ -81,8 +91,9 @@ class Meter:
         assert last is not None
         ranks = self._session.world_size
         totals = MetricTotals()
-        totals.add({"loss": MetricSum(self._weighted_loss() / ranks, samples / ranks)})
-        totals.add(last.metrics or {})
+        if self._counts:
+            totals.add({"loss": MetricSum(self._weighted_loss() / ranks, samples / ranks)})
+            totals.add(last.metrics or {})
         row = self._pace.row() if self._pace is not None else []
         metrics, rows = totals.mean_and_sums("training metrics", self._session, self._names, row)
         paces = self._pace.read(rows) if self._pace is not None else ()

@@ -102,12 +102,13 @@ class RunState:
 
     def _find(self) -> Restored | None:
         """A run that was restarted goes on from its own newest checkpoint; one that was not, from what it is told."""
-        checkpoint, expected = self._plan.checkpoint, self._strategy.state()
+        checkpoint = self._plan.checkpoint
+        how: dict[str, Any] = {"expected": self._strategy.state(), "boxes": self._strategy.boxes}
         if self._session.env.restarts:
-            own = restore(checkpoint.dir, True, self._session, expected=expected, accept=self._is_own)
+            own = restore(checkpoint.dir, True, self._session, accept=self._is_own, **how)
             if own is not None:
                 return own
-        return restore(checkpoint.dir, checkpoint.resume, self._session, expected=expected)
+        return restore(checkpoint.dir, checkpoint.resume, self._session, **how)
 
     def _is_own(self, manifest: Manifest) -> bool:
         """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""

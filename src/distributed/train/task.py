@@ -51,8 +51,12 @@ class Task:
         return sorted(self._resolved)
 
     def move_to(self, device: torch.device) -> None:
-        """The model, and a loss that has tensors of its own (class weights)."""
-        self.model.to(device)
+        """The model, if it is made, and a loss that has tensors of its own (class weights)."""
+        if not any(p.is_meta for p in self.model.parameters()):
+            self.model.to(device)
+        self.move_loss_to(device)
+
+    def move_loss_to(self, device: torch.device) -> None:
         if isinstance(self.loss_fn, nn.Module):
             self.loss_fn.to(device)
 

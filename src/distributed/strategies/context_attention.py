@@ -1,0 +1,188 @@
+"""Attention of one rank's part of a sequence over the whole of it: the queries stay, keys and values are gathered."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from distributed.core.errors import PlanError
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class SequencePart:
+    """The part of a sequence that a rank of a group has, while a block runs on it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self._at = dist.get_rank(group)
+        self._length = 0  # outside of a block
+
+    @contextmanager
+    def running(self, length: int) -> Iterator[None]:
+        """While a block runs on this many positions, it attends to those of all ranks."""
+        before, self._length = self._length, length
+        try:
+            with _SharedAttention(self):
+                yield
+        finally:
+            self._length = before
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        length = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self._at * length, length)
+
+    def gather_output(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """The whole, for what every rank then computes alike."""
+        whole: torch.Tensor = _GatherSame.apply(part, dim, self.group)
+        return whole
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """scaled_dot_product_attention of this rank's queries over the keys and values of all ranks."""
+        more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        if not self._length or query.shape[-2] != self._length:  # not along the sequence
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **more)
+        if attn_mask is not None:
+            attn_mask = self._rows(attn_mask)
+        if key.shape[-2] != self._length:  # the keys of another sequence, which is whole
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **more)
+        dtype = autocast_dtype(query)
+        if dtype is not None:
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        key, value = (_GatherSum.apply(part, part.dim() - 2, self.group) for part in (key, value))
+        if not is_causal:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, **more)
+        seen = self._length * (self._at + 1)
+        key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
+        if self._at == 0:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, **more)
+        if _has_flash(query, key, value, dropout_p, enable_gqa):
+            flash = torch.ops.aten._scaled_dot_product_flash_attention  # causal from the last position backwards
+            attended: torch.Tensor = flash(query, key, value, dropout_p, True, False, scale=scale)[0]
+            return attended
+        rows = torch.arange(seen - self._length, seen, device=query.device)
+        mask = rows[:, None] >= torch.arange(seen, device=query.device)
+        return F.scaled_dot_product_attention(query, key, value, mask, **more)
+
+    def multihead_forward(self, attention: nn.MultiheadAttention, inner: str) -> Callable[..., Any]:
+        """A forward for torch's own module, whose own is the attribute `inner`.
+
+        It checks its masks against the keys that it is given, so it is given those of all ranks.
+        """
+        signature = inspect.signature(attention.forward)
+
+        def forward(attention: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            query, key, value = (given.arguments[name] for name in ("query", "key", "value"))
+            dim = 1 if attention.batch_first and query.dim() == 3 else 0
+            if not self._length or query.shape[dim] != self._length:
+                return getattr(attention, inner)(*args, **kwargs)
+            if key.shape[dim] == self._length:
+                keys = _GatherSum.apply(key, dim, self.group)
+                values = keys if value is key else _GatherSum.apply(value, dim, self.group)
+                given.arguments.update(key=keys, value=values)
+            mask = given.arguments.get("attn_mask")
+            if mask is not None:
+                given.arguments.update(attn_mask=self._rows(mask), is_causal=False)
+            with self.running(0):
+                return getattr(attention, inner)(*given.args, **given.kwargs)
+
+        return forward
+
+    def refusal(self, why: str) -> PlanError:
+        return PlanError(
+            f"context_parallel={self.size} does not fit this model: on a shared sequence it computes something else",
+            why=f"{why}. Its blocks may count positions themselves, or attend without scaled_dot_product_attention",
+            do="compute positions before the blocks and attend with torch's scaled_dot_product_attention "
+            "(attn_implementation='sdpa'), or set context_parallel=1",
+        )
+
+    def _rows(self, mask: torch.Tensor) -> torch.Tensor:
+        """Of a mask of queries by keys, the rows of this rank's queries."""
+        whole = self._length * self.size
+        if mask.dim() < 2 or mask.shape[-2] == 1:
+            return mask
+        if mask.shape[-2] != whole:
+            raise self.refusal(f"a mask in a block has {mask.shape[-2]} rows, for a sequence of {whole} positions")
+        return self.of(mask, mask.dim() - 2)
+
+
+class _SharedAttention(TorchFunctionMode):
+    def __init__(self, part: SequencePart) -> None:
+        super().__init__()
+        self._part = part
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._part.attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _GatherSame(torch.autograd.Function):
+    """The parts of all ranks, for what every rank computes alike: the gradient is the own part's, times the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(part, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        size = dist.get_world_size(ctx.group)
+        length = gradient.shape[ctx.dim] // size
+        return gradient.narrow(ctx.dim, dist.get_rank(ctx.group) * length, length) * size, None, None
+
+
+class _GatherSum(torch.autograd.Function):
+    """The parts of all ranks, for what every rank uses in its own way: the gradient is the sum of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gather(part, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size(ctx.group), ctx.dim)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts, group=ctx.group)
+        return own, None, None
+
+
+def _gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part, group=group)
+    return torch.cat(parts, dim)
+
+
+def _has_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, enable_gqa: bool) -> bool:
+    """Whether there is a kernel that needs no mask in memory for fewer queries than keys."""
+    if q.device.type != "cuda" or q.dtype not in HALF or q.shape[-1] % 8 or q.dim() != 4:
+        return False
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, dropout_p, False, enable_gqa)
+    return torch.backends.cuda.can_use_flash_attention(parameters)
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

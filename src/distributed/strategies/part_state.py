@@ -1,0 +1,185 @@
+"""PartState: the state of a model that the ranks hold in parts, by the names of the whole one.
+
+What every rank has whole is a tensor in it, as it is for a model that is replicated. What only some have, or have a
+part of, is a Portion; every rank's tree has the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributed.core.errors import CheckpointError
+from distributed.runtime.portions import Box, Portion
+from distributed.strategies.layout import Layout
+
+StateTree = dict[str, Any]
+
+
+@dataclass
+class PartState:
+    """Reads and writes the tensors of one rank."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    layout: Layout
+    names: Collection[str]  # of the whole model's tensors that are saved
+    groups: list[list[str]]  # of the whole optimizer's parameters, by their names
+    is_plain: Callable[[str], bool]  # whether every rank has all of a tensor
+    stores: Callable[[str], bool]  # whether this rank writes what it has of one
+    owns: Callable[[str], bool] = lambda name: True  # whether this rank has the optimizer's state of a parameter
+    splits_optimizer: bool = False  # whether ranks that have a parameter may not have its state
+
+    def state(self) -> StateTree:
+        return {"model": self._model(), "optimizer": self._optimizer()}
+
+    def load(self, tree: StateTree) -> None:
+        live = self._live()
+        self._check_names(tree["model"])
+        with torch.no_grad():
+            for name, value in tree["model"].items():
+                if self.layout.is_here(name):
+                    self._fill(name, value, live[name])
+        if "optimizer" in tree:
+            self._load_optimizer(tree["optimizer"])
+
+    def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+        """Of a tensor in a checkpoint, what this rank needs; None: all of it."""
+        kind, _, path = name.partition("/")
+        if kind == "model":
+            return None if path not in self.layout or self.is_plain(path) else self.layout.boxes(path)
+        if not name.startswith("optimizer/state/"):
+            return None
+        parameter, _, _ = path.removeprefix("state/").rpartition("/")
+        if parameter not in self.layout:
+            return None
+        if not self.layout.is_here(parameter) or not self.owns(parameter):
+            return ()
+        return self.layout.boxes(parameter) if shape == self.layout.shape(parameter) else None
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        return parameters | dict(self.module.named_buffers(remove_duplicate=False))
+
+    def _model(self) -> dict[str, Any]:
+        live = self._live()
+        made: dict[str, Portion] = {}  # a tied weight is one tensor under several names
+
+        def value(name: str) -> torch.Tensor | Portion:
+            if self.is_plain(name):
+                return live[name].detach()
+            first = self.layout.first_name(name)
+            if first not in made:
+                made[first] = self._portion(name, live.get(name))
+            return made[first]
+
+        return {name: value(name) for name in self.names}
+
+    def _portion(self, name: str, tensor: torch.Tensor | None) -> Portion:
+        if tensor is None or not self.layout.is_here(name):
+            return self.layout.portion(name, None)
+        found = self.layout.portion(name, tensor.detach())
+        return Portion(found.shape, found.dtype, found.pieces, found.stores and self.stores(name))
+
+    def _optimizer(self) -> StateTree:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        held = {names[id(parameter)]: values for parameter, values in self.optimizer.state.items()}
+        example = next(iter(held.items()), None)
+        state = {}
+        for name in (name for group in self.groups for name in group):
+            if name in held:
+                state[name] = {key: self._state_value(name, value) for key, value in held[name].items()}
+            elif example is not None and not (self.layout.is_here(name) and self.owns(name)):
+                state[name] = {key: self._elsewhere(name, *example, key) for key in example[1]}
+        plain = self.optimizer.state_dict()["param_groups"]
+        options = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")} for group in plain
+        ]
+        groups = [option | {"params": list(members)} for option, members in zip(options, self.groups, strict=True)]
+        return {"state": state, "param_groups": groups}
+
+    def _state_value(self, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_shaped = _whole_shape(value) == self._local_shape(name)
+        if is_shaped and (not self.is_plain(name) or self.splits_optimizer):
+            found = self.layout.portion(name, value)
+            return Portion(found.shape, found.dtype, found.pieces, found.stores and self._stores_state(name))
+        if self.is_plain(name) and not self.splits_optimizer:
+            return value
+        box = tuple((0, length) for length in value.shape)
+        return Portion(tuple(value.shape), value.dtype, ((box, value),), self._stores_scalar(name))
+
+    def _stores_state(self, name: str) -> bool:
+        return self.layout.stores(name) and (self.splits_optimizer or self.stores(name))
+
+    def _stores_scalar(self, name: str) -> bool:
+        """A number of a parameter that several ranks have parts of: the first of them writes it."""
+        boxes = self.layout.boxes(name)
+        return self._stores_state(name) and bool(boxes) and all(start == 0 for start, _ in boxes[0])
+
+    def _elsewhere(self, name: str, example_name: str, example: Mapping[str, Any], key: str) -> Any:
+        """What another rank has for a parameter, by what this one has for one of its own."""
+        value = example[key]
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_shaped = _whole_shape(value) == self._local_shape(example_name)
+        return Portion(self.layout.shape(name) if is_shaped else tuple(value.shape), value.dtype, (), False)
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        return _whole_shape(self.module.get_parameter(name))
+
+    def _load_optimizer(self, tree: StateTree) -> None:
+        saved = [name for group in tree["param_groups"] for name in group["params"]]
+        own = [name for group in self.groups for name in group]
+        missing = sorted(set(saved) ^ set(own))
+        if missing or len(tree["param_groups"]) != len(self.groups):
+            raise CheckpointError(
+                "the optimizer of the checkpoint is over other parameters than this one",
+                why=f"differing: {', '.join(missing[:5])}" if missing else "they are grouped otherwise",
+                do="pass the optimizer that was trained with, or import the weights alone",
+            )
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        mine = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+        positions = {name: index for index, name in enumerate(mine)}
+        state = {}
+        for name, index in positions.items():
+            if name in tree["state"] and self.owns(name):
+                state[index] = {key: self._local_value(name, value) for key, value in tree["state"][name].items()}
+        groups = [
+            {key: value for key, value in stored.items() if key != "params"} | {"params": group["params"]}
+            for group, stored in zip(self.optimizer.state_dict()["param_groups"], tree["param_groups"], strict=True)
+        ]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _local_value(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Portion):
+            return value
+        if value.shape != self.layout.shape(name):
+            return value.pieces[0][1]
+        local = torch.empty_like(self.module.get_parameter(name), dtype=value.dtype, requires_grad=False)
+        with torch.no_grad():
+            self.layout.take_portion(name, value, local)
+        return local
+
+    def _fill(self, name: str, value: torch.Tensor | Portion, target: torch.Tensor) -> None:
+        if isinstance(value, Portion):
+            self.layout.take_portion(name, value, target)
+        else:
+            target.copy_(value)
+
+    def _check_names(self, saved: Mapping[str, Any]) -> None:
+        differing = sorted(set(saved) ^ set(self.names))
+        if differing:
+            raise CheckpointError(
+                "the checkpoint is of another model", why=f"differing: {', '.join(differing[:5])}", do="pass that model"
+            )
+
+
+def _whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a DTensor, over all ranks that it is sharded over."""
+    return tuple(tensor.shape)

@@ -1,0 +1,232 @@
+"""Parts: a model made ready for a mesh in which no rank holds all of it, and what its gradients still need.
+
+The order matters. Layers are cut before anything is patched around them; what is computed again in the backward pass
+includes the collectives in it; a stage is cut out of blocks that are complete; sharding comes last, and memory only for
+what is left on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from distributed.core.errors import TaskError
+from distributed.core.plan import Plan
+from distributed.runtime.session import Session
+from distributed.strategies.block_compile import compile_blocks
+from distributed.strategies.blocks import find_blocks
+from distributed.strategies.context_parallel import ContextParallel
+from distributed.strategies.fully_sharded import accumulate, shard
+from distributed.strategies.gradient_norm import GradientNorm
+from distributed.strategies.gradient_sums import mean_gradients
+from distributed.strategies.layout import Layout
+from distributed.strategies.materialize import is_meta, materialize, send_weights
+from distributed.strategies.mesh_groups import MeshGroups
+from distributed.strategies.part_state import PartState
+from distributed.strategies.pipeline import Pipeline
+from distributed.strategies.recompute import recompute, undo_recompute
+from distributed.strategies.sharded_optimizer import ShardedOptimizer
+from distributed.strategies.tensor_parallel import TensorParallel
+from distributed.strategies.tensor_plans import find_styles, styles_from
+
+_IN_PARTS = "_distributed_in_parts"
+
+
+class Parts:
+    """Of one rank. Made of the whole model, in place."""
+
+    def __init__(self, module: nn.Module, plan: Plan, session: Session) -> None:
+        spec, device = plan.mesh, session.device
+        _refuse_twice(module)
+        self.module = module
+        self.layout = Layout(module)
+        self.names = list(module.state_dict())
+        self.is_fsdp = plan.shard.is_fsdp and (spec.dp_shard > 1 or plan.shard.cpu_offload)
+        self.groups = MeshGroups(spec, session.rank, device.type, shards=self.is_fsdp)
+        self.tensor: TensorParallel | None = None
+        self.context: ContextParallel | None = None
+        self.pipeline: Pipeline | None = None
+        is_made = not is_meta(module)
+        if is_made and session.world_size > 1:
+            send_weights(module, None, device)
+        self._cut_layers(plan)
+        self._share_sequences(plan)
+        prepare_blocks(module, plan)
+        self._cut_stages(plan, device)
+        if is_made:
+            _move(module, device)
+        if self.is_fsdp:
+            self._shard(plan, device)
+        if not is_made:
+            make(module, plan, session, self.layout)
+        place = self.groups.place
+        # Of the ranks that share the work on the same samples, the last stage's first one has the loss of all.
+        self.counts = place["cp"] == place["tp"] == 0 and place["pp"] == spec.pp - 1
+        self._norm: GradientNorm | None = None
+        self._shared: ShardedOptimizer | None = None
+
+    def _cut_layers(self, plan: Plan) -> None:
+        group = self.groups.group("tp")
+        if group is not None:
+            degree, asked = plan.mesh.tp, dict(plan.tensor.styles)
+            styles = styles_from(asked, self.module, degree) if asked else find_styles(self.module, degree)
+            self.tensor = TensorParallel(self.module, self.layout, group, styles, sequence=plan.tensor.sequence)
+
+    def _share_sequences(self, plan: Plan) -> None:
+        group = self.groups.group("cp")
+        if group is not None:
+            self.context = ContextParallel(self.module, group)
+
+    def _cut_stages(self, plan: Plan, device: torch.device) -> None:
+        group = self.groups.group("pp")
+        if group is not None:
+            self.pipeline = Pipeline(
+                self.module,
+                self.layout,
+                group=group,
+                schedule=plan.pipeline.schedule,
+                microbatches=plan.batch.accumulation,
+                device=device,
+            )
+
+    def _shard(self, plan: Plan, device: torch.device) -> None:
+        shard(
+            self.module,
+            self.layout,
+            self.groups.data,
+            blocks=find_blocks(self.module, plan.shard.blocks),
+            reshard_after_forward=plan.shard.kind == "full" and self.pipeline is None,
+            precision=plan.precision.kind,
+            cpu_offload=plan.shard.cpu_offload,
+            device=device,
+            roots=self.pipeline.stages if self.pipeline is not None else (),
+        )
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are here and trained."""
+        found = self.module.named_parameters()
+        return {name: p for name, p in found if p.requires_grad and self.layout.is_here(name)}
+
+    def synchronize(self, is_last: bool) -> None:
+        """Before the backward pass of a micro-batch: whether it is the one whose gradients are reduced."""
+        if self.is_fsdp and self.pipeline is None:
+            accumulate([self.module], is_last)
+
+    def finish_gradients(self) -> None:
+        """After the last backward pass of a step: what no hook has reduced."""
+        parameters = self.parameters
+        if self.pipeline is not None:
+            self.pipeline.finish_gradients()
+            if not self.is_fsdp:
+                for group in self.groups.data_groups:
+                    mean_gradients(parameters.values(), group)
+        if self.context is not None:
+            self.context.finish_gradients(parameters)
+        if self.tensor is not None:
+            self.tensor.finish_gradients(parameters)
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks with the same part of the model and other samples, where DDP averages their gradients."""
+        is_hooked = not self.is_fsdp and self.pipeline is None
+        return self.groups.group("dp_replicate") if is_hooked else None
+
+    def share_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer | torch.optim.Optimizer:
+        """What steps for it, where each rank keeps the state of some parameters only."""
+        group = self.groups.group("dp_replicate")
+        if group is None:
+            return optimizer
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self._shared = ShardedOptimizer(optimizer, names, group, self.layout)
+        return self._shared
+
+    def state_of(self, optimizer: torch.optim.Optimizer, groups: list[list[str]], saved: set[str] | None) -> PartState:
+        """`saved`: the names of the tensors that a checkpoint holds; None: all."""
+        return PartState(
+            self.module,
+            optimizer,
+            self.layout,
+            [name for name in self.names if saved is None or name in saved],
+            groups,
+            self.is_plain,
+            self.stores,
+            self._shared.owns if self._shared is not None else lambda name: True,
+            self._shared is not None,
+        )
+
+    @property
+    def norm(self) -> GradientNorm:
+        """Over all ranks."""
+        if self._norm is None:
+            world = dist.group.WORLD if dist.is_initialized() else None
+            self._norm = GradientNorm(self.parameters, self.layout, self._copies, world)
+        return self._norm
+
+    def _copies(self, name: str) -> int:
+        """How many ranks have the same elements of a tensor."""
+        spec = self.groups.spec
+        copies = spec.world_size // spec.pp
+        if self.layout.cut_of(name) is not None:
+            copies //= spec.tp
+        if self.is_fsdp:
+            copies //= spec.dp_shard
+        if self.pipeline is not None and any(name in names for names in self.pipeline.shared):
+            copies *= 2
+        return copies
+
+    def is_plain(self, name: str) -> bool:
+        """Whether every rank has all of a tensor."""
+        return self.groups.spec.pp == 1 and self.layout.is_whole(name)
+
+    def stores(self, name: str) -> bool:
+        """Of the ranks that have the same of a tensor, whether it is this one that writes it."""
+        place = self.groups.place
+        is_first = place["cp"] == 0 and (place["tp"] == 0 or self.layout.cut_of(name) is not None)
+        is_sharded = self.layout.is_sharded(name)
+        return is_first and (is_sharded or place["dp_replicate"] == place["dp_shard"] == 0)
+
+    def reshard(self) -> None:
+        """Parameters that an evaluation has gathered, back to this rank's rows."""
+        roots = self.pipeline.stages if self.pipeline is not None else [self.module]
+        for module in (m for root in roots for m in root.modules() if isinstance(m, FSDPModule)):
+            module.reshard()
+
+
+def make(module: nn.Module, plan: Plan, session: Session, layout: Layout | None = None) -> None:
+    """Memory and first values for a model without; they are the same whatever the mesh."""
+    layout = layout or Layout(module)
+    on = torch.device("cpu") if plan.shard.cpu_offload else session.device
+    materialize(module, layout, session.device, plan.seed, parameters_on=on)
+
+
+def prepare_blocks(module: nn.Module, plan: Plan) -> Callable[[], None]:
+    """What is done to each block whatever the mesh; returns what undoes it."""
+    memory, wanted = plan.memory, plan.shard.blocks
+    if memory.recompute:
+        recompute(module, memory.recompute, memory.recompute_every, wanted)
+    if memory.compile:
+        compile_blocks(module, wanted, memory.compile_mode or None)
+    return partial(undo_recompute, module)
+
+
+def _refuse_twice(module: nn.Module) -> None:
+    if module.__dict__.get(_IN_PARTS):
+        raise TaskError(
+            "an earlier fit has cut this model into parts",
+            why="each rank holds a part of it only, which cannot be cut again",
+            do="make the model anew, and resume from the checkpoint of that fit",
+        )
+    module.__dict__[_IN_PARTS] = True
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """What is here; what is on other ranks has no memory to move."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)

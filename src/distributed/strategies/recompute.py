@@ -1,0 +1,115 @@
+"""Recomputation: a block keeps its input instead of its activations, and runs again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from distributed.core.errors import PlanError
+from distributed.strategies.blocks import find_blocks
+
+_INNER = "_forward_to_recompute"
+_KIND = "_recompute_kind"
+_MATMULS = ("mm", "addmm")
+_KEPT = (
+    "bmm",
+    "baddbmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+
+
+def recompute(module: nn.Module, kind: str, every: int = 1, blocks: Sequence[str] = ()) -> list[str]:
+    """Run blocks again in the backward pass, in place; returns the paths of those blocks.
+
+    "full" keeps only the input of every n-th block. "selective" also keeps what is costly to compute in it: the results
+    of attention and batched products, and of every second plain matrix product; all else is computed again.
+
+    >>> recompute(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), "full", every=2)
+    ['0', '2']
+    """
+    if kind not in ("full", "selective"):
+        raise PlanError(f"recompute is {kind!r}, which is not known", do="choose 'full' or 'selective'")
+    if every < 1:
+        raise PlanError(f"recompute_every is {every}", why="it counts blocks", do="set it to 1 or more")
+    paths = find_blocks(module, blocks)
+    if not paths:
+        raise PlanError(
+            "the model has no blocks to recompute",
+            why="it holds no list of two or more modules of one class",
+            do="name them with wrap_blocks, or set recompute=none",
+        )
+    for path in paths[::every]:
+        block = module.get_submodule(path)
+        if _INNER not in block.__dict__:
+            setattr(block, _INNER, block.forward)
+            block.forward = MethodType(_forward, block)  # type: ignore[method-assign]
+        setattr(block, _KIND, kind)
+    return paths[::every]
+
+
+def undo_recompute(module: nn.Module) -> None:
+    """Give every block its own forward back."""
+    for block in module.modules():
+        if _INNER in block.__dict__:
+            restore_forward(block, "forward", block.__dict__.pop(_INNER))
+            delattr(block, _KIND)
+
+
+def forward_name(block: nn.Module) -> str:
+    """The attribute to patch for what a block computes, so that it is patched when it runs again, too."""
+    return _INNER if _INNER in block.__dict__ else "forward"
+
+
+def restore_forward(block: nn.Module, name: str, before: Callable[..., Any]) -> None:
+    """Put a block's forward back; where it was the one of its class, nothing is left on the block."""
+    is_of_class = getattr(before, "__func__", None) is type(block).forward
+    if is_of_class and name == "forward":
+        block.__dict__.pop(name, None)
+    else:
+        setattr(block, name, before)
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments without a cache of keys and values, which a second run would fill twice; training reads none."""
+    args = tuple(None if _is_cache(value) else value for value in args)
+    return args, {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    inner: Callable[..., Any] = getattr(self, _INNER)
+    if not (self.training and torch.is_grad_enabled()):
+        return inner(*args, **kwargs)
+    args, kwargs = without_caches(args, kwargs)
+    if getattr(self, _KIND) == "full":
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+    return checkpoint(inner, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    """The two modes of one block's two runs; matrix products are counted in each, so that both keep the same ones."""
+    return create_selective_checkpoint_contexts(partial(_policy, {False: 0, True: 0}))
+
+
+def _policy(seen: dict[bool, int], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().partition("::")[2].partition(".")[0] if isinstance(op, torch._ops.OpOverload) else ""
+    if name in _MATMULS:
+        seen[ctx.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,356 @@
+"""Tensor parallelism: each rank of a group has slices of a model's parameters, and computes a part of its layers.
+
+The parameters are replaced in place by plain ones of this rank's size, under the same names, and the forwards of single
+modules get the collectives, so that what is put on top of a model does not see a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from distributed.core.errors import PlanError
+from distributed.strategies.blocks import main_stack
+from distributed.strategies.layout import Cut, Layout
+from distributed.strategies.tensor_attention import HeadShare, Region, TorchAttention
+from distributed.strategies.tensor_collectives import copy_to, gather_from, reduce_from, scatter_to
+from distributed.strategies.tensor_plans import COLUMNS, Style, core_of, features, heads_of, is_lora, is_transposed
+
+
+class TensorParallel:
+    """Slices a model, whose parameters may be on the meta device, and puts the collectives into its forwards.
+
+    With `sequence`, activations between the cut layers of the largest stack of blocks are shards of the sequence.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        styles: Mapping[str, Style],
+        *,
+        sequence: bool = False,
+    ) -> None:
+        self._module, self._group, self._styles = module, group, dict(styles)
+        self._rank, self._degree = dist.get_rank(group), dist.get_world_size(group)
+        self._stack = self._shared_stack() if sequence else None
+        self._sequence_dim = 1
+        if self._stack is not None:
+            within = module.get_submodule(self._stack).modules()
+            self._sequence_dim = int(all(m.batch_first for m in within if isinstance(m, nn.MultiheadAttention)))
+        self._heads = {path: heads_of(module, path, styles) for path, style in styles.items() if style == "heads"}
+        self._widths = {path: self._input_width(path) for path in self._heads}
+        cuts = self._find_cuts()
+        self.partial = self._find_partial(set(cuts))
+        shapes = {name: layout.shape(name) for name in cuts}
+        self._slice(layout, cuts)
+        self._install({name: (shapes[name], cut) for name, cut in cuts.items()})
+
+    def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum over the group the gradients that are only a part; once, after the last backward of a step."""
+        found: dict[torch.dtype, list[torch.Tensor]] = {}
+        for name in self.partial:
+            grad = parameters[name].grad if name in parameters else None
+            if grad is not None:
+                local = grad.to_local() if hasattr(grad, "to_local") else grad
+                found.setdefault(local.dtype, []).append(local)
+        for grads in found.values():
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            dist.all_reduce(flat, group=self._group)
+            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(total.view_as(grad))
+
+    def _shared_stack(self) -> str:
+        stack = main_stack(self._module)
+        if stack is None:
+            raise PlanError(
+                "sequence parallelism needs a stack of blocks",
+                why=f"{type(self._module).__name__} has no list of two or more modules of one class",
+                do="leave sequence_parallel out",
+            )
+        for name, block in self._module.get_submodule(stack).named_children():
+            path = f"{stack}.{name}" if stack else name
+            why = self._why_whole(path, block)
+            if why:
+                do = "leave sequence_parallel out"
+                raise PlanError(
+                    f"block {path} ({type(block).__name__}) cannot run on shards of a sequence", why=why, do=do
+                )
+        return stack
+
+    def _why_whole(self, path: str, block: nn.Module) -> str:
+        """Why a block needs the whole sequence; empty if only its attention does, which gets it."""
+        if self._styles.get(path) == "heads":
+            return "its attention, which needs the whole sequence, is not a module of its own"
+        within = [style for at, style in self._styles.items() if at.startswith(f"{path}.")]
+        if not {"heads", "attention"} & set(within):
+            return "no attention of it has a plan, and one that sees only a shard would not be the same"
+        mixing = [name for name, m in block.named_modules() if isinstance(m, _ConvNd | _BatchNorm)]
+        return f"{mixing[0]} takes more than one position of the sequence together" if mixing else ""
+
+    def _is_shared(self, path: str) -> bool:
+        """Whether activations around this module are shards of a sequence."""
+        return self._stack is not None and (not self._stack or path.startswith(f"{self._stack}."))
+
+    def _input_width(self, path: str) -> int:
+        columns = [at for at, style in self._styles.items() if style in COLUMNS and at.rpartition(".")[0] == path]
+        core = core_of(self._module.get_submodule(columns[0]))
+        assert core is not None
+        return features(core)[0]
+
+    def _find_cuts(self) -> dict[str, Cut]:
+        """Of every parameter that is cut, by each of its names."""
+        cuts: dict[str, Cut] = {}
+        for path, style in self._styles.items():
+            m = self._module.get_submodule(path)
+            found = {f"{path}.{name}": cut for name, cut in self._cuts_of(path, m, style).items()}
+            cuts.update({name: cut for name, cut in found.items() if _parameter(self._module, name) is not None})
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for tied in names.values():
+            wanted = {cuts[name] for name in tied if name in cuts}
+            if len(wanted) > 1:
+                raise PlanError(
+                    f"{' and '.join(tied)} are one parameter, but their styles cut it in different ways",
+                    do="give them styles that cut it alike, such as 'vocabulary' and 'column_gather'",
+                )
+            cuts.update({name: cut for name in tied for cut in wanted})
+        return cuts
+
+    def _cuts_of(self, path: str, m: nn.Module, style: Style) -> dict[str, Cut]:
+        if style == "vocabulary":
+            assert isinstance(m, nn.Embedding)
+            return {"weight": self._cut(0, (m.num_embeddings,))}
+        if isinstance(m, nn.MultiheadAttention):
+            thirds = self._cut(0, (m.embed_dim,) * 3)
+            single = self._cut(0, (m.embed_dim,))
+            separate = {f"{x}_proj_weight": single for x in "qkv"}
+            return {
+                "in_proj_weight": thirds,
+                "in_proj_bias": thirds,
+                **separate,
+                "out_proj.weight": self._cut(1, (m.embed_dim,)),
+            }
+        core = core_of(m)
+        if core is None or style in ("heads", "partial"):
+            return {}
+        inputs, outputs = features(core)
+        prefix = "base_layer." if is_lora(m) else ""
+        adapters = list(m.lora_A) if is_lora(m) else []  # type: ignore[arg-type]
+        if style == "row":
+            return {
+                f"{prefix}weight": self._cut(0 if is_transposed(core) else 1, (inputs,)),
+                **{f"lora_A.{name}.weight": self._cut(1, (inputs,)) for name in adapters},
+            }
+        parts: tuple[int, ...] = (outputs,)
+        if style == "fused_gate_column":
+            parts = (outputs // 2,) * 2
+        elif style == "fused_qkv_column":
+            heads = self._heads.get(path.rpartition(".")[0])
+            parts = (outputs // 3,) * 3 if heads is None else heads.parts
+        return {
+            f"{prefix}weight": self._cut(1 if is_transposed(core) else 0, parts),
+            f"{prefix}bias": self._cut(0, parts),
+            **{f"lora_B.{name}.weight": self._cut(0, parts) for name in adapters},
+            **{f"lora_B.{name}.bias": self._cut(0, parts) for name in adapters},
+        }
+
+    def _cut(self, dim: int, parts: tuple[int, ...]) -> Cut:
+        """This rank's share of each of the parts that lie one after the other."""
+        ranges, start = [], 0
+        for length in parts:
+            share = length // self._degree
+            ranges.append((start + self._rank * share, start + (self._rank + 1) * share))
+            start += length
+        return Cut(dim, tuple(ranges))
+
+    def _find_partial(self, cut: set[str]) -> list[str]:
+        """Names of whole parameters that see only a share: of a sequence, the heads or a LoRA layer's width."""
+        shares = {path: style for path, style in self._styles.items() if style == "partial"}
+        for path, style in self._styles.items():
+            if is_lora(self._module.get_submodule(path)):
+                shares[f"{path}.{'lora_B' if style == 'row' else 'lora_A'}"] = style
+        return [
+            name
+            for name, _ in self._module.named_parameters()
+            if name not in cut and (self._is_shared(name) or any(name.startswith(f"{path}.") for path in shares))
+        ]
+
+    def _slice(self, layout: Layout, cuts: Mapping[str, Cut]) -> None:
+        made: dict[int, nn.Parameter] = {}
+        whole = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, cut in cuts.items():
+            parameter = whole[name]
+            layout.cut(name, cut)
+            if id(parameter) not in made:
+                part = layout.take(name, parameter.detach())
+                made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            holder, _, leaf = name.rpartition(".")
+            self._module.get_submodule(holder)._parameters[leaf] = made[id(parameter)]
+
+    def _install(self, cuts: Mapping[str, tuple[tuple[int, ...], Cut]]) -> None:
+        regions: dict[str, Region] = {}
+        for path, style in self._styles.items():
+            if style not in COLUMNS and style != "heads":
+                continue
+            parent = path if style == "heads" else path.rpartition(".")[0]
+            columns = [at for at, s in self._styles.items() if s in COLUMNS and at.rpartition(".")[0] == parent]
+            regions.setdefault(parent, Region(self._group, self._dim_at(path), len(columns)))
+        settled: dict[Any, Any] = {}
+        for path, style in self._styles.items():
+            m = self._module.get_submodule(path)
+            region = regions.get(path.rpartition(".")[0]) or Region(self._group, self._dim_at(path), 1)
+            if style in COLUMNS:
+                _install_column(m, region)
+            elif style == "row":
+                _install_row(m, region)
+            elif style == "column_gather":
+                _install_gathered(m, self._group)
+            elif style == "vocabulary":
+                _install_vocabulary(m, self._group)
+            elif style == "attention":
+                assert isinstance(m, nn.MultiheadAttention)
+                m.forward = TorchAttention(m, region)  # type: ignore[method-assign]
+            elif style == "heads":
+                heads = self._heads[path]
+                assert heads is not None
+                own = {name[len(path) + 1 :]: cut for name, cut in cuts.items() if name.startswith(f"{path}.")}
+                has_output = any(s == "row" and at.startswith(f"{path}.") for at, s in self._styles.items())
+                m.forward = HeadShare(  # type: ignore[method-assign]
+                    path, m, heads, self._widths[path], regions[path], own, has_output, settled
+                )
+        for m in self._module.modules():  # these have a fast path that reads weights as if they were whole
+            if isinstance(m, nn.TransformerEncoderLayer):
+                m.activation_relu_or_gelu = 0
+            elif isinstance(m, nn.TransformerEncoder):
+                m.use_nested_tensor = False
+        if self._stack is not None:
+            blocks = list(self._module.get_submodule(self._stack).children())
+            _install_entry(blocks[0], self._sequence_dim, self._group)
+            _install_exit(blocks[-1], self._sequence_dim, self._group)
+
+    def _dim_at(self, path: str) -> int | None:
+        return self._sequence_dim if self._is_shared(path) else None
+
+
+def _install_column(m: nn.Module, region: Region) -> None:
+    forward = _forward_of(m, with_bias=True)
+
+    def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(region.enter(x), *args, **kwargs)
+
+    m.forward = column  # type: ignore[method-assign]
+
+
+def _install_row(m: nn.Module, region: Region) -> None:
+    core = core_of(m)
+    assert core is not None
+    forward = _forward_of(m, with_bias=False)  # it is added once, to the sum
+
+    def row(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        total = region.leave(forward(x, *args, **kwargs))
+        bias: Any = core.bias
+        return total if bias is None else total + bias.to(total.dtype)
+
+    m.forward = row  # type: ignore[method-assign]
+
+
+def _install_gathered(m: nn.Module, group: dist.ProcessGroup) -> None:
+    forward = _forward_of(m, with_bias=True)
+
+    def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return gather_from(forward(copy_to(x, group), *args, **kwargs), -1, group)
+
+    m.forward = column  # type: ignore[method-assign]
+
+
+def _forward_of(m: nn.Module, *, with_bias: bool) -> Callable[..., Any]:
+    """The forward of a linear layer, or of a LoRA layer around it, by the sizes of the weights that it then has."""
+    core = core_of(m)
+    assert core is not None
+    is_turned = is_transposed(core)
+    if with_bias and not is_turned:
+        return m.forward
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        weight: Any = core.weight
+        bias: Any = core.bias
+        return F.linear(x, weight.t() if is_turned else weight, bias if with_bias else None)
+
+    if core is m:
+        return multiply
+    core.forward = multiply  # type: ignore[method-assign]
+    return m.forward
+
+
+def _install_vocabulary(m: nn.Module, group: dist.ProcessGroup) -> None:
+    assert isinstance(m, nn.Embedding)
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    rows = m.num_embeddings // (last + 1)
+    padding = None if m.padding_idx is None or m.padding_idx // rows != rank else m.padding_idx % rows
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        here = ids - rank * rows
+        # what no rank has is out of range on the first or the last
+        elsewhere = ((here < 0) & (rank > 0)) | ((here >= rows) & (rank < last))
+        found = F.embedding(here.masked_fill(elsewhere, 0), m.weight, padding)
+        return reduce_from(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
+
+    m.forward = embed  # type: ignore[method-assign,assignment]
+
+
+def _install_entry(block: nn.Module, dim: int, group: dist.ProcessGroup) -> None:
+    """The first block of a stack takes this rank's shard of the sequence."""
+    forward: Callable[..., Any] = block.forward
+    degree = dist.get_world_size(group)
+
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        values = [*args, *kwargs.values()]
+        found = [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 2]
+        if not found:
+            raise PlanError(
+                f"the first block ({type(block).__name__}) has no sequence to share out",
+                why="none of its arguments is a tensor of at least three dimensions",
+                do="leave sequence_parallel out",
+            )
+        whole = found[0]
+        if whole.shape[dim] % degree:
+            raise PlanError(
+                f"a sequence of {whole.shape[dim]} does not divide by a tensor-parallel degree of {degree}",
+                why="with sequence_parallel each rank has an equal shard of it",
+                do=f"pad sequences to a multiple of {degree}, or leave sequence_parallel out",
+            )
+        shard = scatter_to(whole, dim, group)
+        return forward(
+            *(shard if x is whole else x for x in args),
+            **{name: shard if x is whole else x for name, x in kwargs.items()},
+        )
+
+    block.forward = enter  # type: ignore[method-assign]
+
+
+def _install_exit(block: nn.Module, dim: int, group: dist.ProcessGroup) -> None:
+    """The last block of a stack gives the whole sequence."""
+    forward: Callable[..., Any] = block.forward
+
+    def leave(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if isinstance(output, tuple):
+            return (gather_from(output[0], dim, group), *output[1:])
+        return gather_from(output, dim, group)
+
+    block.forward = leave  # type: ignore[method-assign]
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    holder, _, leaf = name.rpartition(".")
+    return module.get_submodule(holder)._parameters.get(leaf)

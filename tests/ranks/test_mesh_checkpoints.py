@@ -1,0 +1,123 @@
+"""A checkpoint of any strategy loads under any other, on any number of ranks: bytes equal, and the next step's loss.
+
+Every strategy trains a few steps and saves. Then every strategy loads each of these, saves what it holds without a
+step in between, and takes one step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distributed.checkpoint.reading import load
+from distributed.checkpoint.restoring import restore
+from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.tree import flatten
+from distributed.core.config import DistributedConfig
+from distributed.core.env import WorkerEnv, worker_env
+from distributed.core.plan import Plan
+from distributed.data.loader import TrainLoader
+from distributed.data.source import read_source
+from distributed.planner.hardware import Hardware
+from distributed.planner.planning import JobProfile, make_plan
+from distributed.runtime.session import Session
+from distributed.strategies.torch_mesh import TorchMesh
+from distributed.testing import run_ranks
+from distributed.train.task import Task
+from tests.meshes import MESHES, make_data, make_model
+
+KINDS = ["one", "ddp", "fsdp", "zero1", "tp", "pp", "3d"]
+STEPS = 3
+
+
+def plan_for(mesh: str, env: WorkerEnv) -> Plan:
+    config = DistributedConfig(**MESHES[mesh].all_settings(), learning_rate=0.01)
+    profile = JobProfile(samples=40)
+    return make_plan(config, profile, Hardware(cpu_cores=2), run_dir="unused", world=env)
+
+
+class Rank:
+    """One rank with a strategy over a fresh model, as the loop uses it."""
+
+    def __init__(self, mesh: str) -> None:
+        env = worker_env() or WorkerEnv()
+        self.session = Session.open(env, device="cpu", collectives="gloo", timeout_s=60)
+        self.plan = plan_for(mesh, env)
+        self.session.data_rank = self.plan.mesh.data_rank(self.session.rank)
+        self.strategy = TorchMesh()
+        self.strategy.setup(Task(make_model(), nn.CrossEntropyLoss()), self.plan, self.session)
+        source = read_source(make_data(), "data")
+        self.loader = TrainLoader(source, self.plan.batch, self.session.data_rank, seed=0)
+
+    def step(self, number: int) -> float:
+        """One step on the same samples as every other strategy; the loss over all ranks."""
+        microbatches, _ = next(itertools.islice(self.loader.epoch(0, number), 0, 1))
+        loss = torch.tensor([float(self.strategy.train_step(microbatches).loss), 1.0]) * self.strategy.counts
+        total = self.session.sum("loss", loss)
+        return (total[0] / total[1]).item()
+
+    def save(self, folder: str, step: int) -> None:
+        saver = Saver(folder, self.session, asynchronous=False)
+        saver.save(step, self.strategy.state(), {}, {})
+        saver.close()
+
+    def load(self, folder: str) -> None:
+        strategy = self.strategy
+        restored = restore(folder, True, self.session, expected=strategy.state(), boxes=strategy.boxes)
+        assert restored is not None
+        assert not restored.report.missing
+        assert not restored.report.mismatched
+        strategy.load_state(restored.shared)
+
+
+def train_and_save(mesh: str, folder: str) -> float:
+    rank = Rank(mesh)
+    for number in range(STEPS):
+        rank.step(number)
+    rank.save(folder, STEPS)
+    return rank.step(STEPS)
+
+
+def load_all(mesh: str, root: str, sources: list[str]) -> list[float]:
+    losses = []
+    for source in sources:
+        rank = Rank(mesh)
+        rank.load(f"{root}/{source}")
+        rank.save(f"{root}/{source}-{mesh}", STEPS)
+        losses.append(rank.step(STEPS))
+    return losses
+
+
+def on_mesh(function: Any, mesh: str, *args: Any) -> Any:
+    if MESHES[mesh].ranks == 1:
+        return function(mesh, *args)
+    return run_ranks(function, MESHES[mesh].ranks, mesh, *args)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """A checkpoint of each strategy after the same steps, and the loss of its next step."""
+    root = tmp_path_factory.mktemp("saved")
+    return root, {mesh: on_mesh(train_and_save, mesh, str(root / mesh)) for mesh in KINDS}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return flatten(load(str(folder / f"step-{STEPS:06d}"), ranks=()).shared)[0]
+
+
+@pytest.mark.parametrize("mesh", KINDS)
+def test_every_strategy_loads_what_every_other_saved(mesh: str, saved: tuple[Path, dict[str, float]]) -> None:
+    root, next_losses = saved
+    found = on_mesh(load_all, mesh, str(root), KINDS)
+    for source, loss in zip(KINDS, found, strict=True):
+        before, after = tensors_of(root / source), tensors_of(root / f"{source}-{mesh}")
+        assert before.keys() == after.keys()
+        assert all(before[name].dtype == after[name].dtype for name in before)
+        differing = [name for name in before if not torch.equal(before[name], after[name])]
+        assert not differing, f"{source} -> {mesh}"
+        assert loss == pytest.approx(next_losses[source], rel=1e-5), f"{source} -> {mesh}"
