@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from distributed.checkpoint.reading import load
 from tests.meshes import MESHES, Trained, make_model, train
 
 STEPS = 25
@@ -49,3 +50,46 @@ def test_with_accumulation_and_clipping(mesh: str, one_process, tmp_path: Path) 
 @pytest.mark.parametrize("mesh", ["fsdp_grad_op", "zero1", "tp", "pp"])
 def test_with_tied_weights(mesh: str, one_process, tmp_path: Path) -> None:
     assert_same(train(mesh, tmp_path / "run", make_model(tied=True)), one_process("plain", tied=True))
+
+
+@pytest.mark.parametrize("mesh", ["ddp", "fsdp_grad_op", "tp", "pp", "3d"])
+def test_activation_checkpointing_changes_nothing(mesh: str, one_process, tmp_path: Path) -> None:
+    kind = "selective" if mesh in ("ddp", "tp") else 2
+    assert_same(train(mesh, tmp_path / "run", activation_checkpointing=kind), one_process("plain"))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "zero1", "tp", "cp", "pp", "3d"])
+def test_mixed_precision_stays_near_full_precision(mesh: str, one_process, tmp_path: Path) -> None:
+    found = train(mesh, tmp_path / "run", mixed_precision="bf16")
+    assert found.losses == pytest.approx(one_process("plain").losses, rel=0.03)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp_grad_op", "tp", "pp"])
+def test_fp16_with_a_scaler(mesh: str, one_process, tmp_path: Path) -> None:
+    found = train(mesh, tmp_path / "run", mixed_precision="fp16", gradient_clipping=1.0, scaler_init_scale=1024.0)
+    assert found.losses[0] == pytest.approx(one_process("plain").losses[0], rel=0.01)
+    assert found.losses[-1] < 0.9 * found.losses[0]
+
+
+@pytest.mark.parametrize("mesh", ["ddp", "fsdp", "tp", "pp", "3d"])
+def test_a_model_without_memory_begins_alike(mesh: str, from_meta: Trained, tmp_path: Path) -> None:
+    assert_same(train(mesh, tmp_path / "run", make_model(meta=True)), from_meta)
+
+
+@pytest.fixture(scope="module")
+def from_meta(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train("one", tmp_path_factory.mktemp("meta") / "run", make_model(meta=True))
+
+
+@pytest.mark.parametrize("mesh", ["ddp", "fsdp", "tp", "pp", "3d"])
+def test_adapters_of_low_rank(mesh: str, adapted: Trained, tmp_path: Path) -> None:
+    only = mesh in ("ddp", "fsdp", "3d")
+    found = train(mesh, tmp_path / "run", lora={"rank": 4}, save_adapters_only=only)
+    assert_same(found, adapted)
+    names = load(found.checkpoint, ranks=()).shared["model"].keys()
+    assert all("lora_" in name for name in names) == only
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train("one", tmp_path_factory.mktemp("lora") / "run", lora={"rank": 4})

@@ -124,6 +124,12 @@ class Layout:
         cut = self._cuts.get(name)
         return whole if cut is None else cut.take(whole)
 
+    def place(self, name: str, whole: torch.Tensor, target: torch.Tensor) -> None:
+        """Of the whole tensor, what is here, into the local one."""
+        here = target.to_local() if isinstance(target, DTensor) else target
+        taken = self.take(name, whole)
+        here.copy_(taken[slice(*self._rows[name])] if name in self._rows else taken)
+
     def _places(self, name: str) -> list[tuple[Box, tuple[slice, ...]]]:
         """For each box that is here, where it lies in the local tensor."""
         if name in self._absent:

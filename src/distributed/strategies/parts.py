@@ -8,7 +8,6 @@ what is left on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
-from distributed.strategies.block_compile import compile_blocks
+from distributed.strategies.block_compile import compile_blocks, undo_compile
 from distributed.strategies.blocks import find_blocks
 from distributed.strategies.context_parallel import ContextParallel
 from distributed.strategies.fully_sharded import accumulate, shard
 from distributed.strategies.gradient_norm import GradientNorm
 from distributed.strategies.gradient_sums import mean_gradients
 from distributed.strategies.layout import Layout
+from distributed.strategies.lora import init_lora, is_adapter
 from distributed.strategies.materialize import is_meta, materialize, send_weights
 from distributed.strategies.mesh_groups import MeshGroups
 from distributed.strategies.part_state import PartState
@@ -203,16 +203,29 @@ def make(module: nn.Module, plan: Plan, session: Session, layout: Layout | None 
     layout = layout or Layout(module)
     on = torch.device("cpu") if plan.shard.cpu_offload else session.device
     materialize(module, layout, session.device, plan.seed, parameters_on=on)
+    if plan.memory.lora is not None:
+        adapters = [(name, parameter) for name, parameter in module.named_parameters() if is_adapter(name)]
+        with torch.no_grad():
+            for name, parameter in adapters:
+                whole = torch.empty(layout.shape(name))
+                init_lora(name, whole, plan.seed)
+                layout.place(name, whole, parameter)
 
 
 def prepare_blocks(module: nn.Module, plan: Plan) -> Callable[[], None]:
     """What is done to each block whatever the mesh; returns what undoes it."""
     memory, wanted = plan.memory, plan.shard.blocks
+    compiled: list[str] = []
     if memory.recompute:
         recompute(module, memory.recompute, memory.recompute_every, wanted)
     if memory.compile:
-        compile_blocks(module, wanted, memory.compile_mode or None)
-    return partial(undo_recompute, module)
+        compiled = compile_blocks(module, wanted, memory.compile_mode or None)
+
+    def undo() -> None:
+        undo_compile(module, compiled)
+        undo_recompute(module)
+
+    return undo
 
 
 def _refuse_twice(module: nn.Module) -> None:

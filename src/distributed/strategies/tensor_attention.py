@@ -25,7 +25,7 @@ from distributed.strategies.tensor_collectives import (
     scatter_sequence,
     scatter_to,
 )
-from distributed.strategies.tensor_plans import HEAD_SIZES, Heads
+from distributed.strategies.tensor_modules import HEAD_SIZES, Heads
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")  # which a trial must not write to
 _SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
@@ -61,9 +61,15 @@ class Region:
         return last[1]
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        return (
-            copy_to(x, self.group) if self.sequence_dim is None else gather_sequence(x, self.sequence_dim, self.group)
-        )
+        if self.sequence_dim is None:
+            return copy_to(x, self.group)
+        if x.dim() < 3:
+            raise PlanError(
+                f"a layer in a block whose sequences are shared out got a tensor of shape {tuple(x.shape)}",
+                why="the sequence, which is to be gathered, is not a dimension of its own",
+                do="keep (batch, sequence, width) in the blocks, or leave sequence_parallel out",
+            )
+        return gather_sequence(x, self.sequence_dim, self.group)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_whole:

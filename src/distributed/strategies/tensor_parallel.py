@@ -21,7 +21,8 @@ from distributed.strategies.blocks import main_stack
 from distributed.strategies.layout import Cut, Layout
 from distributed.strategies.tensor_attention import HeadShare, Region, TorchAttention
 from distributed.strategies.tensor_collectives import copy_to, gather_from, reduce_from, scatter_to
-from distributed.strategies.tensor_plans import COLUMNS, Style, core_of, features, heads_of, is_lora, is_transposed
+from distributed.strategies.tensor_modules import core_of, features, is_lora, is_transposed
+from distributed.strategies.tensor_plans import COLUMNS, Style, heads_of
 
 
 class TensorParallel:

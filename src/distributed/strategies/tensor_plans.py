@@ -10,6 +10,16 @@ from torch import nn
 
 from distributed.core.errors import PlanError, Problem
 from distributed.strategies.blocks import find_blocks, main_stack
+from distributed.strategies.tensor_modules import (
+    HEAD_COUNTS,
+    Heads,
+    core_of,
+    features,
+    find_number,
+    fused_heads,
+    is_lora,
+    separate_heads,
+)
 
 Style = str
 STYLES: dict[Style, str] = {
@@ -25,9 +35,6 @@ STYLES: dict[Style, str] = {
 }
 COLUMNS = ("column", "fused_qkv_column", "fused_gate_column")
 
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "nheads", "heads", "h")
-KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_query_groups")
-HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "d_k")
 _SEPARATE = (
     *(
         tuple(pattern.format(x) for x in "qkv")
@@ -72,20 +79,6 @@ _FEED_FORWARD: tuple[tuple[tuple[str, ...], str], ...] = (
     (("intermediate.dense",), "output.dense"),
     (("fc",), "proj"),
 )
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Of an attention: how many heads queries have, how many keys and values have, and how wide each is."""
-
-    queries: int
-    keys: int
-    size: int
-
-    @property
-    def parts(self) -> tuple[int, int, int]:
-        """The widths of query, key and value."""
-        return self.queries * self.size, self.keys * self.size, self.keys * self.size
 
 
 @dataclass(frozen=True)
@@ -186,38 +179,6 @@ def styles_from(plan: Mapping[str, str], module: nn.Module, degree: int) -> dict
     return styles
 
 
-def core_of(module: nn.Module) -> nn.Module | None:
-    """The linear layer that a module is, or has within a LoRA layer around it.
-
-    >>> core_of(nn.Linear(2, 3))
-    Linear(in_features=2, out_features=3, bias=True)
-    """
-    core = module.base_layer if is_lora(module) else module
-    if isinstance(core, nn.Linear) and type(core).forward is nn.Linear.forward:
-        return core
-    return core if is_transposed(core) else None  # type: ignore[arg-type,return-value]
-
-
-def is_lora(module: nn.Module) -> bool:
-    """Whether it is a layer of peft's, which has the layer that it adapts within it."""
-    return hasattr(module, "base_layer") and hasattr(module, "lora_A") and hasattr(module, "lora_B")
-
-
-def is_transposed(module: object) -> bool:
-    """Whether it is a linear layer with its weights the other way round, as GPT-2 has them."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def features(core: nn.Module) -> tuple[int, int]:
-    """How many inputs and outputs a linear layer has.
-
-    >>> features(nn.Linear(2, 3))
-    (2, 3)
-    """
-    rows, columns = core.weight.shape  # type: ignore[union-attr,misc]
-    return (int(rows), int(columns)) if is_transposed(core) else (int(columns), int(rows))
-
-
 def heads_of(module: nn.Module, path: str, styles: Mapping[str, Style]) -> Heads | None:
     """The heads of the attention at a path, from its attributes and the widths of its layers."""
     parent = module.get_submodule(path)
@@ -227,13 +188,13 @@ def heads_of(module: nn.Module, path: str, styles: Mapping[str, Style]) -> Heads
     widths = {name: features(core)[1] for name, core in found.items() if core is not None}
     for name, width in widths.items():
         if styles[_join(path, name)] == "fused_qkv_column" or name in _INTERLEAVED:
-            return _fused_heads(parent, width)
+            return fused_heads(parent, width)
     for names in _SEPARATE:
         if all(name in widths for name in names):
-            return _separate_heads(parent, widths[names[0]], widths[names[1]])
-    if _attribute(parent, HEAD_COUNTS) is None or not widths:
+            return separate_heads(parent, widths[names[0]], widths[names[1]])
+    if find_number(parent, HEAD_COUNTS) is None or not widths:
         return None
-    return _separate_heads(parent, max(widths.values()), min(widths.values()))
+    return separate_heads(parent, max(widths.values()), min(widths.values()))
 
 
 def _searched(module: nn.Module, blocks: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -265,10 +226,10 @@ def _attention(module: nn.Module, path: str, m: nn.Module) -> _Unit | None:
     fused = next((name for name in (*_FUSED, *_INTERLEAVED) if name in linears), None)
     if names:
         inputs = dict.fromkeys(names, "column")
-        heads = _separate_heads(m, features(linears[names[0]])[1], features(linears[names[1]])[1])
+        heads = separate_heads(m, features(linears[names[0]])[1], features(linears[names[1]])[1])
     elif fused is not None:
         inputs = {fused: "column" if fused in _INTERLEAVED else "fused_qkv_column"}
-        heads = _fused_heads(m, features(linears[fused])[1])
+        heads = fused_heads(m, features(linears[fused])[1])
     else:
         return None
     if heads is None:
@@ -457,39 +418,6 @@ def _suits(style: Style, m: nn.Module) -> bool:
     if style == "vocabulary":
         return type(m) is nn.Embedding and _can_be_cut(m)
     return style in ("heads", "partial") or core_of(m) is not None
-
-
-def _separate_heads(parent: nn.Module, query: int, key: int) -> Heads | None:
-    count = _attribute(parent, HEAD_COUNTS)
-    size = _attribute(parent, HEAD_SIZES)
-    if count is None and size:
-        count = query // size
-    if not count or query % count:
-        return None
-    size = query // count
-    return None if key % size else Heads(count, key // size, size)
-
-
-def _fused_heads(parent: nn.Module, width: int) -> Heads | None:
-    count = _attribute(parent, HEAD_COUNTS)
-    size = _attribute(parent, HEAD_SIZES)
-    if count is None and size:
-        count = width // size // 3
-    if not count:
-        return None
-    keys = _attribute(parent, KEY_HEAD_COUNTS) or count
-    size = width // (count + 2 * keys)
-    return Heads(count, keys, size) if size and size * (count + 2 * keys) == width else None
-
-
-def _attribute(m: nn.Module, names: Iterable[str]) -> int | None:
-    """The first of these that is a whole number: of the module, or of the configuration that it has."""
-    for holder in (m, getattr(m, "config", None)):
-        for name in names:
-            value = None if holder is None else getattr(holder, name, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-    return None
 
 
 def _linears(m: nn.Module) -> dict[str, nn.Module]:

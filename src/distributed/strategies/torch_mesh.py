@@ -39,6 +39,7 @@ class TorchMesh(Replica):
         self._desynchronize: Callable[[], None] = lambda: None
         self._restore_blocks: Callable[[], None] = lambda: None
         self._parts: Parts | None = None
+        self._verifies = False
         self._is_weighted: bool | None = None  # whether the loss is a mean over something else than samples
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
@@ -55,6 +56,7 @@ class TorchMesh(Replica):
                 self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ)
         else:
             self.counts, self.in_step = self._parts.counts, True
+            self._verifies = self._parts.context is not None
             if plan.shard.kind == "optimizer":
                 self._stepper = self._parts.share_optimizer(self.optimizer)
             self._state = self._parts.state_of(self.optimizer, self._groups, self._saved)
@@ -68,7 +70,8 @@ class TorchMesh(Replica):
         if lora is not None:
             from distributed.strategies.lora import adapter_names, add_lora
 
-            add_lora(self.module, lora, plan.seed)
+            if not adapter_names(self.module):  # a model that goes on in another world has them
+                add_lora(self.module, lora, plan.seed)
             self._saved = adapter_names(self.module) if lora.saves_alone else None
         if plan.is_replicated:
             self._make_whole(plan, session)
@@ -109,6 +112,8 @@ class TorchMesh(Replica):
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
         self._begin_step()
         self.clock.begin(measure)
+        if self._verifies:
+            self._verify(microbatches[0])
         if self._parts is not None and self._parts.pipeline is not None:
             return self._pipeline_step(self._parts.pipeline, microbatches, measure)
         loss: torch.Tensor | float = 0.0
@@ -126,6 +131,14 @@ class TorchMesh(Replica):
                 total_weight = weight if total_weight is None else total_weight + weight
         metrics = self._task.measure(outcome, micro.size) if measure and micro.size else None
         return self._finish_step(loss, total_weight, metrics, measure)
+
+    def _verify(self, micro: Microbatch) -> None:
+        """Before the first step over parts of sequences: that the model allows it."""
+        assert self._parts is not None
+        assert self._parts.context is not None
+        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        self._parts.context.verify(lambda: self._forward(self.module, batch).loss)
+        self._verifies = False
 
     def _finish_step(
         self,

@@ -149,14 +149,21 @@ def _launch(job: Job, launch: LaunchRequest, patience: Patience) -> History:
     finally:
         payload.unlink(missing_ok=True)
     history = History.load(outcome)
-    _bring_home(job.task, history.checkpoint)
+    _bring_home(job.task, job.plan, history.checkpoint)
     return history
 
 
-def _bring_home(task: Task, checkpoint: str) -> None:
+def _bring_home(task: Task, plan: Plan, checkpoint: str) -> None:
     """The trained state into the user's own objects."""
     trained = load(checkpoint, ranks=()).shared
-    task.model.load_state_dict(trained["model"])
+    lora = plan.memory.lora
+    if lora is not None:
+        from distributed.strategies.lora import adapter_names, add_lora  # an extra
+
+        if not adapter_names(task.model):
+            add_lora(task.model, lora, plan.seed)
+    is_made = not any(tensor.is_meta for tensor in task.model.parameters())
+    task.model.load_state_dict(trained["model"], strict=lora is None or not lora.saves_alone, assign=not is_made)
     if isinstance(task.optimizer, torch.optim.Optimizer):
         load_named_state(task.optimizer, task.model, trained["optimizer"])
     if isinstance(getattr(task.scheduler, "optimizer", None), torch.optim.Optimizer):

@@ -1,0 +1,91 @@
+"""What tensor parallelism has to know of single modules: which are linear layers, and how many heads they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "nheads", "heads", "h")
+KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_query_groups")
+HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "d_k")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of an attention: how many heads queries have, how many keys and values have, and how wide each is."""
+
+    queries: int
+    keys: int
+    size: int
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """The widths of query, key and value."""
+        return self.queries * self.size, self.keys * self.size, self.keys * self.size
+
+
+def core_of(module: nn.Module) -> nn.Module | None:
+    """The linear layer that a module is, or has within a LoRA layer around it.
+
+    >>> core_of(nn.Linear(2, 3))
+    Linear(in_features=2, out_features=3, bias=True)
+    """
+    core = module.base_layer if is_lora(module) else module
+    if isinstance(core, nn.Linear) and type(core).forward is nn.Linear.forward:
+        return core
+    return core if is_transposed(core) else None  # type: ignore[arg-type,return-value]
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether it is a layer of peft's, which has the layer that it adapts within it."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A") and hasattr(module, "lora_B")
+
+
+def is_transposed(module: object) -> bool:
+    """Whether it is a linear layer with its weights the other way round, as GPT-2 has them."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def features(core: nn.Module) -> tuple[int, int]:
+    """How many inputs and outputs a linear layer has.
+
+    >>> features(nn.Linear(2, 3))
+    (2, 3)
+    """
+    rows, columns = core.weight.shape  # type: ignore[union-attr,misc]
+    return (int(rows), int(columns)) if is_transposed(core) else (int(columns), int(rows))
+
+
+def separate_heads(parent: nn.Module, query: int, key: int) -> Heads | None:
+    count = find_number(parent, HEAD_COUNTS)
+    size = find_number(parent, HEAD_SIZES)
+    if count is None and size:
+        count = query // size
+    if not count or query % count:
+        return None
+    size = query // count
+    return None if key % size else Heads(count, key // size, size)
+
+
+def fused_heads(parent: nn.Module, width: int) -> Heads | None:
+    count = find_number(parent, HEAD_COUNTS)
+    size = find_number(parent, HEAD_SIZES)
+    if count is None and size:
+        count = width // size // 3
+    if not count:
+        return None
+    keys = find_number(parent, KEY_HEAD_COUNTS) or count
+    size = width // (count + 2 * keys)
+    return Heads(count, keys, size) if size and size * (count + 2 * keys) == width else None
+
+
+def find_number(m: nn.Module, names: Iterable[str]) -> int | None:
+    """The first of these that is a whole number: of the module, or of the configuration that it has."""
+    for holder in (m, getattr(m, "config", None)):
+        for name in names:
+            value = None if holder is None else getattr(holder, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None
