@@ -13,6 +13,8 @@ from distributed.bench.checkpoint import TARGET_SECOND, TARGET_STALL, TARGET_STA
 from distributed.bench.contenders import BARE_AGAIN, OURS
 from distributed.bench.overhead import TARGET_US, Overhead
 from distributed.bench.scaling import Scaling
+from distributed.bench.strategies import BARE, TARGET, StrategyCosts
+from distributed.bench.strategies import OURS as OUR_STRATEGY
 
 _BAR = 24  # columns
 
@@ -119,3 +121,26 @@ def _scaling_notes(found: Scaling) -> Iterator[str]:
     else:
         yield f"This machine has {found.devices} GPUs, one for each process."
     yield f"load average {found.load_before} before, {found.load_after} after"
+
+
+def strategies_table(found: StrategyCosts) -> Group:
+    """A row a way of training."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("way", no_wrap=True)
+    for name in ("ms a step", "spread", "of bare", "tokens/s", "of peak", "peak GiB", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found.rows:
+        part, peak = found.part_of_peak(row), row.peak_gib
+        cells = [f"{row.step_ms:.1f}", f"{row.spread_ms:.1f}", f"{row.ratio:.3f}"]
+        cells += [f"{found.tokens / row.step_ms * 1e3:,.0f}", "" if part is None else f"{part:.2f}"]
+        table.add_row(row.name, *cells, "" if peak is None else f"{peak:.1f}", f"{row.loss:.4f}")
+    ours = next(row for row in found.rows if row.name == OUR_STRATEGY)
+    verdict = "PASS" if ours.ratio <= TARGET else "MISS"
+    notes = [
+        "",
+        f"GPT of {found.parameters / 1e6:.1f} M parameters on {found.device}, {found.tokens} tokens a step, "
+        f"{found.precision}.",
+        f"{OUR_STRATEGY} takes {ours.ratio:.3f} of the time of the {BARE}; our own limit is {TARGET}: {verdict}",
+        "peak: of what was allocated on the device, measured for those that ran alone.",
+    ]
+    return Group(table, Text("\n".join(notes)))

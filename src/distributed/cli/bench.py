@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from distributed.bench.contenders import find_contenders
 from distributed.bench.overhead import measure_overhead
 from distributed.bench.scaling import measure_scaling
+from distributed.core.errors import ConfigError
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -143,6 +144,34 @@ def recovery(
             kills=kills, ranks=ranks, starts=starts, stalls=stalls, steps=steps, seed=seed, notify=notify
         )
     _show(recovery_table(found), found.to_dict(), json_file)
+
+
+@app.command("strategies")
+def strategies(
+    size: Annotated[str, typer.Option(metavar="NAME", help="tiny, 124m or 1.3b: the GPT that is trained.")] = "tiny",
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps a turn.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns; more: less noise.")] = 6,
+    json_file: JsonFile = None,
+) -> None:
+    """What a way of training costs on one device: time a step and peak memory, against a bare compiled loop.
+
+    The bare loop and ours take turns; then activation checkpointing in its kinds and CPU offload, one by one. On a CPU
+    nothing is compiled, and only the command itself is worth trying.
+
+    \b
+    Examples:
+      distributed bench strategies
+      distributed bench strategies --size 1.3b --json strategies.json     (one GPU with 80 GiB)
+    """
+    from distributed.bench.gpt import SIZES
+    from distributed.bench.strategies import measure_strategies
+    from distributed.bench.tables import strategies_table
+
+    if size not in SIZES:
+        raise ConfigError(f"there is no size {size!r}", do=f"choose one of: {', '.join(SIZES)}")
+    with _progress() as notify:
+        found = measure_strategies(size, steps=steps, rounds=rounds, notify=notify)
+    _show(strategies_table(found), found.to_dict(), json_file)
 
 
 @contextmanager
