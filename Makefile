@@ -72,5 +72,5 @@ clean:
 
 .venv/installed-all: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing what tests, checks and benchmarks need into .venv"
-	$(PIP) --editable ".[dev,examples,tensorboard,mlflow,notebook,peers]"
+	$(PIP) --editable ".[dev,examples,tensorboard,mlflow,notebook,peers,lora]"
 	@touch $@ .venv/installed-train

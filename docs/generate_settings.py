@@ -16,6 +16,8 @@ _SECTIONS = {  # by the first setting of each
     "num_gpus": "Resources",
     "backend": "Backend",
     "batch_size": "Training",
+    "sharding": "Parallelism",
+    "activation_checkpointing": "Memory",
     "mixed_precision": "Optimization",
     "communication_backend": "Communication",
     "max_restarts": "Survival",
@@ -72,12 +74,14 @@ def _values(field: FieldInfo) -> str:
 
 def _kind(annotation: Any) -> str:
     """
-    >>> _kind(int | None), _kind(bool | Literal["fp16", "bf16"])
-    ('integer', '`true`, `false`, `fp16`, `bf16`')
+    >>> _kind(int | None), _kind(bool | Literal["fp16", "bf16"]), _kind(list[str]), _kind(dict[str, str])
+    ('integer', '`true`, `false`, `fp16`, `bf16`', 'list', 'mapping')
     """
     names = {int: "integer", float: "number", str: "text", bool: "`true`, `false`"}
     if annotation in names:
         return names[annotation]
+    if get_origin(annotation) in (list, dict):
+        return "list" if get_origin(annotation) is list else "mapping"
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     return ", ".join(_kind(part) for part in get_args(annotation) if part is not NoneType)

@@ -113,6 +113,7 @@ MESHES = {
     "pp_tp": Mesh(4, {"pipeline_parallel": 2, "tensor_parallel": 2}),
     "3d": Mesh(8, {"pipeline_parallel": 2, "tensor_parallel": 2, "backend": "fsdp"}),
     "3d_replicated": Mesh(8, {"pipeline_parallel": 2, "tensor_parallel": 2}),
+    "zero1_tp": Mesh(4, {"zero_stage": 1, "tensor_parallel": 2}),
     "fsdp_cp": Mesh(4, {"backend": "fsdp", "context_parallel": 2}),
 }
 

@@ -3,8 +3,8 @@
     python fsdp_basics.py --num-gpus 2                            the script starts the ranks itself
     distributed train --script fsdp_basics.py --num-gpus 2        every rank runs this script, and `fit` joins them
 
-The model is made on the meta device: it has shapes and no memory. Each rank makes the rows that it keeps, with the values
-that the whole model would have had.
+The model is made on the meta device: it has shapes and no memory. Each rank makes the rows that it keeps, with the
+values that the whole model would have had.
 """
 
 import argparse

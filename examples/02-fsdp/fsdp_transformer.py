@@ -4,7 +4,7 @@
     python fsdp_transformer.py --num-gpus 4 --sharding hybrid --mixed-precision bf16 --recompute selective
     distributed train --script fsdp_transformer.py --num-gpus 2 activation_checkpointing=true max_steps=100
 
-On two CPU processes it takes less than a minute, and the loss falls from 5.7 (all bytes are as likely) to about 2.3.
+On two CPU processes it takes less than a minute, and the loss falls from 5.8 to about 2.4.
 """
 
 import argparse

@@ -59,7 +59,7 @@ def next_byte_loss(logits, target):
 
 
 def load_text(length: int = 64) -> tuple[TensorDataset, TensorDataset]:
-    """Python's own help texts as samples of `length` bytes, each with the bytes that follow; every 20th for the test."""
+    """Python's own help texts as samples of `length` bytes with the bytes that follow; every 20th is for the test."""
     text = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items())).encode()
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     samples = ids[: (len(ids) - 1) // length * length + 1].unfold(0, length + 1, length)

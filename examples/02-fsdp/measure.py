@@ -3,9 +3,9 @@
     python measure.py --json sharding_strategies.json             what sharding_strategies.md shows
     python measure.py --width 256 --rounds 5
 
-Bytes are counted from the tensors that rank 0 holds after a step and, for `in forward`, where the loss is computed. Times
-are medians over rounds in which the ways take turns: on a CPU, where the ranks share cores and the network is memory,
-they say what the bookkeeping costs and nothing of a cluster.
+Bytes are counted from the tensors that rank 0 holds after a step and, for `in forward`, where the loss is computed.
+Times are medians over rounds in which the ways take turns: on a CPU, where the ranks share cores and the network is
+memory, they say what the bookkeeping costs and nothing of a cluster.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 
@@ -26,8 +27,11 @@ parser.add_argument("--json", metavar="FILE", help="write the result there too")
 arguments = parser.parse_args()
 
 if "WORLD_SIZE" not in os.environ:  # all ways are to be measured in one world: let the launcher make one
-    command = [sys.executable, "-m", "distributed", "train", "--script", __file__, "--num-gpus", str(arguments.ranks)]
-    raise SystemExit(subprocess.run([*command, "progress=false", "--", *sys.argv[1:]], check=False).returncode)
+    with tempfile.TemporaryDirectory() as scratch:
+        launcher = [sys.executable, "-m", "distributed", "train", "--script", __file__]
+        options = ["--num-gpus", str(arguments.ranks), "--run-dir", f"{scratch}/run", "progress=false"]
+        done = subprocess.run([*launcher, *options, "--", *sys.argv[1:]], check=False)
+    raise SystemExit(done.returncode)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -93,7 +97,7 @@ for _ in range(arguments.rounds):
 if dist.get_rank() == 0:
     columns = ("parameters", "gradients", "optimizer", "parameters_after_forward")
     rows = []
-    print(f"{'sharding':>9}  {'parameters':>10}  {'gradients':>10}  {'optimizer':>10}  {'all':>5}  {'in forward':>10}  time")
+    print(" sharding  parameters   gradients   optimizer    all  in forward  time")
     for way, results in found.items():
         held = results[0][0]
         kept = sum(held[name] for name in columns[:3])

@@ -135,7 +135,7 @@ def _live(
         if inherited is not None:
             held = Held(inherited.step, inherited.tree)
             take_model(task.model, inherited.tree["model"])  # what the strategy begins with is sent from rank 0
-        session.data_rank = plan.mesh.data_rank(session.rank)
+        session.data_rank, session.stream = plan.mesh.data_rank(session.rank), plan.mesh.stream(session.rank)
         session.seed(plan.seed)
         strategy.setup(task, plan, session)
         heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)

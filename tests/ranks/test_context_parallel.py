@@ -31,12 +31,14 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH) if kind == "positions in the block" else None
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
+        if self.kind == "one length" and length not in (LENGTH, LENGTH // dist.get_world_size()):
+            raise ValueError("it takes no shorter sequences")
         h = self.norm1(x) * angles.to(x.dtype)
-        if self.kind == "positions in the block":
+        if self.positions is not None:
             h = h + 0.1 * self.positions(torch.arange(length))
         q, k, v = self.qkv(h).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         if self.kind == "own softmax":
@@ -139,8 +141,8 @@ def train(model: nn.Module, parallel: ContextParallel | None) -> tuple[list[floa
     return losses, first, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def compare(make: Callable[[], nn.Module], recomputed: str = "") -> dict[str, float]:
-    """How far training on the group is from training on one process."""
+def compare(make: Callable[[], nn.Module], recomputed: str = "", positions: int = 256) -> dict[str, float]:
+    """How far training on the group is from training on one process; `positions` a rank are verified."""
     torch.manual_seed(0)
     model = make()
     alone = copy.deepcopy(model)
@@ -149,32 +151,29 @@ def compare(make: Callable[[], nn.Module], recomputed: str = "") -> dict[str, fl
         recompute(model, recomputed)
     parallel = ContextParallel(model, dist.group.WORLD)
     assert list(model.state_dict()) == names
-    parallel.verify(lambda: model(tokens(9)[:, :-1]))
+    parallel.verify(lambda: model(tokens(9)[:, :-1]), positions=positions)
     assert model.training
     losses, gradients, weights = train(model, parallel)
     expected, expected_gradients, expected_weights = train(alone, None)
     assert gradients.keys() == expected_gradients.keys()
-    parallel.close()
-    alone.load_state_dict(model.state_dict())
     return {
         "loss": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
         "gradient": max((gradients[n] - g).abs().max().item() for n, g in expected_gradients.items()),
         "weight": max((weights[n] - w).abs().max().item() for n, w in expected_weights.items()),
-        "given back": (loss_of(model, 5) - loss_of(alone, 5)).abs().item(),
     }
 
 
-def compare_sharded(recomputed: str) -> dict[str, float]:
+def compare_sharded(recomputed: str, kind: str = "", positions: int = 256) -> dict[str, float]:
     """The same, where the blocks are sharded over the group, too: the mean that FSDP takes is the one it needs."""
     torch.manual_seed(0)
-    model = Written()
+    model = Written(kind)
     alone = copy.deepcopy(model)
     recompute(model, recomputed)
     parallel = ContextParallel(model, dist.group.WORLD)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in [*model.layers, model]:
         fully_shard(block, mesh=mesh)
-    parallel.verify(lambda: model(tokens(9)[:, :-1]))
+    parallel.verify(lambda: model(tokens(9)[:, :-1]), positions=positions)
     losses, gradients, _ = train(model, None)
     expected, expected_gradients, _ = train(alone, None)
     return {
@@ -183,12 +182,62 @@ def compare_sharded(recomputed: str) -> dict[str, float]:
     }
 
 
-def refuse(make: Callable[[], nn.Module], length: int = LENGTH) -> str:
+class Sorts(nn.Module):
+    """Blocks with arguments of several kinds, whose other dimensions may be as long as the sequence."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, more: dict[str, torch.Tensor], gain: torch.Tensor | None = None) -> Any:
+            batch, length, _ = x.shape
+            h = x * more["angles"] + more["of all"]
+            h = h if gain is None else h * gain
+            q, k, v = self.qkv(h).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=more["bias"])
+            return x + self.out(attended.transpose(1, 2).reshape(batch, length, WIDTH))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(WORDS, WIDTH), nn.ModuleList([self.Block() for _ in range(2)])
+
+    def forward(self, tokens: torch.Tensor, gains: bool = False) -> torch.Tensor:
+        x, at = self.words(tokens), torch.arange(tokens.shape[1]).float()
+        more = {"angles": torch.sin(at[:, None] + torch.arange(WIDTH)), "bias": -(at[:, None] - at).abs()}
+        more["of all"] = torch.linspace(0, 1, 3 * WIDTH).view(3, 1, WIDTH)
+        for layer in self.layers:
+            x = layer(x, more, gain=1 + at[:, None] / 9 if gains else None)
+        return x
+
+
+def later_batches() -> dict[str, Any]:
+    """How far outputs are off for other lengths than the one that was verified, and what is refused."""
+    found: dict[str, Any] = {}
+    for first in (WIDTH, LENGTH):
+        torch.manual_seed(0)
+        model = Sorts()
+        alone, parallel = copy.deepcopy(model), ContextParallel(model, dist.group.WORLD)
+        lengths: list[int] = []
+        model.layers[1].qkv.register_forward_pre_hook(lambda _, given, to=lengths: to.append(given[0].shape[1]))
+        parallel.verify(lambda model=model, first=first: model(tokens(9, first)[:, :-1]), positions=4)
+        found[f"most verified of {first}"] = max(lengths)
+        for length in (2, LENGTH, WIDTH, 3 * WIDTH):
+            batch = tokens(1, length)[:, :-1]
+            found[f"{first}, {length}"] = (model(batch) - alone(batch)).abs().max().item()
+    try:
+        model(tokens(1)[:, :-1], gains=True)
+    except PlanError as error:
+        found["another argument"] = str(error)
+    return found
+
+
+def refuse(make: Callable[[], nn.Module], length: int = LENGTH, positions: int = 256) -> str:
     torch.manual_seed(0)
     model = make()
     parallel = ContextParallel(model, dist.group.WORLD)
     try:
-        parallel.verify(lambda: model(tokens(9, length)[:, :-1]).mean())
+        parallel.verify(lambda: model(tokens(9, length)[:, :-1]).mean(), positions=positions)
     except PlanError as error:
         return str(error)
     return ""
@@ -201,6 +250,7 @@ def on_two_ranks() -> tuple[dict[str, dict[str, float]], dict[str, str]]:
         "partly recomputed": compare(Written, "selective"),
         "sharded": compare_sharded("full"),
         "sharded, partly recomputed": compare_sharded("selective"),
+        "sharded, verified as a whole": compare_sharded("full", "one length", positions=2),
         "encoder": compare(Encoder),
         "encoder, sequence first": compare(lambda: Encoder(batch_first=False)),
         "encoder, padded": compare(lambda: Encoder(padded=True)),
@@ -208,10 +258,16 @@ def on_two_ranks() -> tuple[dict[str, dict[str, float]], dict[str, str]]:
         "llama, recomputed": compare(lambda: HuggingFace("llama"), "full"),
         "llama, padded": compare(lambda: HuggingFace("llama", padded=True)),
         "gpt2": compare(lambda: HuggingFace("gpt2")),
+        "verified in part": compare(Written, "full", positions=2),
+        "encoder, padded, verified in part": compare(lambda: Encoder(batch_first=False, padded=True), positions=2),
+        "llama, padded, verified in part": compare(lambda: HuggingFace("llama", padded=True), positions=2),
+        "verified as a whole": compare(lambda: Written("one length"), positions=2),
+        "gpt2, verified in part": compare(lambda: HuggingFace("gpt2"), positions=2),
     }
     wrong = {
         "positions in the block": refuse(lambda: Written("positions in the block")),
         "positions in the block, in half precision": refuse(lambda: Written("positions in the block").bfloat16()),
+        "positions in the block, verified in part": refuse(lambda: Written("positions in the block"), positions=2),
         "own softmax": refuse(lambda: Written("own softmax")),
         "own mask": refuse(lambda: Written("own mask")),
         "15 positions": refuse(Written, length=15),
@@ -234,6 +290,14 @@ def test_two_ranks_train_as_one_or_refuse() -> None:
         assert all(map(close_enough, same.values())), same
         assert all(wrong.values()), f"these were not refused: {[name for name, text in wrong.items() if not text]}"
         assert "15 positions" in wrong["15 positions"]
+
+
+def test_later_batches_are_cut_as_the_one_that_was_verified() -> None:
+    for found in run_ranks(later_batches, 2):
+        refused = found.pop("another argument")
+        assert "'gain'" in refused
+        assert [found.pop(f"most verified of {first}") for first in (WIDTH, LENGTH)] == [8, 8], "four positions a rank"
+        assert close_enough(found), found
 
 
 def test_four_ranks_train_as_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -166,15 +167,22 @@ def train(name: str, schedule: str, microbatches: int, group: Any = None, wrap: 
         worst = max(worst, (ours - theirs).abs().max().item())
 
     for batches in steps(microbatches):
-        outcomes = pipeline.forward_backward(batches, run, weigh)
+        seen: list[tuple[int, torch.Tensor]] = []
+        kept: list[weakref.ref[torch.Tensor]] = []
+
+        def see(index: int, outcome: Outcome, seen: Any = seen, kept: Any = kept) -> torch.Tensor:
+            seen.append((index, outcome.loss.detach()))
+            kept.append(weakref.ref(outcome.outputs))
+            return weigh(index, outcome)
+
+        pipeline.forward_backward(batches, run, see)
+        assert not any(outputs() is not None for outputs in kept), "what a model gives out is not kept"
         pipeline.finish_gradients()
         expected = [run(alone, batch) for batch in batches]
         sum(weigh(at, outcome) for at, outcome in enumerate(expected)).backward()
-        for found, outcome in zip(outcomes, expected, strict=True):
-            assert (found is None) != pipeline.is_last
-            if found is not None:
-                compare(found.loss, outcome.loss)
-                assert not found.outputs.requires_grad
+        assert [index for index, _ in seen] == [*range(len(batches))] * pipeline.is_last
+        for index, loss in seen:
+            compare(loss, expected[index].loss)
         for key, parameter in model.named_parameters(remove_duplicate=False):
             compare(parameter.grad, whole[key].grad)
         for optimizer in optimizers:

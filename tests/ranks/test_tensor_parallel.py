@@ -190,6 +190,49 @@ class Weighing(nn.Module):
         return x + y + weights @ self.mlp(x)
 
 
+class Listed(SeparateAttention):
+    """Has its output in a sequence, and its feed-forward network in a dictionary, which has no forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out_proj = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))  # type: ignore[assignment]
+
+
+class ListedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Listed()
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(WIDTH, 64), "c_proj": nn.Linear(64, WIDTH)})
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(x)
+        return x.add_(self.mlp["c_proj"](F.relu(self.mlp["c_fc"](x.clone()))))
+
+
+class OuterBlock(OneBlock):
+    """Its attention is in the block itself, its feed-forward network is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.fc1
+        self.fc2 = Halved()  # type: ignore[assignment]
+
+    def fc1(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Halved(nn.Module):
+    """One layer with the gate and what it gates, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 96), nn.Linear(48, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
 def plain(
     attention: Callable[[], nn.Module], mlp: Callable[[], nn.Module], masked: bool = False, **more: Any
 ) -> nn.Module:
@@ -204,12 +247,15 @@ OURS: dict[str, Callable[[], nn.Module]] = {
     "separate": lambda: plain(SeparateAttention, sequential),
     "nano": lambda: plain(NanoAttention, Gated, tied=True),
     "fused": lambda: plain(FusedAttention, Gated, masked=True, vocabulary=65),
+    "listed": lambda: Language(ListedBlock),
+    "halved": lambda: plain(SeparateAttention, Halved),
     "encoder": lambda: Encoder(batch_first=True, norm_first=False),
     "encoder_first": lambda: Encoder(batch_first=False, norm_first=True),
     "encoder_decoder": EncoderDecoder,
 }
 ONLY_WHOLE_SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "one_block": lambda: Language(OneBlock),
+    "outer_block": lambda: Language(OuterBlock),
     "weighing": lambda: Language(Weighing),
 }
 
@@ -445,13 +491,110 @@ def check_errors() -> list[str]:
     ]
 
 
-def check_plans_and_errors() -> tuple[list[int], list[str]]:
+Mix = Callable[[torch.Tensor], torch.Tensor]
+MIXES: dict[str, Mix] = {
+    "nothing": lambda h: F.gelu(h) * h,
+    "norm": lambda h: F.gelu(h) * torch.rsqrt(h.pow(2).mean(-1, keepdim=True)),
+    "centred": lambda h: h - h.mean(-1, keepdim=True),
+    "softmax": lambda h: h.softmax(-1),
+    "flip": lambda h: F.gelu(h.flip(-1)),
+    "interleaved": lambda h: F.gelu(h[..., ::2]) * h[..., 1::2],
+    "fixed": lambda h: F.gelu(h).view(BATCH, -1, h.shape[-1] // 64 * 64),
+}
+
+
+class Mixing(nn.Module):
+    """What is between its layers takes different parts of the hidden width together."""
+
+    def __init__(self, mix: str) -> None:
+        super().__init__()
+        self.mix = MIXES[mix]
+        self.up, self.down = nn.Linear(WIDTH, 128 if mix == "interleaved" else 64, bias=False), nn.Linear(64, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.mix(self.up(x)))
+
+
+class MixingBlock(Mixing):
+    """Has both layers in the block itself, whose output does not show them at first."""
+
+    def __init__(self, mix: str) -> None:
+        super().__init__(mix)
+        self.attn = SeparateAttention()
+        self.scale = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = x + self.attn(x)
+        return x + self.scale * super().forward(x)
+
+
+class MixingOneBlock(OneBlock):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        fc1 = self.fc1.forward
+        self.fc1.forward = lambda h: fc1(h).softmax(-1)  # type: ignore[assignment,method-assign]
+        try:
+            return super().forward(x, mask)
+        finally:
+            self.fc1.forward = fc1  # type: ignore[method-assign]
+
+
+class Around(Gated):
+    """Is not called by its block, which uses its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+
+class AroundBlock(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mlp: Any = self.mlp
+        return x + mlp.w2(mlp.w1(self.attn(x)).softmax(-1) * mlp.w3(x))
+
+
+def check_mixing() -> dict[str, str]:
+    """What is said of models whose hidden width cannot be shared out, by what they do with it."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    models: dict[str, tuple[nn.Module, bool]] = {}
+    for mix in MIXES:
+        for sequence in (False, True):
+            models[f"{mix} {sequence}"] = (plain(SeparateAttention, partial(Mixing, mix)), sequence)
+            models[f"{mix} block {sequence}"] = (Language(partial(MixingBlock, mix)), sequence)
+    models["one block"] = (Language(MixingOneBlock), False)
+    models["around"] = (Language(lambda: AroundBlock(SeparateAttention(), Around(), False)), False)
+    models["half"] = (plain(SeparateAttention, partial(Mixing, "norm")).bfloat16(), False)
+    said = {}
+    for name, (model, sequence) in models.items():
+        parallelize(model, Layout(model), sequence)
+        for _ in range(2):  # who goes on is told again
+            try:
+                model(batch(0))
+                said[name] = ""
+            except PlanError as error:
+                said[name] = str(error)
+    return said
+
+
+def check_unused_parameters() -> None:
+    """One rank has no gradient of a parameter that is summed."""
+    model = plain(FusedAttention, Gated, masked=True)
+    parallel = parallelize(model, Layout(model), sequence=True)
+    parameters = dict(model.named_parameters())
+    for name in parallel.partial[dist.get_rank() :]:
+        parameters[name].grad = torch.ones_like(parameters[name])
+    parallel.finish_gradients(parameters)
+    grads = [parameters[name].grad for name in parallel.partial]
+    assert [float(grad.mean()) for grad in grads if grad is not None] == [1.0] + [2.0] * (len(grads) - 1)
+
+
+def check_plans_and_errors() -> tuple[list[int], list[str], dict[str, str]]:
     check_torch_attention()
-    return check_plans(), check_errors()
+    check_unused_parameters()
+    return check_plans(), check_errors(), check_mixing()
 
 
 def test_plans_of_the_users_and_errors() -> None:
-    cut, errors = run_ranks(check_plans_and_errors, 2)[1]
+    cut, errors, mixing = run_ranks(check_plans_and_errors, 2)[1]
     assert cut == [2 * (2 + 3), 2 * (7 + 3)]
     interleaved, fixed, length, one_block, unplanned, tied = errors
     assert "layers.0.attn" in interleaved
@@ -462,6 +605,12 @@ def test_plans_of_the_users_and_errors() -> None:
     assert "no attention" in unplanned
     assert "embed.weight" in tied
     assert "head.weight" in tied
+    assert {name for name, said in mixing.items() if not said} == {
+        f"nothing{where} {sequence}" for where in ("", " block") for sequence in (False, True)
+    }
+    for name, said in mixing.items():
+        named = "layers.0 (" if "block" in name else "layers.0.mlp "
+        assert not said or named in said, f"{name}: {said}"
 
 
 def check_on_top(make: Callable[[], nn.Module], sequence: bool) -> None:

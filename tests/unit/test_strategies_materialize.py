@@ -104,17 +104,6 @@ def test_a_part_has_the_values_of_the_whole() -> None:
     assert model.blocks[0].mlp.weight.shape == (8, 16)
 
 
-def test_a_tie_to_a_tensor_on_another_rank_keeps_its_values() -> None:
-    whole: Any = made(Model)
-    model: Any = on_meta(Model)
-    layout = Layout(model)
-    model.tokens.weight = nn.Parameter(torch.empty(32, 16, device="meta"))
-    layout.leave_out("tokens.weight")
-    materialize(model, layout, CPU, 0, ties={"head.weight": "tokens.weight"})
-    assert torch.equal(model.head.weight, whole.tokens.weight)
-    assert model.tokens.weight.is_meta
-
-
 def test_what_has_values_keeps_them_and_parameters_stay_the_same_objects() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), nn.LSTM(4, 4, device="meta"))
     built, parameters = model[0].weight.detach().clone(), list(model.parameters())

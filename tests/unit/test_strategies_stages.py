@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from distributed.core.errors import PlanError
+from distributed.strategies.interception import Interception, Leave
 from distributed.strategies.layout import Layout
-from distributed.strategies.stages import Interception, Leave, balance, cut
+from distributed.strategies.stages import balance, cut
 
 CPU = torch.device("cpu")
 
@@ -143,7 +144,7 @@ def test_a_rank_keeps_its_stage_and_knows_who_stores_what(device: str) -> None:
     assert not layouts[0].is_here("norm.running_mean")
 
 
-def test_two_stages_in_turn_are_the_whole_model_which_can_be_given_back() -> None:
+def test_two_stages_in_turn_are_the_whole_model() -> None:
     whole = Chain()
     first, last = Chain(), Chain()
     for model in (first, last):
@@ -155,10 +156,6 @@ def test_two_stages_in_turn_are_the_whole_model_which_can_be_given_back() -> Non
     with parts[1].at(1, left.value.hidden):
         found = last(ids)
     torch.testing.assert_close(found, whole(ids))
-    parts[1].release()
-    assert list(dict(last.named_parameters())) == list(dict(whole.named_parameters()))
-    assert last.embedding.weight.is_meta
-    torch.testing.assert_close(last.layers[3](found[:, :4]), whole.layers[3](found[:, :4]))
 
 
 def test_what_would_need_more_than_the_hidden_state_is_refused() -> None:

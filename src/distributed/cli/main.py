@@ -22,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("train", short_help="Run a training script as N ranks.")(train.train)
+app.command("train", cls=train.TrainCommand, short_help="Run a training script as N ranks.")(train.train)
 app.command("chaos", short_help="Run a training under faults and compare it with the undisturbed run.")(chaos.chaos)
 app.command("resize", short_help="Give a run that is going on another number of ranks.")(resize.resize)
 app.command("doctor", short_help="Report what this machine can do.")(doctor.doctor)

@@ -9,15 +9,17 @@ import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
-from distributed.core.env import OVERRIDES, WorkerEnv, inherited_environ, worker_env
+from distributed.core.env import DRY_RUN, OVERRIDES, WorkerEnv, inherited_environ, worker_env
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
+from distributed.core.registry import STRATEGIES
 from distributed.launch.local import LocalLauncher
 from distributed.launch.nodes import News, Nodes, Round
 from distributed.launch.ports import free_port
@@ -42,7 +44,9 @@ def train(
     num_gpus: Annotated[
         str | None, typer.Option(metavar="N", help="Devices in all (CPU processes without CUDA).")
     ] = None,
-    backend: Annotated[str | None, typer.Option(metavar="NAME", help="auto or pytorch-ddp.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"The engine: {', '.join(['auto', *STRATEGIES.entries])}.")
+    ] = None,
     num_nodes: Annotated[str | None, typer.Option(metavar="N", help="Machines; run the same command on each.")] = None,
     gpus_per_node: Annotated[str | None, typer.Option(metavar="N", help="Devices on each machine.")] = None,
     min_nodes: Annotated[str | None, typer.Option(metavar="N", help="Go on with so few machines.")] = None,
@@ -55,22 +59,48 @@ def train(
     ] = None,
     master_port: Annotated[str | None, typer.Option(metavar="PORT", help="The port there; 29400 unless given.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = None,
+    sharding: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Share out the model's state: none, grad_op, full or hybrid.")
+    ] = None,
+    zero_stage: Annotated[str | None, typer.Option(metavar="0..3", help="The same by ZeRO's numbers.")] = None,
+    tensor_parallel: Annotated[str | None, typer.Option(metavar="N", help="Ranks that share each layer.")] = None,
+    pipeline_parallel: Annotated[
+        str | None, typer.Option(metavar="N", help="Stages that the model's blocks are cut into.")
+    ] = None,
+    context_parallel: Annotated[str | None, typer.Option(metavar="N", help="Ranks that share each sequence.")] = None,
+    activation_checkpointing: Annotated[
+        str | None,
+        typer.Option(metavar="HOW", help="Compute blocks again in backward: full, selective, or n: each n-th."),
+    ] = None,
+    cpu_offload: Annotated[
+        bool, typer.Option("--cpu-offload", help="Keep sharded parameters and optimizer state in host memory.")
+    ] = False,
+    lora: Annotated[str | None, typer.Option(metavar="RANK", help="Train adapters of this rank; or true.")] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
     run_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where logs and events go; runs/<time> unless given.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start and create nothing.")] = False,
+    dry_run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[=N]",
+            help="Show what would run; start and create nothing. With =N: also run the script here, without devices or "
+            "memory, up to one step as rank 0 of N ranks.",
+        ),
+    ] = None,
 ) -> None:
     """Run a training script as N ranks: a script that uses this library, or any torch.distributed script.
 
     Settings given here win over those in --config, and these over what the script passes to its Trainer.
-    What follows -- goes to the script.
+    All that have no option are given as KEY=VALUE: see `distributed config show`. What follows -- goes to the script.
 
     \b
     Examples:
       distributed train --script train.py --num-gpus 4
       distributed train --script train.py --num-gpus 2 epochs=3 mixed_precision=true -- --data-dir /data
       distributed train --script train.py --num-nodes 2 --gpus-per-node 8 --master-addr node0   (on both nodes)
+      distributed train --script train.py --num-gpus 8 --backend fsdp --tensor-parallel 2 sequence_parallel=true
+      distributed train --script train.py --dry-run=1024 --backend fsdp
     """
     options = {
         "num_gpus": num_gpus,
@@ -83,17 +113,34 @@ def train(
         "master_addr": master_addr,
         "master_port": master_port,
         "device": device,
+        "sharding": sharding,
+        "zero_stage": zero_stage,
+        "tensor_parallel": tensor_parallel,
+        "pipeline_parallel": pipeline_parallel,
+        "context_parallel": context_parallel,
+        "activation_checkpointing": activation_checkpointing,
+        "cpu_offload": "true" if cpu_offload else None,
+        "lora": lora,
         "run_dir": run_dir,
     }
     arguments = tuple(context.obj or ())
+    if dry_run:
+        _try_out(script, arguments, config, settings or [], options, dry_run)
     job = _prepare(script, arguments, config, settings or [], options)
     world = worker_env()
     if world is not None and not any(job.config.given(name) for name in _SIZES):
-        _become_rank(job, world, dry_run)
-    elif dry_run:
+        _become_rank(job, world, dry_run is not None)
+    elif dry_run is not None:
         _show_dry_run(job)
     else:
         _launch(job)
+
+
+class TrainCommand(TyperCommand):
+    """`--dry-run` may have a value, and has none unless it is written with an equals sign."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [f"{word}=" if word == "--dry-run" else word for word in args])
 
 
 @dataclass(frozen=True)
@@ -141,6 +188,40 @@ def _prepare(
         launch_problems += check_run_dir(target, resume=bool(config.resume_from_checkpoint))
     _refuse(problems, obstacles, launch_problems)
     return TrainJob(config, request, tuple(decisions))
+
+
+def _try_out(
+    script: str,
+    arguments: tuple[str, ...],
+    config_path: str | None,
+    words: list[str],
+    options: dict[str, str | None],
+    asked: str,
+) -> NoReturn:
+    """Become the script, which is told of how many ranks it is the first one."""
+    problems = check_script(script)
+    ranks = int(asked) if asked.isdecimal() else 0
+    if not ranks:
+        problems.append(Problem(f"--dry-run={asked}", why="it is a number of ranks", do="write --dry-run=8, say"))
+    try:
+        config = gather(config_path, words, options)
+        if config.num_gpus not in (None, ranks):
+            problems.append(Problem(f"--dry-run={asked}, but num_gpus={config.num_gpus}", do="leave one of them out"))
+        config = config.merged(_sizes(config, ranks or 1), "--dry-run")
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    obstacles: list[Problem] = []
+    plan_parallel(config, ranks or 1, config.num_nodes, has_batchnorm=False, decisions=[], problems=obstacles)
+    _refuse(problems, obstacles, [])
+    told = {OVERRIDES: json.dumps(_given(config)), DRY_RUN: str(ranks)}
+    os.execve(sys.executable, (sys.executable, script, *arguments), inherited_environ() | told)
+
+
+def _sizes(config: DistributedConfig, ranks: int) -> dict[str, int]:
+    """How many machines so many ranks are on, and their number."""
+    per_node = config.gpus_per_node
+    nodes = max(1, ranks // per_node) if per_node and not config.given("num_nodes") else config.num_nodes
+    return ({"num_nodes": nodes} if nodes > 1 else {}) | {"num_gpus": ranks}
 
 
 def _refuse(settings: list[Problem], obstacles: list[Problem], launch: list[Problem]) -> None:

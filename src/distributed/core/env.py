@@ -20,6 +20,7 @@ CONTROL_FD = "DISTRIBUTED_CONTROL_FD"  # a rank's end of the line to its launche
 RESTARTS = "DISTRIBUTED_RESTARTS"  # worlds of this run before this one, since it was launched
 NOMINAL = "DISTRIBUTED_NOMINAL_RANKS"  # ranks that were asked for: the global batch is made for so many
 OVERRIDES = "DISTRIBUTED_OVERRIDES"  # JSON: settings given where the run was launched; they win over the script's
+DRY_RUN = "DISTRIBUTED_DRY_RUN"  # ranks of a world that `fit` is to try out in this process alone
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
 
 
@@ -202,6 +203,16 @@ def control_fd() -> int | None:
 def overrides_in_env() -> str:
     """The settings that were given where this run was launched, as JSON."""
     return os.environ.get(OVERRIDES, "")
+
+
+def dry_ranks() -> int | None:
+    """Of how many ranks this process shall try out a run; None: it is no dry run."""
+    ranks = os.environ.get(DRY_RUN, "")
+    if ranks and not (ranks.isdecimal() and int(ranks)):
+        raise ConfigError(
+            f"{DRY_RUN}={ranks!r}", why="it is a number of ranks", do=f"set {DRY_RUN}=8, say, or unset it"
+        )
+    return int(ranks) if ranks else None
 
 
 def visible_devices() -> str | None:

@@ -66,6 +66,10 @@ class MeshSpec:
         place = self.coordinates(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
+    def stream(self, rank: int) -> int:
+        """Which random numbers a rank draws: stages have blocks of their own; ranks that share a block, the same."""
+        return self.data_rank(rank) + self.data_ranks * self.coordinates(rank)["pp"]
+
     def is_first_of_replica(self, rank: int) -> bool:
         """Whether a rank is the first of those that see the same samples."""
         place = self.coordinates(rank)

@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from distributed.core.errors import PlanError
 from distributed.core.mesh import MeshSpec
 
 
@@ -234,6 +235,11 @@ class Plan:
         return self.mesh.is_replicas and self.shard.kind == "none"
 
     @property
+    def division(self) -> dict[str, Any]:
+        """How the state is shared out among the ranks: where two runs have the same, rank n has the same part."""
+        return {**self.mesh.sizes(), "shard": self.shard.kind}
+
+    @property
     def is_bitwise(self) -> bool:
         """Whether the result has the same bytes at any number of ranks."""
         return self.batch.leaves > 0
@@ -257,7 +263,13 @@ class Plan:
         """The plan of the same run with another number of ranks: the global batch and all that hangs on it stay."""
         if (world_size, num_nodes) == (self.world_size, self.num_nodes):
             return self
-        data_ranks = world_size // self.mesh.ranks_per_replica
+        data_ranks, rest = divmod(world_size, self.mesh.ranks_per_replica)
+        if rest or (self.shard.is_fsdp and data_ranks % self.mesh.dp_replicate):
+            raise PlanError(
+                f"the run cannot go on with {world_size} ranks",
+                why=f"its mesh is {self.mesh}, and what is left does not make whole copies of the model",
+                do=f"go on with {self.mesh.ranks_per_replica} ranks, or a multiple of that",
+            )
         if self.shard.is_fsdp:
             mesh = replace(self.mesh, dp_shard=data_ranks // self.mesh.dp_replicate)
         else:

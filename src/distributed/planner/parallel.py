@@ -226,11 +226,12 @@ def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> li
                 do="set sync_batchnorm=false, or leave pipeline_parallel out",
             )
         )
-    if config.cpu_offload and config.pipeline_parallel > 1:
+    shared_work = [name for name in _AXES if getattr(config, name) > 1]
+    if config.cpu_offload and shared_work:
         found.append(
             Problem(
-                "cpu_offload with pipeline_parallel",
-                why="the parameters of a stage would be moved for every micro-batch",
+                f"cpu_offload with {', '.join(shared_work)}",
+                why="gradients on the host cannot be summed over these ranks, whose links are those of the devices",
                 do="leave one of them out",
             )
         )

@@ -254,7 +254,7 @@ def _plan_strategy(config: DistributedConfig, shard: ShardPlan, decisions: list[
     if shard.is_fsdp:
         decisions.append(Decision("backend fsdp", "it is what shards the state of a model", "backend"))
         return "fsdp"
-    decisions.append(Decision("backend pytorch-ddp", "the model is replicated on every rank", "backend"))
+    decisions.append(Decision("backend pytorch-ddp", "data-parallel ranks hold the same parameters", "backend"))
     return "pytorch-ddp"
 
 

@@ -41,6 +41,8 @@ class Session:
         self.env, self.device, self.store = env, device, store
         self.rank, self.world_size = env.rank, env.world_size
         self.data_rank = env.rank  # which samples it takes: ranks that share the work on the same ones have the same
+        self.stream = env.rank  # of random numbers: of ranks that compute the same, the same
+        self.is_dry = False  # whether tensors hold nothing and collectives do nothing: of a dry run
         self._sockets = sockets  # of the process group, if it is ours
         # Whether this process can leave its world and join another: the group must be ours, and end when it is cut off.
         self.can_regroup = bool(sockets) and dist.get_backend() == "gloo"
@@ -113,7 +115,7 @@ class Session:
 
     def seed(self, seed: int) -> None:
         """Python's, numpy's and torch's generators, a stream of its own for each rank with samples of its own."""
-        mixed = (seed + self.data_rank) % 2**63
+        mixed = (seed + self.stream) % 2**63
         random.seed(mixed)
         np.random.seed(mixed % 2**32)
         torch.manual_seed(mixed)
@@ -124,9 +126,7 @@ class Session:
         A rank that is killed takes its generators with it; as a function of the step, whoever replaces it has them.
         """
         if self.world_size > 1:
-            mixed = (
-                (seed * 0x9E3779B97F4A7C15 + self.data_rank * 0xC2B2AE3D27D4EB4F + step) * 0xBF58476D1CE4E5B9 % 2**64
-            )
+            mixed = (seed * 0x9E3779B97F4A7C15 + self.stream * 0xC2B2AE3D27D4EB4F + step) * 0xBF58476D1CE4E5B9 % 2**64
             mixed ^= mixed >> 31
             random.seed(mixed)
             np.random.seed(mixed % 2**32)
@@ -167,6 +167,21 @@ class Session:
             if text is not None:
                 self.store.set(f"text/{key}", text)
             return str(self.store.get(f"text/{key}").decode())
+
+    def gather_texts(self, name: str, text: str) -> list[str]:
+        """A text of each rank, on every rank, in their order."""
+        if self.world_size == 1:
+            return [text]
+        mine = text.encode()
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(mine)
+        lengths: list[int] = self.sum(name, sizes).tolist()
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self.device)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)].to(self.device)
+        found = [torch.empty_like(padded) for _ in lengths]
+        with self.named(name):
+            dist.all_gather(found, padded)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(found, lengths, strict=True)]
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:

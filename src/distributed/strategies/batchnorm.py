@@ -44,6 +44,7 @@ class SyncBatchNorm(_BatchNorm):
     """A BatchNorm layer that sees the micro-batch of all ranks while it trains."""
 
     share_is_empty = False  # set by the strategy around a stand-in batch
+    copies = 1  # how many ranks see the same samples: means do not show it, the unbiased variance would
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -85,7 +86,8 @@ class SyncBatchNorm(_BatchNorm):
                 self.num_batches_tracked.add_(1)
                 if self.momentum is None:
                     momentum = 1.0 / self.num_batches_tracked.float()
-            unbiased = var * (count / (count - 1).clamp_min(1))
+            seen = count / self.copies
+            unbiased = var * (seen / (seen - 1).clamp_min(1))
             self.running_mean.mul_(1 - momentum).add_(mean.to(self.running_mean.dtype) * momentum)
             self.running_var.mul_(1 - momentum).add_(unbiased.to(self.running_var.dtype) * momentum)
 
@@ -94,16 +96,17 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def synchronize_batchnorm(model: nn.Module) -> Callable[[], None]:
+def synchronize_batchnorm(model: nn.Module, copies: int = 1) -> Callable[[], None]:
     """Replace every BatchNorm layer inside the model by one that sees all ranks; returns what undoes it.
 
-    Both layers hold the same parameters and buffers, so optimizers stay valid and nothing is copied back.
+    Both layers hold the same parameters and buffers, so optimizers stay valid and nothing is copied back. `copies`: how
+    many ranks see the same samples.
     """
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
-                setattr(parent, name, _synced(child))
+                setattr(parent, name, _synced(child, copies))
                 replaced.append((parent, name, child))
 
     def undo() -> None:
@@ -114,10 +117,11 @@ def synchronize_batchnorm(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _synced(layer: _BatchNorm) -> SyncBatchNorm:
+def _synced(layer: _BatchNorm, copies: int) -> SyncBatchNorm:
     synced = SyncBatchNorm(
         layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
     )
+    synced.copies = copies
     synced._parameters, synced._buffers = layer._parameters, layer._buffers
     return synced.train(layer.training)
 

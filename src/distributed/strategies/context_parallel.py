@@ -8,7 +8,6 @@ rank, those in and before them, which have a part of it, and those that are tied
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,16 +20,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from distributed.core.errors import PlanError
 from distributed.strategies.blocks import main_stack
+from distributed.strategies.context_arguments import (
+    Arguments,
+    SequenceDims,
+    argument_names,
+    change_first,
+    first_tensor,
+)
 from distributed.strategies.context_attention import HALF, SequencePart, autocast_dtype
-from distributed.strategies.recompute import forward_name, restore_forward
+from distributed.strategies.gradient_sums import mean_gradients
+from distributed.strategies.modes import evaluating
+from distributed.strategies.recompute import forward_name
 
 _INNER = "_forward_on_part"
-_BUCKET_BYTES = 64 << 20
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2  # of what the blocks add to their input, in float32; of a result in half of it
+_VERIFIED = 256  # positions a rank: enough to see a wrong one, and few enough for one rank to have them all in float32
 _NOTHING = torch.empty(0)
 
 
@@ -38,10 +45,13 @@ _NOTHING = torch.empty(0)
 class _Watched:
     """What was seen of one run: into the blocks, out of them, and the result, all in float32."""
 
+    longest: int | None  # the blocks have no more than so many positions; None: all
+    given: torch.Tensor = _NOTHING  # to the first block
+    whole: int = 0  # positions of the batch
+    length: int = 0  # those that the blocks have
     input: torch.Tensor = _NOTHING
     output: torch.Tensor = _NOTHING
     result: torch.Tensor = _NOTHING
-    dtype: torch.dtype = torch.float32
     is_half: bool = False
 
 
@@ -63,25 +73,20 @@ class ContextParallel:
         self._part = SequencePart(group)
         self._on = True
         self._watched: _Watched | None = None
-        self._restores: list[Callable[[], None]] = []
         blocks = list((module.get_submodule(path) if path else module).children())
         attentions = [m for block in blocks for m in block.modules() if isinstance(m, nn.MultiheadAttention)]
         self._dim = 0 if any(not attention.batch_first for attention in attentions) else 1
+        self._dims = SequenceDims(self._dim)
         self._depth = len(blocks)
         for index, block in enumerate(blocks):
-            self._patch(block, self._block_forward(block, index == 0, index == len(blocks) - 1))
+            _patch(block, self._block_forward(block, index))
         for attention in attentions:
-            self._patch(attention, self._part.multihead_forward(attention, _INNER))
+            _patch(attention, self._part.multihead_forward(attention, _INNER))
         for layer in module.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
-                self._set(layer, "activation_relu_or_gelu", 0)  # its fused form in eval calls no attention
+                layer.activation_relu_or_gelu = 0  # its fused form in eval calls no attention
             elif isinstance(layer, nn.TransformerEncoder):
-                self._set(layer, "use_nested_tensor", False)
-
-    def close(self) -> None:
-        """Give the model back as it was."""
-        while self._restores:
-            self._restores.pop()()
+                layer.use_nested_tensor = False
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -94,28 +99,46 @@ class ContextParallel:
 
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Make every gradient the one of the whole sequence: the mean over the group, as a data-parallel mean would."""
-        gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-        for bucket in _buckets(local):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(self._part.size)
-            dist.all_reduce(flat, group=self._part.group)
-            for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+        mean_gradients(parameters.values(), self._part.group)
 
-    def verify(self, run: Callable[[], torch.Tensor]) -> None:
+    def verify(self, run: Callable[[], torch.Tensor], *, positions: int = _VERIFIED) -> None:
         """Compare with the whole sequence on every rank, and refuse a model that this would train wrongly.
 
-        `run` computes an output or a loss of a batch. What leaves the blocks is compared as well, and tells more.
+        `run` computes an output or a loss of a batch. What leaves the blocks is compared as well, and tells more. They
+        are given the first `positions` a rank only, unless they cannot do with fewer than the batch has.
         """
-        with _evaluating(self._module):
+        self._dims = SequenceDims(self._dim)
+        refusals: list[PlanError] = []
+        with evaluating(self._module), _exactly(self._module):
+            for longest in (positions * self._part.size, None):
+                for _ in self._dims.choices():
+                    found = self._compare(run, longest)
+                    if found is True:
+                        return
+                    refusals += [found] if isinstance(found, PlanError) else []
+                if refusals:
+                    raise refusals[0]
+
+    def _compare(self, run: Callable[[], torch.Tensor], longest: int | None) -> bool | PlanError:
+        """Whether both ways give the same, or why not; False where the blocks take no shorter sequence."""
+        expected, found = _Watched(longest), _Watched(longest)
+        try:
             with self.off():
-                expected = self._watch(run)
-            try:
-                found = self._watch(run)
-            except RuntimeError as error:
-                if isinstance(error, dist.DistError | torch.OutOfMemoryError):
-                    raise
-                raise self._part.refusal(f"a part of a sequence alone cannot pass through it: {error}") from error
+                self._watch(run, expected)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if expected.length == expected.whole or isinstance(error, dist.DistError):
+                raise
+            return False
+        try:
+            self._watch(run, found)
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError):
+                raise
+            refusal = self._part.refusal(f"a part of a sequence alone cannot pass through it: {error}")
+            refusal.__cause__ = error
+            return refusal
+        except PlanError as refusal:
+            return refusal
         noise = torch.finfo(torch.float32).eps * math.sqrt(2 * self._depth) * expected.output.norm()
         change = (expected.output - expected.input).norm() + noise / _TOLERANCE
         errors = [(found.output - expected.output).norm() / change.clamp_min(1e-30)]
@@ -123,59 +146,88 @@ class ContextParallel:
         limits = torch.tensor([_TOLERANCE, _HALF_TOLERANCE if expected.is_half else _TOLERANCE], device=change.device)
         excess = torch.stack(errors) / limits
         dist.all_reduce(excess, op=dist.ReduceOp.MAX, group=self._part.group)
-        if not bool((excess <= 1).all()):
-            worst = int(excess.argmax())
-            off_by, limit = (excess * limits)[worst].item(), limits[worst].item()
-            raise self._part.refusal(f"its output is off by {off_by:.1e} of its size, where {limit:.0e} is allowed")
+        if bool((excess <= 1).all()):
+            return True
+        worst = int(excess.argmax())
+        off_by, limit = (excess * limits)[worst].item(), limits[worst].item()
+        return self._part.refusal(f"its output is off by {off_by:.1e} of its size, where {limit:.0e} is allowed")
 
-    def _watch(self, run: Callable[[], torch.Tensor]) -> _Watched:
-        self._watched = watched = _Watched()
+    def _watch(self, run: Callable[[], torch.Tensor], watched: _Watched) -> None:
+        self._watched = watched
         devices = list({p.device for p in self._module.parameters() if p.device.type == "cuda"})
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=devices):
                 watched.result = _finite(run())
+        except torch.OutOfMemoryError as error:
+            raise PlanError(
+                f"there is not enough memory to check that context_parallel={self._part.size} fits this model",
+                why=f"before the first step each rank computes a batch as one alone would, its blocks in float32 on "
+                f"{watched.length} positions: {str(error).partition(chr(10))[0]}",
+                do="use a smaller batch_size, or share the model out too, with sharding=full",
+            ) from error
         finally:
             self._watched = None
         if watched.output is _NOTHING:
             raise self._part.refusal("its blocks were not called")
-        return watched
 
-    def _block_forward(self, block: nn.Module, is_first: bool, is_last: bool) -> Callable[..., Any]:
-        names = _argument_names(getattr(block, forward_name(block)))
+    def _block_forward(self, block: nn.Module, index: int) -> Callable[..., Any]:
+        names = argument_names(getattr(block, forward_name(block)))
+        is_last = index == self._depth - 1
 
-        def compute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def compute(block: nn.Module, given: Arguments) -> Any:
             inner: Callable[..., Any] = getattr(block, _INNER)
             if not self._on:
-                return inner(*args, **kwargs)
-            args, kwargs, length = self._cut(names, args, kwargs, is_first)
+                return inner(*given.args, **given.kwargs)
+            given, length = self._cut(index, names, given)
             with self._part.running(length):
-                result = inner(*args, **kwargs)
-            return _change_first(result, partial(self._part.gather_output, dim=self._dim)) if is_last else result
+                result = inner(*given.args, **given.kwargs)
+            return change_first(result, partial(self._part.gather_output, dim=self._dim)) if is_last else result
 
         def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            watched = self._watched
+            given, watched = Arguments(args, kwargs), self._watched
             if watched is None:
-                return compute(block, args, kwargs)
-            hidden = _first_tensor(args, kwargs)
-            if is_first:
-                watched.input, watched.dtype = _finite(hidden), hidden.dtype
-                watched.is_half = hidden.dtype in HALF or autocast_dtype(hidden) is not None
-            with _in_float32(block, hidden.device.type):
-                result = compute(block, _map_tensors(args, _to_float32), _map_tensors(kwargs, _to_float32))
-            if not is_last:
-                return result
-            watched.output = _finite(_first_tensor((result,), {}))
-            return _change_first(result, lambda output: output.to(watched.dtype))
+                return compute(block, given)
+            given = self._begin(watched, index, names, given)
+            with _in_float32(block, given.hidden.device.type):
+                result = compute(block, given.map(_to_float32))
+            return self._end(watched, result) if is_last else result
 
         return forward
 
-    def _cut(
-        self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    def _begin(self, watched: _Watched, index: int, names: list[str], given: Arguments) -> Arguments:
+        """What a block is given in a run that is watched."""
+        hidden = given.hidden
+        if index == 0:
+            watched.given, watched.whole = hidden, hidden.shape[self._dim]
+            self._check_length(watched.whole)
+            watched.length = min(watched.whole, watched.longest or watched.whole)
+            watched.is_half = hidden.dtype in HALF or autocast_dtype(hidden) is not None
+            begun = hidden.narrow(self._dim, 0, watched.length)
+            watched.input = _finite(begun)
+        if watched.length == watched.whole:
+            return given
+        given = self._dims.shorten(index, names, given, watched.whole, watched.length)
+        return given if index else given.map(lambda tensor: begun if tensor is hidden else tensor)
+
+    def _end(self, watched: _Watched, result: Any) -> Any:
+        """What the last block returns in a run that is watched: as long as what the first was given, and as exact."""
+        watched.output = _finite(first_tensor((result,)))
+        rest = watched.given.narrow(self._dim, watched.length, watched.whole - watched.length)
+        return change_first(result, lambda output: torch.cat([output.to(rest.dtype), rest], self._dim))
+
+    def _cut(self, index: int, names: list[str], given: Arguments) -> tuple[Arguments, int]:
         """A block's arguments, cut to this rank's part of the sequence, and the part's length."""
+        hidden = given.hidden
+        whole = hidden.shape[self._dim] * (1 if index == 0 else self._part.size)
+        self._check_length(whole)
+        given = self._dims.cut(index, names, given, whole, self._part.of)
+        if index == 0:
+            part = self._part.of(hidden, self._dim)
+            given = given.map(lambda tensor: part if tensor is hidden else tensor)
+        return given, whole // self._part.size
+
+    def _check_length(self, whole: int) -> None:
         size = self._part.size
-        hidden = _first_tensor(args, kwargs)
-        whole = hidden.shape[self._dim] * (1 if is_first else size)
         if whole % size:
             raise PlanError(
                 f"a sequence of {whole} positions cannot be shared out evenly over context_parallel={size} ranks",
@@ -183,105 +235,23 @@ class ContextParallel:
                 do=f"pad it to {-(-whole // size) * size} positions, or change context_parallel",
             )
 
-        def cut(tensor: torch.Tensor, name: str) -> torch.Tensor:
-            if tensor is hidden:
-                return self._part.of(tensor, self._dim) if is_first else tensor
-            dim = _sequence_dim(tensor, whole, self._dim, name)
-            return tensor if dim is None else self._part.of(tensor, dim)
 
-        named = zip(args, [*names, *[""] * len(args)], strict=False)
-        args = tuple(_map_tensors(value, partial(cut, name=name)) for value, name in named)
-        kwargs = {name: _map_tensors(value, partial(cut, name=name)) for name, value in kwargs.items()}
-        return args, kwargs, whole // size
-
-    def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        name = forward_name(module)
-        setattr(module, _INNER, getattr(module, name))
-        setattr(module, name, MethodType(forward, module))
-        self._restores.append(lambda: restore_forward(module, forward_name(module), module.__dict__.pop(_INNER)))
-
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
-        before = getattr(module, name)
-        setattr(module, name, value)
-        self._restores.append(lambda: setattr(module, name, before))
-
-
-def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients of one dtype and device, of some tens of megabytes together."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-    for alike in kinds.values():
-        bucket: list[torch.Tensor] = []
-        for gradient in alike:
-            if bucket and sum(g.nbytes for g in bucket) + gradient.nbytes > _BUCKET_BYTES:
-                yield bucket
-                bucket = []
-            bucket.append(gradient)
-        yield bucket
-
-
-def _sequence_dim(tensor: torch.Tensor, whole: int, hidden_dim: int, name: str) -> int | None:
-    """Along which dimension an argument of a block belongs to positions; None for one that stays whole, like a mask."""
-    shape = tuple(tensor.shape)
-    if "mask" in name or tensor.dtype == torch.bool or shape[-2:] == (whole, whole):
-        return None
-    candidates = [hidden_dim, 0, len(shape) - 2]
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        candidates.append(len(shape) - 1)  # numbers of positions
-    return next((dim for dim in candidates if 0 <= dim < len(shape) and shape[dim] == whole), None)
-
-
-def _argument_names(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The hidden states among a block's arguments, or in what it returns."""
-    flat = [part for value in (*args, *kwargs.values()) for part in (value if isinstance(value, tuple) else (value,))]
-    for value in flat:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1:
-            return value
-    raise PlanError(
-        "context_parallel does not fit this model: a block takes or returns no hidden states",
-        why="they are looked for as the first floating-point tensor",
-        do="set context_parallel=1",
-    )
-
-
-def _change_first(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a block returns, with its hidden states changed."""
-    if isinstance(result, torch.Tensor):
-        return change(result)
-    hidden = _first_tensor((result,), {})
-    return tuple(change(value) if value is hidden else value for value in result)
-
-
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same, with every tensor in it changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(_map_tensors(part, change) for part in value)
-    if type(value) is dict:
-        return {name: _map_tensors(part, change) for name, part in value.items()}
-    return value
+def _patch(module: nn.Module, forward: Callable[..., Any]) -> None:
+    name = forward_name(module)
+    setattr(module, _INNER, getattr(module, name))
+    setattr(module, name, MethodType(forward, module))
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """In eval mode and exact in float32, with all put back after."""
-    modes = {part: part.training for part in module.modules()}
+def _exactly(module: nn.Module) -> Iterator[None]:
+    """In float32 without shortcuts; what FSDP has gathered for it is given up after."""
     precision = torch.get_float32_matmul_precision()
-    module.eval()
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        for part, mode in modes.items():
-            part.training = mode
+        for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()  # or the root would stay whole until the next backward pass
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from distributed.core.errors import PlanError
+from distributed.strategies.gradient_sums import local
 from distributed.strategies.layout import Layout
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,22 +57,14 @@ def shard(
 
 
 def accumulate(roots: Iterable[nn.Module], synchronizes: bool) -> None:
-    """Whether the next backward pass reduces gradients; of those before the last it only adds them up."""
+    """Whether the next backward pass reduces gradients, or leaves that to a later one and only adds them up.
+
+    Until then each rank holds the whole gradient of every parameter. It is for sharding that has whole parameters in a
+    step anyway (grad_op), and saves their messages; with full sharding it would need the memory that sharding saves.
+    """
     for root in roots:
         assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(synchronizes)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, in the tensor's own memory.
-
-    >>> local(torch.ones(2))
-    tensor([1., 1.])
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
 
 
 def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distributed.strategies.fully_sharded import local
+from distributed.strategies.gradient_sums import local
 from distributed.strategies.layout import Layout
 
 
@@ -17,7 +17,6 @@ class GradientNorm:
     """Of these parameters over all ranks of `group`; None: of this rank alone.
 
     `copies` tells how many ranks of the group hold the same elements of a parameter, so that each counts once.
-    `device` is where the group sends from, if gradients are elsewhere.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
@@ -32,13 +31,12 @@ class GradientNorm:
         layout: Layout,
         copies: Callable[[str], int],
         group: dist.ProcessGroup | None,
-        device: torch.device | None = None,
     ) -> None:
         here = {name: p for name, p in parameters.items() if p.requires_grad and layout.is_here(name)}
         self._parameters = list(here.values())
         self._copies = [copies(name) for name in here]
         self._group = group
-        self._device = device or next((local(p).device for p in self._parameters), torch.device("cpu"))
+        self._device = next((local(p).device for p in self._parameters), torch.device("cpu"))
         self._weights: dict[tuple[bool, ...], torch.Tensor] = {}
 
     @torch.no_grad()

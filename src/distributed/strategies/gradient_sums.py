@@ -1,21 +1,23 @@
-"""Gradients that no hook reduces, over the ranks of a group: flat, so that there is one collective for all of a type."""
+"""Gradients that no hook reduces, over the ranks of a group: flat, in buckets that are worth a message of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+_BUCKET_BYTES = 64 * 2**20
+
 
 def mean_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """The mean over a group's ranks, in place."""
+    """The mean over a group's ranks, in place; a parameter without a gradient counts as one with zeros."""
     _reduce(parameters, group, 1.0 / group.size())
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """The sum over a group's ranks, in place."""
+    """The sum over a group's ranks, in place; a parameter without a gradient counts as one with zeros."""
     _reduce(parameters, group, 1.0)
 
 
@@ -27,12 +29,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, factor: float) -> None:
-    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            grad = local(parameter.grad)
-            by_type.setdefault(grad.dtype, []).append(grad)
-    for grads in by_type.values():
+    for grads in _buckets(_gradient(parameter) for parameter in parameters):
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(flat, group=group)
         if factor != 1.0:
@@ -40,3 +37,25 @@ def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, factor
         parts = flat.split([grad.numel() for grad in grads])
         for grad, part in zip(grads, parts, strict=True):
             grad.copy_(part.view_as(grad))
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """All ranks must come with as many numbers, also where one has not used a parameter."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local(parameter.grad)
+
+
+def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one type."""
+    bucket: list[torch.Tensor] = []
+    held = 0
+    for grad in grads:
+        nbytes = grad.numel() * grad.element_size()
+        if bucket and (held + nbytes > _BUCKET_BYTES or grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(grad)
+        held += nbytes
+    if bucket:
+        yield bucket

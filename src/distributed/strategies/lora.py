@@ -9,32 +9,20 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from distributed.core.errors import PlanError
+from distributed.core.plan import LoraPlan
 from distributed.core.registry import import_extra
 from distributed.strategies.blocks import find_blocks
 
 ADAPTER = "default"
 _A, _B = f"lora_A.{ADAPTER}.weight", f"lora_B.{ADAPTER}.weight"
 _SAVED_PREFIX = "base_model.model."  # what peft calls the model in its wrappers
-
-
-class LoraPlan(Protocol):
-    """What is asked for: `targets` are names of layers, or the ends of their paths; none means that they are found."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def alpha(self) -> float: ...
-    @property
-    def dropout(self) -> float: ...
-    @property
-    def targets(self) -> tuple[str, ...]: ...
 
 
 def add_lora(module: nn.Module, plan: LoraPlan, seed: int) -> list[str]:

@@ -19,8 +19,9 @@ class MeshGroups:
         self.place = spec.coordinates(rank)
         sizes = {axis: n for axis, n in spec.sizes().items() if n > 1 or (shards and axis == "dp_shard")}
         self._mesh: DeviceMesh | None = None
+        self._made_world = bool(sizes) and not dist.is_initialized()  # a world of one
         if sizes:
-            if not dist.is_initialized():  # a world of one
+            if self._made_world:
                 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
             self._mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
@@ -29,6 +30,10 @@ class MeshGroups:
         if self._mesh is None or self.spec.sizes()[axis] == 1:
             return None
         return self._mesh.get_group(axis)
+
+    def close(self) -> None:
+        if self._made_world and dist.is_initialized():
+            dist.destroy_process_group()
 
     @property
     def data(self) -> DeviceMesh:

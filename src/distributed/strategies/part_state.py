@@ -6,8 +6,9 @@ part of, is a Portion; every rank's tree has the same names.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,8 +32,12 @@ class PartState:
     groups: list[list[str]]  # of the whole optimizer's parameters, by their names
     is_plain: Callable[[str], bool]  # whether every rank has all of a tensor
     stores: Callable[[str], bool]  # whether this rank writes what it has of one
-    owns: Callable[[str], bool] = lambda name: True  # whether this rank has the optimizer's state of a parameter
-    splits_optimizer: bool = False  # whether ranks that have a parameter may not have its state
+    stores_state: Callable[[str], bool]  # the same of the optimizer's state for one
+    owns: Callable[[str], bool]  # whether this rank has the optimizer's state of a parameter
+    splits_optimizer: bool  # whether ranks that have a parameter may not have its state
+    tell_all: Callable[[str], list[str]] | None  # a text of each rank to all; None: all have state of the same names
+    _told: str = field(default="", init=False)
+    _elsewhere: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
     def state(self) -> StateTree:
         return {"model": self._model(), "optimizer": self._optimizer()}
@@ -88,13 +93,13 @@ class PartState:
     def _optimizer(self) -> StateTree:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         held = {names[id(parameter)]: values for parameter, values in self.optimizer.state.items()}
-        example = next(iter(held.items()), None)
+        elsewhere = self._others(held)
         state = {}
         for name in (name for group in self.groups for name in group):
             if name in held:
                 state[name] = {key: self._state_value(name, value) for key, value in held[name].items()}
-            elif example is not None and not (self.layout.is_here(name) and self.owns(name)):
-                state[name] = {key: self._elsewhere(name, *example, key) for key in example[1]}
+            elif name in elsewhere:
+                state[name] = elsewhere[name]
         plain = self.optimizer.state_dict()["param_groups"]
         options = [
             {key: value for key, value in group.items() if key not in ("params", "param_names")} for group in plain
@@ -105,7 +110,7 @@ class PartState:
     def _state_value(self, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        is_shaped = _whole_shape(value) == self._local_shape(name)
+        is_shaped = tuple(value.shape) == self._local_shape(name)
         if is_shaped and (not self.is_plain(name) or self.splits_optimizer):
             found = self.layout.portion(name, value)
             return Portion(found.shape, found.dtype, found.pieces, found.stores and self._stores_state(name))
@@ -114,24 +119,42 @@ class PartState:
         box = tuple((0, length) for length in value.shape)
         return Portion(tuple(value.shape), value.dtype, ((box, value),), self._stores_scalar(name))
 
+    def _others(self, held: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The state of parameters that other ranks have, without their numbers. Every rank comes here."""
+        if self.tell_all is None:
+            return {}
+        mine = json.dumps({name: self._outline(name, values) for name, values in held.items()})
+        changed = any(text == "changed" for text in self.tell_all("" if mine == self._told else "changed"))
+        if changed:
+            outlines = [json.loads(text) for text in self.tell_all(mine)]
+            merged = {name: keys for outline in outlines for name, keys in outline.items()}
+            self._told = mine
+            self._elsewhere = {
+                name: {key: _from_outline(entry) for key, entry in keys.items()} for name, keys in merged.items()
+            }
+        return self._elsewhere
+
+    def _outline(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                is_shaped = tuple(value.shape) == self._local_shape(name)
+                shape = self.layout.shape(name) if is_shaped else tuple(value.shape)
+                found[key] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": shape}
+            else:
+                found[key] = {"value": value}
+        return found
+
     def _stores_state(self, name: str) -> bool:
-        return self.layout.stores(name) and (self.splits_optimizer or self.stores(name))
+        return self.layout.stores(name) and self.stores_state(name)
 
     def _stores_scalar(self, name: str) -> bool:
         """A number of a parameter that several ranks have parts of: the first of them writes it."""
         boxes = self.layout.boxes(name)
         return self._stores_state(name) and bool(boxes) and all(start == 0 for start, _ in boxes[0])
 
-    def _elsewhere(self, name: str, example_name: str, example: Mapping[str, Any], key: str) -> Any:
-        """What another rank has for a parameter, by what this one has for one of its own."""
-        value = example[key]
-        if not isinstance(value, torch.Tensor):
-            return value
-        is_shaped = _whole_shape(value) == self._local_shape(example_name)
-        return Portion(self.layout.shape(name) if is_shaped else tuple(value.shape), value.dtype, (), False)
-
     def _local_shape(self, name: str) -> tuple[int, ...]:
-        return _whole_shape(self.module.get_parameter(name))
+        return tuple(self.module.get_parameter(name).shape)
 
     def _load_optimizer(self, tree: StateTree) -> None:
         saved = [name for group in tree["param_groups"] for name in group["params"]]
@@ -180,6 +203,7 @@ class PartState:
             )
 
 
-def _whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a DTensor, over all ranks that it is sharded over."""
-    return tuple(tensor.shape)
+def _from_outline(entry: Mapping[str, Any]) -> Any:
+    if "value" in entry:
+        return entry["value"]
+    return Portion(tuple(entry["shape"]), getattr(torch, entry["dtype"]), (), False)

@@ -8,6 +8,7 @@ what is left on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,10 @@ from distributed.strategies.lora import init_lora, is_adapter
 from distributed.strategies.materialize import is_meta, materialize, send_weights
 from distributed.strategies.mesh_groups import MeshGroups
 from distributed.strategies.part_state import PartState
-from distributed.strategies.pipeline import Pipeline
+from distributed.strategies.pipeline import STAGES_PER_RANK, Pipeline
 from distributed.strategies.recompute import recompute, undo_recompute
 from distributed.strategies.sharded_optimizer import ShardedOptimizer
+from distributed.strategies.stages import cut
 from distributed.strategies.tensor_parallel import TensorParallel
 from distributed.strategies.tensor_plans import find_styles, styles_from
 
@@ -43,7 +45,7 @@ class Parts:
     def __init__(self, module: nn.Module, plan: Plan, session: Session) -> None:
         spec, device = plan.mesh, session.device
         _refuse_twice(module)
-        self.module = module
+        self.module, self._device, self._session, self._kind = module, device, session, plan.shard.kind
         self.layout = Layout(module)
         self.names = list(module.state_dict())
         self.is_fsdp = plan.shard.is_fsdp and (spec.dp_shard > 1 or plan.shard.cpu_offload)
@@ -51,19 +53,20 @@ class Parts:
         self.tensor: TensorParallel | None = None
         self.context: ContextParallel | None = None
         self.pipeline: Pipeline | None = None
-        is_made = not is_meta(module)
-        if is_made and session.world_size > 1:
+        if session.world_size > 1 and not session.is_dry:
             send_weights(module, None, device)
         self._cut_layers(plan)
         self._share_sequences(plan)
         prepare_blocks(module, plan)
         self._cut_stages(plan, device)
-        if is_made:
-            _move(module, device)
         if self.is_fsdp:
-            self._shard(plan, device)
-        if not is_made:
+            self._shard(plan, device)  # which moves what it shards, so that no device holds all of it
+        else:
+            _move(module, device)
+        if is_meta(module):
             make(module, plan, session, self.layout)
+        if not all(self.layout.is_whole(name) for name in self.names):
+            module.__dict__[_IN_PARTS] = True
         place = self.groups.place
         # Of the ranks that share the work on the same samples, the last stage's first one has the loss of all.
         self.counts = place["cp"] == place["tp"] == 0 and place["pp"] == spec.pp - 1
@@ -92,7 +95,15 @@ class Parts:
                 schedule=plan.pipeline.schedule,
                 microbatches=plan.batch.accumulation,
                 device=device,
+                agree=self._largest if self.is_fsdp else lambda case: case,
             )
+
+    def _largest(self, case: int) -> int:
+        """Of the numbers of the ranks that share a stage."""
+        found = torch.tensor([case], device=self._device)
+        for group in self.groups.data_groups:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return int(found.item())
 
     def _shard(self, plan: Plan, device: torch.device) -> None:
         shard(
@@ -107,19 +118,24 @@ class Parts:
             roots=self.pipeline.stages if self.pipeline is not None else (),
         )
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Those that are here and trained."""
         found = self.module.named_parameters()
         return {name: p for name, p in found if p.requires_grad and self.layout.is_here(name)}
 
     def synchronize(self, is_last: bool) -> None:
-        """Before the backward pass of a micro-batch: whether it is the one whose gradients are reduced."""
-        if self.is_fsdp and self.pipeline is None:
+        """Before the backward pass of a micro-batch: whether it is the one whose gradients are reduced.
+
+        Where gradients are sharded for the memory's sake, each is: whole ones would have to be kept in between.
+        """
+        if self.is_fsdp and self._kind == "grad_op" and self.pipeline is None:
             accumulate([self.module], is_last)
 
     def finish_gradients(self) -> None:
         """After the last backward pass of a step: what no hook has reduced."""
+        if self.pipeline is None and self.context is None and self.tensor is None:
+            return
         parameters = self.parameters
         if self.pipeline is not None:
             self.pipeline.finish_gradients()
@@ -156,9 +172,14 @@ class Parts:
             groups,
             self.is_plain,
             self.stores,
+            self.stores if self._shared is None else self._is_first,
             self._shared.owns if self._shared is not None else lambda name: True,
             self._shared is not None,
+            self._tell_all if self.pipeline is not None or self._shared is not None else None,
         )
+
+    def _tell_all(self, text: str) -> list[str]:
+        return self._session.gather_texts("state of other ranks", text)
 
     @property
     def norm(self) -> GradientNorm:
@@ -187,9 +208,13 @@ class Parts:
     def stores(self, name: str) -> bool:
         """Of the ranks that have the same of a tensor, whether it is this one that writes it."""
         place = self.groups.place
-        is_first = place["cp"] == 0 and (place["tp"] == 0 or self.layout.cut_of(name) is not None)
         is_sharded = self.layout.is_sharded(name)
-        return is_first and (is_sharded or place["dp_replicate"] == place["dp_shard"] == 0)
+        return self._is_first(name) and (is_sharded or place["dp_replicate"] == place["dp_shard"] == 0)
+
+    def _is_first(self, name: str) -> bool:
+        """Of the ranks that have the same of a tensor for the same samples."""
+        place = self.groups.place
+        return place["cp"] == 0 and (place["tp"] == 0 or self.layout.cut_of(name) is not None)
 
     def reshard(self) -> None:
         """Parameters that an evaluation has gathered, back to this rank's rows."""
@@ -197,9 +222,26 @@ class Parts:
         for module in (m for root in roots for m in root.modules() if isinstance(m, FSDPModule)):
             module.reshard()
 
+    def close(self) -> None:
+        self.groups.close()
+
+
+def check_model(module: nn.Module, plan: Plan) -> None:
+    """Raises what stands in the way of this mesh for this model, before anything is started or cut."""
+    mesh = plan.mesh
+    if plan.shard.blocks:
+        find_blocks(module, plan.shard.blocks)
+    if mesh.tp > 1:
+        asked = dict(plan.tensor.styles)
+        styles_from(asked, module, mesh.tp) if asked else find_styles(module, mesh.tp)
+    if mesh.pp > 1:
+        cut(module, mesh.pp * STAGES_PER_RANK[plan.pipeline.schedule])
+
 
 def make(module: nn.Module, plan: Plan, session: Session, layout: Layout | None = None) -> None:
     """Memory and first values for a model without; they are the same whatever the mesh."""
+    if session.is_dry:
+        return
     layout = layout or Layout(module)
     on = torch.device("cpu") if plan.shard.cpu_offload else session.device
     materialize(module, layout, session.device, plan.seed, parameters_on=on)
@@ -235,7 +277,6 @@ def _refuse_twice(module: nn.Module) -> None:
             why="each rank holds a part of it only, which cannot be cut again",
             do="make the model anew, and resume from the checkpoint of that fit",
         )
-    module.__dict__[_IN_PARTS] = True
 
 
 def _move(module: nn.Module, device: torch.device) -> None:

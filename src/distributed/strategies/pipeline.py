@@ -21,18 +21,18 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from distributed.core.errors import DistributedError, PlanError
 from distributed.strategies.base import Outcome
+from distributed.strategies.gradient_sums import local
+from distributed.strategies.interception import Interception, Leave, signature
 from distributed.strategies.layout import Layout
-from distributed.strategies.stages import Interception, Leave, cut, signature
+from distributed.strategies.stages import cut
 
 Run = Callable[[nn.Module, Any], Outcome]
 Weigh = Callable[[int, Outcome], torch.Tensor]
 
-_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
 _KEPT_SETS = 4  # of buffers for one shape of batches each
 
 
@@ -64,19 +64,17 @@ class Stage(nn.Module):
             raise PlanError(
                 "the model's forward ended before it came to the blocks of the next stage",
                 why=f"stage {self.index} of {parts.last + 1} has {', '.join(parts.parts[self.index])}",
-                do="set pp=1 for this model",
+                do="set pipeline_parallel=1 for this model",
             )
-        work.outcomes[at] = Outcome(*tree_map_only(torch.Tensor, torch.Tensor.detach, tuple(outcome)))
         weighed = work.weigh(at, outcome)
         return weighed.clone() if weighed._is_view() else weighed
 
 
 class _Work:
-    """What the stages of this rank are given for one step, and the outcomes of the last one."""
+    """What the stages of this rank are given for one step."""
 
     def __init__(self, batches: Sequence[Any], run: Run, weigh: Weigh, metas: dict[int, _Meta]) -> None:
         self.batches, self.run, self.weigh, self.metas = batches, run, weigh, metas
-        self.outcomes: list[Outcome | None] = [None] * len(batches)
 
     def check(self, stage: int, hidden: torch.Tensor) -> torch.Tensor:
         """The next stage waits for a hidden state like those of earlier batches of the same shapes."""
@@ -86,7 +84,7 @@ class _Work:
             raise PlanError(
                 f"stage {stage} gave out {found}, for an earlier batch of the same shapes {known}",
                 why="a pipeline has to know the shape of the hidden state by the shapes of the batch",
-                do="pad the batches to one shape, or set pp=1",
+                do="pad the batches to one shape, or set pipeline_parallel=1",
             )
         return hidden
 
@@ -116,7 +114,7 @@ class Pipeline:
     ) -> None:
         self._group, self._kind, self._device, self._agree = group, schedule, device, agree
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        total = self._ranks * _STAGES_PER_RANK[schedule]
+        total = self._ranks * STAGES_PER_RANK[schedule]
         mine = range(self._rank, total, self._ranks)
         self._parts = Interception(module, layout, cut(module, total), mine, device)
         self.stages = [Stage(self._parts, index) for index in mine]
@@ -129,30 +127,34 @@ class Pipeline:
         # NCCL makes the group's communicator when it is first used, and waits for all of its ranks
         dist.all_reduce(torch.zeros((), device=device), group=group)
 
-    def forward_backward(self, batches: Sequence[Any], run: Run, weigh: Weigh) -> list[Outcome | None]:
+    def forward_backward(self, batches: Sequence[Any], run: Run, weigh: Weigh) -> None:
         """One step: gradients as if the micro-batches' weighed losses had been summed and gone back in one process.
 
-        Returns the outcomes, detached, on the rank of the last stage, and None for each elsewhere.
+        Only the rank of the last stage has outcomes. `weigh` sees each of them, and nobody keeps their outputs.
         """
         keys = [self._key(batch) for batch in batches]
         is_regular = len(set(keys)) == 1
         case = self._agree(2 if not is_regular else 0 if keys[0] in self._metas else 1)
         if case < 2:
-            return self._step(batches, keys[0], case == 1, run, weigh)
-        outcomes: list[Outcome | None] = []
+            self._step(batches, keys[0], case == 1, run, weigh)
+            return
         for at, (batch, key) in enumerate(zip(batches, keys, strict=True)):
             is_new = self._agree(0 if key in self._metas else 1) > 0
-            outcomes += self._step([batch], key, is_new, run, partial(_weigh_at, weigh, at))
-        return outcomes
+            self._step([batch], key, is_new, run, partial(_weigh_at, weigh, at))
 
     @torch.no_grad()
     def forward(self, batch: Any, run: Run) -> Outcome | None:
         """Through all stages without gradients; the rank of the last stage returns the outcome."""
         key = self._key(batch)
         is_new = key not in self._metas
-        work = _Work([batch], run, lambda _, outcome: outcome.loss, self._metas.setdefault(key, {}))
-        self._walk(work, is_new)
-        return work.outcomes[0]
+        found: list[Outcome] = []
+
+        def keep(_: int, outcome: Outcome) -> torch.Tensor:
+            found.append(outcome)
+            return outcome.loss
+
+        self._walk(_Work([batch], run, keep, self._metas.setdefault(key, {})), is_new)
+        return found[0] if found else None
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
@@ -167,7 +169,7 @@ class Pipeline:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            own = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            own = local(parameter.grad)
             sent, other = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
             sums.append((own, other))
             operations.append(dist.P2POp(dist.isend, sent, peer, self._group))
@@ -177,11 +179,7 @@ class Pipeline:
         for own, other in sums:
             own += other
 
-    def release(self) -> None:
-        """Give the model back as it was made; what other ranks have is on the meta device."""
-        self._parts.release()
-
-    def _step(self, batches: Sequence[Any], key: Any, is_new: bool, run: Run, weigh: Weigh) -> list[Outcome | None]:
+    def _step(self, batches: Sequence[Any], key: Any, is_new: bool, run: Run, weigh: Weigh) -> None:
         """Micro-batches of one shape."""
         metas = self._metas.setdefault(key, {})
         if is_new:
@@ -201,7 +199,6 @@ class Pipeline:
             self._sets.clear()
             self._explain(error)
             raise
-        return work.outcomes
 
     def _get_set(self, key: Any, count: int) -> tuple[list[_TorchStage], Any]:
         """torch's stages and schedule for so many micro-batches of one shape; they hold the buffers to receive in."""
@@ -222,7 +219,7 @@ class Pipeline:
                 )
             options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
             kind = _schedule_class(self._kind, count, self._ranks)
-            what = stages[0] if _STAGES_PER_RANK[self._kind] == 1 else stages
+            what = stages[0] if STAGES_PER_RANK[self._kind] == 1 else stages
             self._sets[key, count] = (stages, kind(what, count, **options))
             while len(self._sets) > _KEPT_SETS:
                 self._sets.popitem(last=False)
@@ -299,7 +296,7 @@ class Pipeline:
             raise PlanError(
                 "the backward of this model cannot be split into inputs and weights, as schedule zero_bubble does",
                 why=str(error.__cause__ or error).strip(),
-                do="use the schedule 1f1b",
+                do="set pipeline_schedule='1f1b'",
             ) from error
 
 

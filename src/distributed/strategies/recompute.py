@@ -41,15 +41,15 @@ def recompute(module: nn.Module, kind: str, every: int = 1, blocks: Sequence[str
     ['0', '2']
     """
     if kind not in ("full", "selective"):
-        raise PlanError(f"recompute is {kind!r}, which is not known", do="choose 'full' or 'selective'")
+        raise PlanError(f"activation_checkpointing is {kind!r}, which is not known", do="choose 'full' or 'selective'")
     if every < 1:
-        raise PlanError(f"recompute_every is {every}", why="it counts blocks", do="set it to 1 or more")
+        raise PlanError(f"activation_checkpointing is {every}", why="it counts blocks", do="set it to 1 or more")
     paths = find_blocks(module, blocks)
     if not paths:
         raise PlanError(
             "the model has no blocks to recompute",
             why="it holds no list of two or more modules of one class",
-            do="name them with wrap_blocks, or set recompute=none",
+            do="name them with wrap_blocks, or set activation_checkpointing=false",
         )
     for path in paths[::every]:
         block = module.get_submodule(path)

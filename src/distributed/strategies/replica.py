@@ -44,7 +44,7 @@ class Replica:
         self._task, self._session = task, session
         self.clock = ComputeClock(session.device)
         self._in_step = False
-        self._moves = session.device.type != "cpu"
+        self._moves = session.device.type != "cpu" or session.is_dry  # whether a look at a value would wait or fail
         self._checks_loss = plan.on_nan == "stop" and not self._moves  # on a GPU a look at the loss would wait for it
         self._clip_norm = plan.optimizer.clip_norm
         self.module = task.model
@@ -59,7 +59,7 @@ class Replica:
         dtype = _DTYPES.get(plan.precision.kind)
         self._autocast = torch.autocast(session.device.type, dtype) if dtype else None
         self._scaler = None
-        if plan.precision.kind == "fp16":
+        if plan.precision.kind == "fp16" and not session.is_dry:
             self._scaler = torch.amp.GradScaler(
                 session.device.type,
                 init_scale=plan.precision.scaler_init_scale,

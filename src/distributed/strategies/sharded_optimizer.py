@@ -53,14 +53,6 @@ class ShardedOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
-    @property
-    def state(self) -> Mapping[torch.Tensor, dict[str, Any]]:
-        return self.optimizer.state
-
-    def owner(self, name: str) -> int:
-        """The rank of the group that has the state of a parameter."""
-        return self._owners[name]
-
     def owns(self, name: str) -> bool:
         return self._owners[name] == self._rank
 
@@ -70,9 +62,6 @@ class ShardedOptimizer:
         with self._only_owned():
             self.optimizer.step()
         self._exchange()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
 
     def state_bytes(self) -> int:
         """Of the state on this rank."""

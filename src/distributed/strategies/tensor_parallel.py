@@ -6,7 +6,8 @@ modules get the collectives, so that what is put on top of a model does not see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +19,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from distributed.core.errors import PlanError
 from distributed.strategies.blocks import main_stack
+from distributed.strategies.gradient_sums import sum_gradients
 from distributed.strategies.layout import Cut, Layout
-from distributed.strategies.tensor_attention import HeadShare, Region, TorchAttention
+from distributed.strategies.tensor_attention import HeadShare
 from distributed.strategies.tensor_collectives import copy_to, gather_from, reduce_from, scatter_to
+from distributed.strategies.tensor_feed_forward import WidthShare, can_be_tried, find_holders
 from distributed.strategies.tensor_modules import core_of, features, is_lora, is_transposed
-from distributed.strategies.tensor_plans import COLUMNS, Style, heads_of
+from distributed.strategies.tensor_names import COLUMNS, Style
+from distributed.strategies.tensor_paths import join, parent_of
+from distributed.strategies.tensor_region import Region
+from distributed.strategies.tensor_torch_attention import TorchAttention
+from distributed.strategies.tensor_trials import Cuts
+from distributed.strategies.tensor_units import heads_of
 
 
 class TensorParallel:
@@ -57,17 +65,8 @@ class TensorParallel:
 
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum over the group the gradients that are only a part; once, after the last backward of a step."""
-        found: dict[torch.dtype, list[torch.Tensor]] = {}
-        for name in self.partial:
-            grad = parameters[name].grad if name in parameters else None
-            if grad is not None:
-                local = grad.to_local() if hasattr(grad, "to_local") else grad
-                found.setdefault(local.dtype, []).append(local)
-        for grads in found.values():
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
-            dist.all_reduce(flat, group=self._group)
-            for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(total.view_as(grad))
+        found = [parameters[name] for name in self.partial if name in parameters]
+        sum_gradients([parameter for parameter in found if parameter.requires_grad], self._group)
 
     def _shared_stack(self) -> str:
         stack = main_stack(self._module)
@@ -102,10 +101,12 @@ class TensorParallel:
         return self._stack is not None and (not self._stack or path.startswith(f"{self._stack}."))
 
     def _input_width(self, path: str) -> int:
-        columns = [at for at, style in self._styles.items() if style in COLUMNS and at.rpartition(".")[0] == path]
-        core = core_of(self._module.get_submodule(columns[0]))
+        core = core_of(self._module.get_submodule(self._columns_of(path)[0]))
         assert core is not None
         return features(core)[0]
+
+    def _columns_of(self, path: str) -> list[str]:
+        return [at for at, style in self._styles.items() if style in COLUMNS and parent_of(at) == path]
 
     def _find_cuts(self) -> dict[str, Cut]:
         """Of every parameter that is cut, by each of its names."""
@@ -198,18 +199,13 @@ class TensorParallel:
             holder, _, leaf = name.rpartition(".")
             self._module.get_submodule(holder)._parameters[leaf] = made[id(parameter)]
 
-    def _install(self, cuts: Mapping[str, tuple[tuple[int, ...], Cut]]) -> None:
-        regions: dict[str, Region] = {}
-        for path, style in self._styles.items():
-            if style not in COLUMNS and style != "heads":
-                continue
-            parent = path if style == "heads" else path.rpartition(".")[0]
-            columns = [at for at, s in self._styles.items() if s in COLUMNS and at.rpartition(".")[0] == parent]
-            regions.setdefault(parent, Region(self._group, self._dim_at(path), len(columns)))
+    def _install(self, cuts: Cuts) -> None:
+        holders = find_holders(self._module, self._styles)
+        regions = self._make_regions(holders)
         settled: dict[Any, Any] = {}
         for path, style in self._styles.items():
             m = self._module.get_submodule(path)
-            region = regions.get(path.rpartition(".")[0]) or Region(self._group, self._dim_at(path), 1)
+            region = regions.get(path) or Region(self._group, self._dim_at(path), 1)
             if style in COLUMNS:
                 _install_column(m, region)
             elif style == "row":
@@ -224,11 +220,11 @@ class TensorParallel:
             elif style == "heads":
                 heads = self._heads[path]
                 assert heads is not None
-                own = {name[len(path) + 1 :]: cut for name, cut in cuts.items() if name.startswith(f"{path}.")}
-                has_output = any(s == "row" and at.startswith(f"{path}.") for at, s in self._styles.items())
+                own = _within(path, cuts, [at for at, holder in holders.items() if holder == path])
                 m.forward = HeadShare(  # type: ignore[method-assign]
-                    path, m, heads, self._widths[path], regions[path], own, has_output, settled
+                    path, m, heads, self._widths[path], regions[self._columns_of(path)[0]], own, settled
                 )
+        self._install_trials(holders, regions, cuts)
         for m in self._module.modules():  # these have a fast path that reads weights as if they were whole
             if isinstance(m, nn.TransformerEncoderLayer):
                 m.activation_relu_or_gelu = 0
@@ -238,6 +234,35 @@ class TensorParallel:
             blocks = list(self._module.get_submodule(self._stack).children())
             _install_entry(blocks[0], self._sequence_dim, self._group)
             _install_exit(blocks[-1], self._sequence_dim, self._group)
+
+    def _make_regions(self, holders: Mapping[str, str]) -> dict[str, Region]:
+        """For each layer the one that it shares with the others of its holder or, if it has none, of its parent."""
+        places = {path: holders.get(path, parent_of(path)) for path, s in self._styles.items() if s in COLUMNS}
+        readers = Counter(places.values())
+        made = {place: Region(self._group, self._dim_at(path), readers[place]) for path, place in places.items()}
+        return {path: made[place] for path, place in (places | dict(holders)).items()}
+
+    def _install_trials(
+        self,
+        holders: Mapping[str, str],
+        regions: Mapping[str, Region],
+        cuts: Cuts,
+    ) -> None:
+        """Into what holds both ends of a width, unless its heads are tried anyway."""
+        tried: set[Any] = set()
+        for holder in dict.fromkeys(holders.values()):
+            if holder in self._heads or not can_be_tried(self._module, holder):
+                continue
+            layers = [path for path, at in holders.items() if at == holder]
+            m = self._module.get_submodule(holder)
+            m.forward = WidthShare(  # type: ignore[method-assign]
+                holder,
+                m,
+                regions[layers[0]],
+                _within(holder, cuts, layers),
+                has_heads=any(parent_of(path) in self._heads for path in layers),
+                tried=tried,
+            )
 
     def _dim_at(self, path: str) -> int | None:
         return self._sequence_dim if self._is_shared(path) else None
@@ -355,3 +380,9 @@ def _install_exit(block: nn.Module, dim: int, group: dist.ProcessGroup) -> None:
 def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     holder, _, leaf = name.rpartition(".")
     return module.get_submodule(holder)._parameters.get(leaf)
+
+
+def _within(holder: str, cuts: Cuts, layers: Iterable[str]) -> Cuts:
+    """The cuts of some layers' parameters, by their names within what holds them."""
+    chosen = tuple(f"{path}." for path in layers)
+    return {name[len(join(holder, "")) :]: cut for name, cut in cuts.items() if name.startswith(chosen)}

@@ -46,21 +46,21 @@ class TorchMesh(Replica):
         super().setup(task, plan, session)
         self._ranks = plan.mesh.data_ranks
         if plan.replicate.sync_batchnorm and session.world_size > 1:
-            self._desynchronize = synchronize_batchnorm(self.module)
+            self._desynchronize = synchronize_batchnorm(self.module, copies=plan.mesh.tp * plan.mesh.cp)
         self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
         self._buffers_at_first: list[torch.Tensor] | None = None
         self._buffers_differ = self._ranks > 1 and _buffers_can_differ(self.module)
         if self._parts is None:
             self.counts, self.in_step = True, False
-            if self._ranks > 1:
+            if self._ranks > 1 and not session.is_dry:
                 self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ)
         else:
             self.counts, self.in_step = self._parts.counts, True
-            self._verifies = self._parts.context is not None
+            self._verifies = self._parts.context is not None and not session.is_dry
             if plan.shard.kind == "optimizer":
                 self._stepper = self._parts.share_optimizer(self.optimizer)
             self._state = self._parts.state_of(self.optimizer, self._groups, self._saved)
-            if (group := self._parts.replicas) is not None:
+            if (group := self._parts.replicas) is not None and not session.is_dry:
                 self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ, group)
 
     def _prepare_model(self, task: StepTask, plan: Plan, session: Session) -> None:
@@ -181,6 +181,7 @@ class TorchMesh(Replica):
         """The same over a pipeline: the rank of the last stage knows the loss."""
         losses: list[torch.Tensor | float] = []
         weights: list[torch.Tensor] = []
+        metrics: dict[str, MetricSum] = {}  # of the whole batch: that it was cut for the stages must not show
 
         def weigh(index: int, outcome: Outcome) -> torch.Tensor:
             part = self._part_of(microbatches[index], outcome)
@@ -190,20 +191,24 @@ class TorchMesh(Replica):
             losses.append(value)
             if outcome.weight is not None:
                 weights.append(outcome.weight.detach() * bool(microbatches[index].size))
+            if measure and microbatches[index].size:
+                for name, (total, weight) in self._task.measure(outcome, microbatches[index].size).items():
+                    before = metrics.get(name, MetricSum(0.0, 0.0))
+                    metrics[name] = MetricSum(before.total + total, before.weight + weight)
             return part if self._scaler is None else self._scaler.scale(part)
 
         device = self._session.device
+        if self._scaler is not None:
+            self._scaler.scale(torch.zeros((), device=device))  # which makes the scale, also where there is no loss
         batches = [to_device(micro.batch, device) if self._moves else micro.batch for micro in microbatches]
         with self._autocast or nullcontext():
-            outcomes = pipeline.forward_backward(batches, self._task.run, weigh)
+            pipeline.forward_backward(batches, self._task.run, weigh)
         self.clock.mark()
         if self._is_weighted is None:
             is_weighted = torch.tensor([int(bool(weights))], device=device)
             self._is_weighted = bool(self._session.max("whether the loss has weights", is_weighted).item())
         total = sum(weights, torch.zeros((), device=device)) if self._is_weighted else None
-        micro, outcome = microbatches[-1], outcomes[-1]
-        metrics = self._task.measure(outcome, micro.size) if measure and micro.size and outcome is not None else None
-        return self._finish_step(sum(losses, 0.0), total, metrics, measure)
+        return self._finish_step(sum(losses, 0.0), total, metrics if measure else None, measure)
 
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
         if self._parts is None or self._parts.pipeline is None:
@@ -277,6 +282,8 @@ class TorchMesh(Replica):
         """Give the user's model back as it was made, with its new weights; what was cut stays cut."""
         self._restore_blocks()
         self._desynchronize()
+        if self._parts is not None:
+            self._parts.close()
 
     @contextmanager
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
@@ -304,19 +311,30 @@ class TorchMesh(Replica):
         """Divide by the weight of the whole global batch, which is known only now; returns the factor."""
         counted = total_weight.detach().double() * self.counts
         factor = 1.0 / self._session.sum("loss weight", counted)
-        torch._foreach_mul_([local(p.grad) for p in self._parameters if p.grad is not None], factor)
+        grads = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if grads:  # a stage may have nothing to train
+            torch._foreach_mul_(grads, factor.to(grads[0].device))  # which are elsewhere if they are offloaded
         return factor
 
     def _finish_gradients(self, measure: bool) -> torch.Tensor | None:
         if self._parts is None:
             return super()._finish_gradients(measure)
-        if self._scaler is not None:  # one rank's overflow is everybody's
+        if self._scaler is not None:
             self._scaler.unscale_(self._stepper)
-            for found in self._scaler._found_inf_per_device(self._stepper).values():
-                self._session.max("overflow", found)
+            self._agree_on_overflow(self._scaler._found_inf_per_device(self._stepper))
         if self._clip_norm is not None:
             return self._parts.norm.clip(self._clip_norm)
         return self._parts.norm.norm() if measure else None
+
+    def _agree_on_overflow(self, found: dict[Any, torch.Tensor]) -> None:
+        """One rank's overflow is everybody's, also of one that has no gradients to look at."""
+        device = self._session.device
+        worst = torch.zeros(1, device=device)
+        for value in found.values():
+            worst = torch.maximum(worst, value.to(device))
+        self._session.max("overflow", worst)
+        for where in list(found) or [device]:
+            found[where] = worst.to(where)
 
 
 def _replicate(

@@ -279,8 +279,8 @@ class Loop:
         if "imported" in restored.manifest.meta:
             message = "weights of another program: optimizer, schedule and position begin anew"
             self._emit(Warned(time=time.time(), message=message))
-        elif restored.own is None and not self._plan.is_bitwise:
-            message = "another number of ranks than before: their random generators begin anew from the seed"
+        elif not self._state.is_alike(restored) and not self._plan.is_bitwise:
+            message = "other ranks or another mesh than before: random generators begin anew from the seed"
             self._emit(Warned(time=time.time(), message=message))
         self._compare(self._state.verdict)
 

@@ -132,11 +132,17 @@ class RunState:
             self.progress = Progress(step=restored.step)
             return
         self._take(restored.shared)
-        if restored.own is not None:
+        if self.is_alike(restored) and restored.own is not None:
             restore_rng(restored.own["rng"], self._session.device)
             self._meter.load_state(restored.own["meter"])
             self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
         self.verdict = self._look({})
+
+    def is_alike(self, restored: Restored) -> bool:
+        """Whether the ranks that saved it had the same parts of the state as these: then each takes its own numbers."""
+        saved = restored.manifest.meta.get("division", {"dp_replicate": restored.manifest.world_size})
+        plain = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "shard": "none"}
+        return restored.own is not None and plain | saved == self._plan.division
 
     def _take(self, shared: dict[str, Any]) -> None:
         self._strategy.load_state(shared)
@@ -257,6 +263,7 @@ class RunState:
             "plan": plan,
             "samples": self._samples,
             "global_batch": self._plan.batch.global_batch,
+            "division": self._plan.division,
             "launch": self._launch,
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name() if self._session.device.type == "cuda" else "cpu",

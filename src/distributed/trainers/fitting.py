@@ -104,6 +104,10 @@ def fit_alone(request: FitRequest) -> History:
     run_dir = config.run_dir or new_run_dir()
     plan = request.plan(run_dir)
     check_extras(plan)
+    if not plan.is_replicated:
+        from distributed.strategies.parts import check_model  # takes long to import
+
+        check_model(request.task.model, plan)
     launch = LaunchRequest(
         command=("-m", "distributed.worker", run_dir),
         run_dir=run_dir,

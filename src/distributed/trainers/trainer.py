@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.core.config import DistributedConfig, build_config
-from distributed.core.env import overrides_in_env, worker_env
+from distributed.core.env import dry_ranks, overrides_in_env, worker_env
 from distributed.core.history import History
 from distributed.data.source import read_source
 from distributed.train.metrics import check_metrics
@@ -86,6 +86,12 @@ class Trainer:
         train = read_source(train_loader, "train_loader")
         evaluation = None if val_loader is None else read_source(val_loader, "val_loader")
         request = FitRequest(config, self._task, train, evaluation)
+        ranks = dry_ranks()
+        if ranks is not None:
+            from distributed.trainers.dry_run import dry_run  # imports much of torch that training does not need
+
+            print(dry_run(request, ranks), flush=True)
+            raise SystemExit(0)  # what comes after `fit` expects a trained model
         world = worker_env()
         if world is not None:
             self.history = fit_in_world(request, world)
@@ -101,9 +107,10 @@ class Trainer:
 def _with_launch_settings(config: DistributedConfig) -> DistributedConfig:
     """What was given on the command line that launched this rank wins over the script."""
     given = json.loads(overrides_in_env() or "{}")
-    for name, (value, source) in given.items():
-        config = config.merged({name: value}, source)
-    return config
+    sources = {name: config.source(name) for name in config.given_values()}
+    values = {name: value for name, (value, _) in given.items() if value is not None}
+    told = {name: source for name, (_, source) in given.items()}
+    return build_config([(config.given_values(), "", sources), (values, "", told)])
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""Layers whose hidden width is shared out between ranks: which belong together, and whether that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distributed.core.errors import PlanError
+from distributed.strategies.blocks import main_stack
+from distributed.strategies.tensor_names import COLUMNS, Style
+from distributed.strategies.tensor_paths import is_in, join, parent_of
+from distributed.strategies.tensor_region import Region
+from distributed.strategies.tensor_trials import (
+    SHAPE_ERRORS,
+    Cuts,
+    agree,
+    arguments_for_trial,
+    outputs_of,
+    random_weights,
+    stand_in_parameters,
+    trying,
+)
+
+
+def find_holders(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
+    """For each layer of a width that is shared out, the smallest module whose forward has its beginning and its end.
+
+    >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> find_holders(nn.ModuleDict({"mlp": mlp}), {"mlp.0": "column", "mlp.2": "row"})
+    {'mlp.2': 'mlp', 'mlp.0': 'mlp'}
+    """
+    columns = [path for path, style in styles.items() if style in COLUMNS]
+    found: dict[str, str] = {}
+    for row in (path for path, style in styles.items() if style == "row"):
+        holder = parent_of(row)
+        while holder and not any(is_in(column, holder) for column in columns):
+            holder = parent_of(holder)
+        while holder and not _has_forward(module.get_submodule(holder)):
+            holder = parent_of(holder)
+        if columns:
+            found[row] = holder
+    holders = set(found.values())
+    for column in columns:
+        around = [holder for holder in holders if is_in(column, holder)]
+        if around:
+            found[column] = max(around, key=len)
+    return found
+
+
+def _has_forward(m: nn.Module) -> bool:
+    return type(m).forward is not nn.Module.forward
+
+
+def can_be_tried(module: nn.Module, holder: str) -> bool:
+    """Whether it has a forward of its own that is not the one of the whole model, of which a rank may run a stage."""
+    stack = main_stack(module)
+    return _has_forward(module.get_submodule(holder)) and (stack is None or not is_in(stack, holder))
+
+
+class WidthShare:
+    """The forward of a module that has a share of the width between two of its layers.
+
+    That is the same only if nothing between them takes different parts of the width together, which is tried once.
+    """
+
+    def __init__(
+        self, path: str, m: nn.Module, region: Region, cuts: Cuts, *, has_heads: bool, tried: set[Any]
+    ) -> None:
+        self._path, self._module, self._region, self._cuts = path, m, region, cuts
+        self._has_heads = has_heads
+        self._tried = tried  # by the modules before
+        self._forward: Callable[..., Any] = m.forward
+        region.untried = path or type(m).__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._region.untried:
+            self._try(args, kwargs)
+        return self._forward(*args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        untried, self._region.untried = self._region.untried, ""
+        types = tuple(type(child) for child in self._module.modules())
+        key = (types, tuple((name, shape) for name, (shape, _) in self._cuts.items()))
+        if key not in self._tried:
+            with trying(self._module):
+                reason = self._find_difference(args, kwargs)
+            if reason is not None:
+                self._region.untried = untried
+                raise self._error(reason)
+            self._tried.add(key)
+
+    def _find_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        region = self._region
+        degree = dist.get_world_size(region.group)
+        whole = random_weights(self._module, self._cuts, degree, shifted=not self._has_heads)
+        region.is_whole = True
+        try:
+            expected = self._run(whole, args, kwargs)
+        finally:
+            region.is_whole = False
+        share = {name: cut.take(whole[name]) for name, (_, cut) in self._cuts.items()}
+        reason, results = "the results differ", []
+        try:
+            results = self._run(share, args, kwargs)
+        except SHAPE_ERRORS as error:
+            reason = str(error).splitlines()[0]
+        return None if agree(results, expected, region.group) else reason
+
+    def _run(
+        self, values: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        args, kwargs = arguments_for_trial(args, kwargs)
+        with stand_in_parameters(self._module, values):
+            # an attention may also return weights of heads, of which there is a share
+            return outputs_of(self._region, lambda: self._forward(*args, **kwargs), only_first=self._has_heads)
+
+    def _error(self, reason: str) -> PlanError:
+        layers = ", ".join(dict.fromkeys(join(self._path, parent_of(name)) for name in self._cuts))
+        shared = "the heads" if self._has_heads else "the hidden width"
+        return PlanError(
+            f"{self._path} ({type(self._module).__name__}) does not compute the same with a share of {shared}",
+            why=f"something between {layers} mixes {shared} (a norm, a softmax or a mean over it, or halves that are "
+            f"interleaved), or has a fixed size: {reason}",
+            do="give tensor_parallel_plan with other layers than these, which then stay whole, or write what is "
+            "between them so that each part of the width is computed by itself",
+        )
