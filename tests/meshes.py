@@ -91,7 +91,11 @@ class Mesh:
     def all_settings(self, accumulation: int = 1) -> dict[str, Any]:
         """With the one global batch."""
         batch = GLOBAL_BATCH // self.data_ranks // accumulation
-        return {"num_gpus": self.ranks, "batch_size": batch, "gradient_accumulation_steps": accumulation} | self.settings
+        return {
+            "num_gpus": self.ranks,
+            "batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+        } | self.settings
 
 
 MESHES = {

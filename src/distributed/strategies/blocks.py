@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from distributed.core.errors import PlanError
+from distributed.strategies.paths import fits
 
 
 def find_blocks(module: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
@@ -48,10 +49,7 @@ def main_stack(module: nn.Module) -> str | None:
 def _named_blocks(module: nn.Module, wanted: Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in wanted:
-        parts = name.split(".")
-        paths = [
-            path for path, m in module.named_modules() if path and (type(m).__name__ == name or _fits(path, parts))
-        ]
+        paths = [path for path, m in module.named_modules() if path and (type(m).__name__ == name or fits(path, name))]
         if not paths:
             classes = sorted({type(m).__name__ for path, m in module.named_modules() if path and list(m.children())})
             raise PlanError(
@@ -62,11 +60,6 @@ def _named_blocks(module: nn.Module, wanted: Sequence[str]) -> list[str]:
         found += [path for path in paths if path not in found]
     order = {path: at for at, (path, _) in enumerate(module.named_modules())}
     return sorted(found, key=order.__getitem__)
-
-
-def _fits(path: str, pattern: list[str]) -> bool:
-    parts = path.split(".")
-    return len(parts) == len(pattern) and all(p in ("*", part) for part, p in zip(parts, pattern, strict=True))
 
 
 def _get(module: nn.Module, path: str) -> nn.Module:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from distributed.runtime.portions import Box, Portion, whole_box
+from distributed.strategies.gradient_sums import local
 
 
 @dataclass(frozen=True)
@@ -103,18 +103,18 @@ class Layout:
         """The boxes of the whole tensor that are here."""
         return tuple(box for box, _ in self._places(name))
 
-    def portion(self, name: str, local: torch.Tensor | None) -> Portion:
+    def portion(self, name: str, tensor: torch.Tensor | None) -> Portion:
         """What this rank has of a tensor of this name and shape: the parameter itself, or its optimizer state."""
         whole = self._whole[name]
-        if local is None:
+        if tensor is None:
             return Portion(whole.shape, whole.dtype, (), False)
-        here = local.to_local() if isinstance(local, DTensor) else local
+        here = local(tensor)
         pieces = tuple((box, here[index]) for box, index in self._places(name))
         return Portion(whole.shape, here.dtype, pieces, self.stores(name))
 
-    def take_portion(self, name: str, portion: Portion, local: torch.Tensor) -> None:
+    def take_portion(self, name: str, portion: Portion, tensor: torch.Tensor) -> None:
         """The elements of a portion with this layout's boxes, into the local tensor."""
-        here = local.to_local() if isinstance(local, DTensor) else local
+        here = local(tensor)
         found = dict(portion.pieces)
         for box, index in self._places(name):
             here[index].copy_(found[box])
@@ -126,7 +126,7 @@ class Layout:
 
     def place(self, name: str, whole: torch.Tensor, target: torch.Tensor) -> None:
         """Of the whole tensor, what is here, into the local one."""
-        here = target.to_local() if isinstance(target, DTensor) else target
+        here = local(target)
         taken = self.take(name, whole)
         here.copy_(taken[slice(*self._rows[name])] if name in self._rows else taken)
 

@@ -19,3 +19,26 @@ def is_inside(path: str, outer: str) -> bool:
     (True, False)
     """
     return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def parent_of(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def fits(path: str, wanted: str) -> bool:
+    """Whether a path has as many parts as a pattern, each its name or *.
+
+    >>> fits("layers.1.mlp", "layers.*.mlp")
+    True
+    """
+    parts, names = path.split("."), wanted.split(".")
+    return len(parts) == len(names) and all(name in ("*", part) for part, name in zip(parts, names, strict=True))
+
+
+def pattern_of(path: str) -> str:
+    """With * for the numbers in it.
+
+    >>> pattern_of("layers.1.mlp")
+    'layers.*.mlp'
+    """
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))

@@ -11,8 +11,8 @@ from torch import nn
 
 from distributed.core.errors import PlanError
 from distributed.strategies.blocks import main_stack
+from distributed.strategies.paths import is_inside, join, parent_of
 from distributed.strategies.tensor_names import COLUMNS, Style
-from distributed.strategies.tensor_paths import is_in, join, parent_of
 from distributed.strategies.tensor_region import Region
 from distributed.strategies.tensor_trials import (
     SHAPE_ERRORS,
@@ -37,7 +37,7 @@ def find_holders(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, st
     found: dict[str, str] = {}
     for row in (path for path, style in styles.items() if style == "row"):
         holder = parent_of(row)
-        while holder and not any(is_in(column, holder) for column in columns):
+        while holder and not any(is_inside(column, holder) for column in columns):
             holder = parent_of(holder)
         while holder and not _has_forward(module.get_submodule(holder)):
             holder = parent_of(holder)
@@ -45,7 +45,7 @@ def find_holders(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, st
             found[row] = holder
     holders = set(found.values())
     for column in columns:
-        around = [holder for holder in holders if is_in(column, holder)]
+        around = [holder for holder in holders if is_inside(column, holder)]
         if around:
             found[column] = max(around, key=len)
     return found
@@ -58,7 +58,7 @@ def _has_forward(m: nn.Module) -> bool:
 def can_be_tried(module: nn.Module, holder: str) -> bool:
     """Whether it has a forward of its own that is not the one of the whole model, of which a rank may run a stage."""
     stack = main_stack(module)
-    return _has_forward(module.get_submodule(holder)) and (stack is None or not is_in(stack, holder))
+    return _has_forward(module.get_submodule(holder)) and (stack is None or not is_inside(stack, holder))
 
 
 class WidthShare:

@@ -21,12 +21,12 @@ from distributed.core.errors import PlanError
 from distributed.strategies.blocks import main_stack
 from distributed.strategies.gradient_sums import sum_gradients
 from distributed.strategies.layout import Cut, Layout
+from distributed.strategies.paths import join, parent_of
 from distributed.strategies.tensor_attention import HeadShare
 from distributed.strategies.tensor_collectives import copy_to, gather_from, reduce_from, scatter_to
 from distributed.strategies.tensor_feed_forward import WidthShare, can_be_tried, find_holders
 from distributed.strategies.tensor_modules import core_of, features, is_lora, is_transposed
 from distributed.strategies.tensor_names import COLUMNS, Style
-from distributed.strategies.tensor_paths import join, parent_of
 from distributed.strategies.tensor_region import Region
 from distributed.strategies.tensor_torch_attention import TorchAttention
 from distributed.strategies.tensor_trials import Cuts

@@ -9,9 +9,9 @@ from torch import nn
 
 from distributed.core.errors import PlanError, Problem
 from distributed.strategies.blocks import find_blocks, main_stack
+from distributed.strategies.paths import fits, is_inside, parent_of, pattern_of
 from distributed.strategies.tensor_modules import core_of, features, is_lora
 from distributed.strategies.tensor_names import OWN_PLAN, STYLES, Style
-from distributed.strategies.tensor_paths import fits, is_in, parent_of, pattern_of
 from distributed.strategies.tensor_units import find_unit, heads_of
 
 
@@ -33,7 +33,7 @@ def find_styles(module: nn.Module, degree: int) -> dict[str, Style]:
             do=OWN_PLAN,
         )
         for path in blocks
-        if stack is not None and is_in(path, stack) and not any(is_in(unit, path) for unit in units)
+        if stack is not None and is_inside(path, stack) and not any(is_inside(unit, path) for unit in units)
     ]
     if not units and not problems:
         problems.append(
@@ -101,13 +101,13 @@ def styles_from(plan: Mapping[str, str], module: nn.Module, degree: int) -> dict
 
 def _searched(module: nn.Module, blocks: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
     for path, m in module.named_modules():
-        if not blocks or any(is_in(path, block) for block in blocks):
+        if not blocks or any(is_inside(path, block) for block in blocks):
             yield path, m
 
 
 def _vocabulary(module: nn.Module, blocks: list[str], degree: int) -> dict[str, Style]:
     """Embeddings and the heads as large as them, where both are outside of the blocks and divide."""
-    outside = [(path, m) for path, m in module.named_modules() if not any(is_in(path, block) for block in blocks)]
+    outside = [(path, m) for path, m in module.named_modules() if not any(is_inside(path, block) for block in blocks)]
     embeddings = {path: m for path, m in outside if type(m) is nn.Embedding and _can_be_cut(m)}
     heads = {
         path: m
@@ -131,7 +131,7 @@ def _tied_elsewhere(module: nn.Module, cut: Mapping[str, nn.Module]) -> bool:
     """Whether a weight that is to be cut is also a weight of another module, which has no style."""
     weights = {id(m.weight) for m in cut.values()}
     return any(
-        id(p) in weights and not any(is_in(name, path) for path in cut)
+        id(p) in weights and not any(is_inside(name, path) for path in cut)
         for name, p in module.named_parameters(remove_duplicate=False)
     )
 

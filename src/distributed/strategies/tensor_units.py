@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from distributed.core.errors import Problem
+from distributed.strategies.paths import is_inside, join, parent_of
 from distributed.strategies.tensor_modules import (
     HEAD_COUNTS,
     Heads,
@@ -28,7 +29,6 @@ from distributed.strategies.tensor_names import (
     SEPARATE,
     Style,
 )
-from distributed.strategies.tensor_paths import is_in, join, parent_of
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _beside_heads(
     for name, child in m.named_children():
         sizes = {tuple(p.shape) for p in child.parameters()}
         at = join(path, name)
-        if not sizes or at in known or any(is_in(k, at) for k in known):
+        if not sizes or at in known or any(is_inside(k, at) for k in known):
             continue
         if "norm" in name.lower() or name.startswith("ln"):
             if sizes <= {(heads.size,)}:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -10,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.core.plan import Plan, ReplicatePlan
+from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
@@ -23,6 +20,7 @@ from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, State
 from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from distributed.strategies.gradient_sums import local
 from distributed.strategies.replica import Replica, unless_empty
+from distributed.strategies.replicated import buffers_can_differ, replicate, sees_its_share
 
 if TYPE_CHECKING:
     from distributed.strategies.parts import Parts
@@ -49,11 +47,11 @@ class TorchMesh(Replica):
             self._desynchronize = synchronize_batchnorm(self.module, copies=plan.mesh.tp * plan.mesh.cp)
         self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
         self._buffers_at_first: list[torch.Tensor] | None = None
-        self._buffers_differ = self._ranks > 1 and _buffers_can_differ(self.module)
+        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module)
         if self._parts is None:
             self.counts, self.in_step = True, False
             if self._ranks > 1 and not session.is_dry:
-                self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ)
+                self._model = replicate(self.module, plan.replicate, session.device, self._buffers_differ)
         else:
             self.counts, self.in_step = self._parts.counts, True
             self._verifies = self._parts.context is not None and not session.is_dry
@@ -61,7 +59,7 @@ class TorchMesh(Replica):
                 self._stepper = self._parts.share_optimizer(self.optimizer)
             self._state = self._parts.state_of(self.optimizer, self._groups, self._saved)
             if (group := self._parts.replicas) is not None and not session.is_dry:
-                self._model = _replicate(self.module, plan.replicate, session.device, self._buffers_differ, group)
+                self._model = replicate(self.module, plan.replicate, session.device, self._buffers_differ, group)
 
     def _prepare_model(self, task: StepTask, plan: Plan, session: Session) -> None:
         """Most of what this may need takes long to import, and is imported only when it is needed."""
@@ -291,7 +289,7 @@ class TorchMesh(Replica):
         holds = not synchronizes and isinstance(self._model, DistributedDataParallel)
         for layer in self._batchnorms:
             layer.share_is_empty = not micro.size
-        unsynced = [] if micro.size else [m for m in self.module.modules() if _sees_its_share(m)]
+        unsynced = [] if micro.size else [m for m in self.module.modules() if sees_its_share(m)]
         for module in unsynced:
             module.eval()  # keeps its running statistics as they are
         if self._parts is not None:
@@ -335,75 +333,3 @@ class TorchMesh(Replica):
         self._session.max("overflow", worst)
         for where in list(found) or [device]:
             found[where] = worst.to(where)
-
-
-def _replicate(
-    module: nn.Module,
-    plan: ReplicatePlan,
-    device: torch.device,
-    sends_buffers: bool,
-    group: dist.ProcessGroup | None = None,
-) -> nn.Module:
-    """DistributedDataParallel; buffers are sent before each step only if some can differ between ranks."""
-    if not any(p.requires_grad for p in module.parameters()):
-        return module
-    if device.type == "cpu":
-        _make_contiguous(module)
-    options: dict[str, Any] = {_buffer_option(): sends_buffers}
-    replicated = DistributedDataParallel(
-        module,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        find_unused_parameters=plan.find_unused_parameters,
-        static_graph=plan.static_graph,
-        bucket_cap_mb=plan.bucket_cap_mb,
-        gradient_as_bucket_view=True,
-        process_group=group,
-        **options,
-    )
-    if not plan.find_unused_parameters and not plan.static_graph:
-        _settle_buckets(replicated)
-    return replicated
-
-
-def _settle_buckets(replicated: DistributedDataParallel) -> None:
-    """Let DDP lay out its buckets now, in the order of the parameters, with a backward pass that changes nothing.
-
-    It does so anew after the first one, and where a number lies decides in which order three or more ranks add it.
-    Without this, a resumed run would take its first step with another layout than the run that was not interrupted.
-    """
-    module = replicated.module
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    own = module.__dict__.get("forward")  # of a compiled or patched model
-    module.forward = lambda: torch.stack([p.sum().float() for p in parameters]).sum() * 0  # type: ignore[method-assign]
-    try:
-        replicated().backward()
-    finally:
-        del module.forward  # the class's own again
-        if own is not None:
-            module.forward = own  # type: ignore[method-assign]
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def _sees_its_share(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and module.training
-
-
-def _buffers_can_differ(module: nn.Module) -> bool:
-    """Whether there are buffers beside those of BatchNorm layers that see the same on every rank."""
-    return any(
-        not isinstance(m, SyncBatchNorm) and next(m.buffers(recurse=False), None) is not None for m in module.modules()
-    )
-
-
-def _make_contiguous(module: nn.Module) -> None:
-    """gloo sends dense but permuted tensors wrongly, without an error."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if not tensor.is_contiguous():
-            tensor.data = tensor.data.contiguous()
-
-
-def _buffer_option() -> str:
-    """torch 2.13 has a new name for it and warns of the old one."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

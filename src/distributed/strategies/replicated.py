@@ -1,0 +1,87 @@
+"""DDP: a model that every data rank holds whole, with buckets that do not depend on what happened before."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed.core.plan import ReplicatePlan
+from distributed.strategies.batchnorm import SyncBatchNorm
+
+
+def replicate(
+    module: nn.Module,
+    plan: ReplicatePlan,
+    device: torch.device,
+    sends_buffers: bool,
+    group: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """DistributedDataParallel; buffers are sent before each step only if some can differ between ranks."""
+    if not any(p.requires_grad for p in module.parameters()):
+        return module
+    if device.type == "cpu":
+        _make_contiguous(module)
+    options: dict[str, Any] = {_buffer_option(): sends_buffers}
+    replicated = DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        find_unused_parameters=plan.find_unused_parameters,
+        static_graph=plan.static_graph,
+        bucket_cap_mb=plan.bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        process_group=group,
+        **options,
+    )
+    if not plan.find_unused_parameters and not plan.static_graph:
+        _settle_buckets(replicated)
+    return replicated
+
+
+def _settle_buckets(replicated: DistributedDataParallel) -> None:
+    """Let DDP lay out its buckets now, in the order of the parameters, with a backward pass that changes nothing.
+
+    It does so anew after the first one, and where a number lies decides in which order three or more ranks add it.
+    Without this, a resumed run would take its first step with another layout than the run that was not interrupted.
+    """
+    module = replicated.module
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    own = module.__dict__.get("forward")  # of a compiled or patched model
+    module.forward = lambda: torch.stack([p.sum().float() for p in parameters]).sum() * 0  # type: ignore[method-assign]
+    try:
+        replicated().backward()
+    finally:
+        del module.forward  # the class's own again
+        if own is not None:
+            module.forward = own  # type: ignore[method-assign]
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def sees_its_share(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and module.training
+
+
+def buffers_can_differ(module: nn.Module) -> bool:
+    """Whether there are buffers beside those of BatchNorm layers that see the same on every rank."""
+    return any(
+        not isinstance(m, SyncBatchNorm) and next(m.buffers(recurse=False), None) is not None for m in module.modules()
+    )
+
+
+def _make_contiguous(module: nn.Module) -> None:
+    """gloo sends dense but permuted tensors wrongly, without an error."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+
+
+def _buffer_option() -> str:
+    """torch 2.13 has a new name for it and warns of the old one."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
