@@ -12,7 +12,7 @@ from torch import nn
 from distributed.core.errors import PlanError
 from distributed.strategies.interception import Interception, Leave
 from distributed.strategies.layout import Layout
-from distributed.strategies.stages import balance, cut
+from distributed.strategies.stages import balance, cut, find_sides
 
 CPU = torch.device("cpu")
 
@@ -32,6 +32,17 @@ class Chain(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+class Nested(Chain):
+    """Calls in calls: what is written first is used last."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__(blocks)
+        self.layers = nn.Sequential(*self.layers)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embedding(ids)))
 
 
 class Skipping(Chain):
@@ -106,6 +117,12 @@ def test_what_is_outside_of_the_blocks_counts_for_the_ends() -> None:
     model = Chain(6)
     model.head = nn.Linear(4, 20)  # as large as five blocks
     assert [len(part) for part in cut(model, 2)] == [5, 1]
+
+
+def test_the_order_of_nested_calls_is_known() -> None:
+    sides = find_sides(Nested(), "layers")
+    assert (sides["embedding"].before, sides["embedding"].after) == (True, False)
+    assert (sides["head"].before, sides["head"].after) == (False, True)
 
 
 def test_models_without_enough_blocks_are_refused() -> None:

@@ -108,15 +108,17 @@ def find_sides(module: nn.Module, stack: str) -> dict[str, Side]:
 
 
 def _uses(owner: nn.Module) -> dict[str, list[tuple[int, int]]]:
-    """Where the forward of a module names each of its attributes, in order."""
+    """Where the forward of a module uses each of its attributes, in order: a call comes after its arguments."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(type(owner).forward)))
     except (OSError, TypeError, SyntaxError):
         return {}
     uses: dict[str, list[tuple[int, int]]] = {}
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            uses.setdefault(node.attr, []).append((node.lineno, node.col_offset))
+            end = calls.get(id(node), node)
+            uses.setdefault(node.attr, []).append((end.end_lineno or 0, end.end_col_offset or 0))
     return {name: sorted(places) for name, places in uses.items()}
 
 
