@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from distributed.checkpoint.reading import load
+from distributed.cli.checkpoint_transfers import export_adapter
 from tests.meshes import MESHES, Trained, make_model, train
 
 STEPS = 25
@@ -88,6 +90,10 @@ def test_adapters_of_low_rank(mesh: str, adapted: Trained, tmp_path: Path) -> No
     assert_same(found, adapted)
     names = load(found.checkpoint, ranks=()).shared["model"].keys()
     assert all("lora_" in name for name in names) == only
+    if mesh == "fsdp":
+        export_adapter(found.checkpoint, str(tmp_path / "adapter"))
+        written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        assert len(written) == len(names)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="As JSON, for programs.")]
 class Format(StrEnum):
     safetensors = "safetensors"
     pt = "pt"
+    peft = "peft"  # the adapters of lora= alone
 
 
 @app.callback()
@@ -101,7 +102,7 @@ def diff(
     show_difference(a, b, limit, as_json)
 
 
-@app.command("export", short_help="Write weights as safetensors or .pt.")
+@app.command("export", short_help="Write weights as safetensors, .pt or a folder of peft.")
 def export(
     path: One,
     to: Annotated[str, typer.Option("--to", metavar="FILE", help="Where to write; a folder: model.<format> in it.")],
@@ -113,7 +114,7 @@ def export(
     with_optimizer: Annotated[bool, typer.Option("--with-optimizer", help="Also the optimizer's state.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
-    """Write the model's weights as safetensors, or as a plain .pt state dict.
+    """Write the model's weights as safetensors or as a plain .pt state dict, or the adapters of lora= as peft has them.
 
     Tensors that are tied are written once in safetensors, as safetensors.torch.save_model does, and noted in the file.
 
@@ -122,9 +123,13 @@ def export(
       distributed checkpoint export runs/20260101-120000 --to model.safetensors
       distributed checkpoint export checkpoints/step-000500 --to out/ --max-shard-size 5GB
       distributed checkpoint export checkpoints/step-000500 --to weights.pt --format pt
+      distributed checkpoint export checkpoints/step-000500 --to adapter/ --format peft
     """
-    from distributed.cli.checkpoint_transfers import export_to
+    from distributed.cli.checkpoint_transfers import export_adapter, export_to
 
+    if format is Format.peft:
+        export_adapter(path, to)
+        return
     most = None if max_shard_size is None else parse_size(max_shard_size)
     export_to(path, to, format.value, max_shard_bytes=most, with_optimizer=with_optimizer, force=force)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from distributed.checkpoint.exchange_catalog import open_one
 from distributed.checkpoint.exchange_export import export_checkpoint
 from distributed.checkpoint.exchange_import import import_weights
+from distributed.checkpoint.reading import load
 from distributed.cli.checkpoint_text import byte_bar, console, size
+from distributed.core.errors import CheckpointError
+from distributed.core.plan import LoraPlan
 
 
 def export_to(
@@ -30,6 +33,24 @@ def export_to(
         screen.print(f"  tied: {alias} is {name}; safetensors.torch.load_model puts it back")
     if done.left_out:
         screen.print(f"  left out, because it is no tensor: {', '.join(done.left_out)}", style="yellow")
+
+
+def export_adapter(path: str, to: str) -> None:
+    """What `lora=` has trained, for `PeftModel.from_pretrained(base, to)`."""
+    opened = open_one(path)
+    memory = opened.manifest.meta.get("plan", {}).get("memory", {})
+    if not memory.get("lora"):
+        raise CheckpointError(
+            f"{opened.path} holds no adapters", why="it was not trained with lora=", do="leave --format peft out"
+        )
+    from distributed.strategies.lora import save_adapter  # an extra, and torch
+
+    with byte_bar("exporting") as progress:
+        weights = load(opened.path, ranks=(), progress=progress).shared["model"]
+    plan = LoraPlan(**memory["lora"] | {"targets": tuple(memory["lora"]["targets"])})
+    save_adapter(weights, plan, to)
+    console().print(f"{opened.path}: adapters of rank {plan.rank}, written as peft")
+    console().print(f"  {to}")
 
 
 def import_from(source: str, to: str, *, step: int, key: str | None, strip_prefix: str, trust: bool) -> None:

@@ -252,14 +252,12 @@ def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> li
                 do="set iterable_split='share'",
             )
         )
-    if config.compile and config.context_parallel > 1:
-        found.append(
-            Problem(
-                "compile with context_parallel",
-                why="attention is replaced while a block runs, which a compiled block does not see",
-                do="leave one of them out",
-            )
-        )
+    for name, why in (
+        ("context_parallel", "attention is replaced while a block runs, which a compiled block does not see"),
+        ("tensor_parallel", "the layers of each block are replaced, so that each block would be compiled by itself"),
+    ):
+        if config.compile and getattr(config, name) > 1:
+            found.append(Problem(f"compile with {name}", why=why, do="leave one of them out"))
     if config.context_parallel > 1 and config.pipeline_parallel > 1:
         found.append(
             Problem(
