@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from distributed import Trainer
 from tests.meshes import LENGTH, MESHES, WIDTH, Transformer, make_data, make_model
+from tests.meshes import train as plain_train
 
 SAMPLES, EPOCHS = 37, 2  # the last step of an epoch is short: 5 samples
 
@@ -149,3 +150,21 @@ def test_it_trains_what_one_process_trains(make: Any, tmp_path: Path) -> None:
         assert found.validation == pytest.approx(wanted.validation, rel=1e-5), mesh
         for name, buffer in wanted.buffers.items():
             torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-4, atol=1e-5, msg=f"{mesh}: {name}")
+
+
+class Spare(Transformer):
+    """With a layer that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("mesh", ["cp", "pp_dp"])
+def test_a_parameter_that_nothing_uses_stays_as_it_was(mesh: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = Spare()
+    before = model.spare.weight.detach().clone()
+    plain_train(mesh, tmp_path / "run", model, epochs=1, weight_decay=0.5)
+    assert torch.equal(model.spare.weight, before)
+    assert not torch.equal(model.head.weight, Spare().head.weight)

@@ -71,6 +71,8 @@ class Parts:
         # Of the ranks that share the work on the same samples, the last stage's first one has the loss of all.
         self.counts = place["cp"] == place["tp"] == 0 and place["pp"] == spec.pp - 1
         self._norm: GradientNorm | None = None
+        self._used: dict[str, nn.Parameter] | None = None
+        self._unused: dict[str, nn.Parameter] = {}
         self._shared: ShardedOptimizer | None = None
 
     def _cut_layers(self, plan: Plan) -> None:
@@ -136,7 +138,7 @@ class Parts:
         """After the last backward pass of a step: what no hook has reduced."""
         if self.pipeline is None and self.context is None and self.tensor is None:
             return
-        parameters = self.parameters
+        parameters = self._used_parameters()
         if self.pipeline is not None:
             self.pipeline.finish_gradients()
             if not self.is_fsdp:
@@ -146,6 +148,31 @@ class Parts:
             self.context.finish_gradients(parameters)
         if self.tensor is not None:
             self.tensor.finish_gradients(parameters)
+
+    def _used_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that the first step of this world gave a gradient, on any rank that has them: an optimizer leaves the
+        others as they are, and would not if they had gradients of zeros."""
+        if self._used is None:
+            self._used = self._find_used()
+            self._unused = {name: p for name, p in self.parameters.items() if name not in self._used}
+        late = [name for name, parameter in self._unused.items() if parameter.grad is not None]
+        if late:
+            raise TaskError(
+                f"{late[0]} had no gradient in the first step, and has one now",
+                why="which parameters are reduced over the ranks is decided in the first step",
+                do="let the model use all of its parameters in every step, or use data parallelism alone",
+            )
+        return self._used
+
+    def _find_used(self) -> dict[str, nn.Parameter]:
+        if self._session.is_dry:
+            return self.parameters
+        used = torch.tensor([p.grad is not None for p in self.parameters.values()], dtype=torch.int32)
+        used = used.to(self._device)
+        for group in filter(None, map(self.groups.group, ("dp_replicate", "dp_shard", "cp", "tp"))):
+            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+        pairs = zip(self.parameters.items(), used.tolist(), strict=True)
+        return {name: parameter for (name, parameter), is_used in pairs if is_used}
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
