@@ -22,7 +22,8 @@ class MeshGroups:
         self._made_world = bool(sizes) and not dist.is_initialized()  # a world of one
         if sizes:
             if self._made_world:
-                dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+                backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             self._mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
