@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from distributed import Trainer
+from distributed import PyTorchDDPTrainer, Trainer
 from tests.meshes import LENGTH, MESHES, WIDTH, Transformer, make_data, make_model
 from tests.meshes import train as plain_train
 
@@ -168,3 +168,11 @@ def test_a_parameter_that_nothing_uses_stays_as_it_was(mesh: str, tmp_path: Path
     plain_train(mesh, tmp_path / "run", model, epochs=1, weight_decay=0.5)
     assert torch.equal(model.spare.weight, before)
     assert not torch.equal(model.head.weight, Spare().head.weight)
+
+
+def test_zero_stage_of_the_ddp_trainer_shards(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    trainer = PyTorchDDPTrainer(make_model(), loss_fn=nn.CrossEntropyLoss(), zero_stage=3, num_gpus=2, batch_size=4)
+    history = trainer.fit(make_data(), max_steps=3, progress=False, run_dir=run_dir)
+    plan = json.loads((run_dir / "plan.json").read_text())
+    assert (plan["shard"]["kind"], plan["mesh"]["dp_shard"], history.steps) == ("full", 2, 3)
