@@ -59,11 +59,12 @@ def attempt():
     return max(int(folder.name) for folder in (PLACE / "run" / "attempts").iterdir())
 
 
-def come_to(place, step=None, rank=None):
+def come_to(place, step=None, rank=None, now=None):
     rank = my_rank() if rank is None else rank
+    now = attempt() if now is None else now
     for number, fault in enumerate(FAULTS):
         asked = fault["place"], fault.get("rank", rank), fault.get("step", step)
-        if asked == (place, rank, step) and attempt() >= fault.get("attempt", 0):
+        if asked == (place, rank, step) and now >= fault.get("attempt", 0):
             try:
                 os.close(os.open(PLACE / f"fault-{number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
@@ -176,7 +177,8 @@ def watch_ourselves():
 
     class Saver(state.Saver):
         def __init__(self, *args, **kwargs):
-            super().__init__(*args, at=come_to, **kwargs)
+            now = attempt()  # a save that is still in flight belongs to the world that it was begun in
+            super().__init__(*args, at=lambda place: come_to(place, now=now), **kwargs)
 
     state.Saver = Saver
     meet, send_from, hand_over = session._meet, session.Session.send_from, worker.hand_over
