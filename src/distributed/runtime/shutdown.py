@@ -55,6 +55,7 @@ class StopRequest:
         self._asked_to_leave, self._named, self._is_supervised = asked_to_leave, named, is_supervised
         self._received_at = 0.0
         self._stop_at: int | None = None
+        self._is_over = False  # the step that all agreed on is done
         self._told = False
         self.is_leaving = False  # the ranks stop in order to go on in another world
         self._previous: dict[signal.Signals, Any] = {}
@@ -85,8 +86,8 @@ class StopRequest:
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the run ends before its time, the same on every rank."""
-        return self._stop_at is not None and not self.is_leaving
+        """Whether the run has ended before its time: the same on every rank, though one may know it sooner."""
+        return self._is_over and not self.is_leaving
 
     def hear(self) -> None:
         """A signal may have reached another rank only; asked now and then, since it costs a message."""
@@ -104,7 +105,7 @@ class StopRequest:
                 return False
             self.is_leaving = True
         if self._store is None or self._world_size == 1:
-            self._stop_at, self.is_leaving = step, self.received is None
+            self._stop_at, self.is_leaving, self._is_over = step, self.received is None, True
             return True
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # else the hosts may be many steps apart
@@ -122,4 +123,5 @@ class StopRequest:
         if self._stop_at is None and self._store.check(["stop/at"]):
             kind, _, at = self._store.get("stop/at").decode().partition(" ")
             self._stop_at, self.is_leaving = int(at), kind == "leave"
-        return self._stop_at is not None and step >= self._stop_at
+        self._is_over = self._stop_at is not None and step >= self._stop_at
+        return self._is_over
