@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from distributed.core.errors import PlanError
-from distributed.strategies.blocks import find_blocks
+from distributed.strategies.blocks import need_blocks
 from distributed.strategies.recompute import forward_name, restore_forward, without_caches
 
 _INNER = "_forward_to_compile"
@@ -23,13 +22,7 @@ def compile_blocks(
     >>> compile_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     ['0', '1']
     """
-    paths = find_blocks(module, blocks)
-    if not paths:
-        raise PlanError(
-            "the model has no blocks to compile",
-            why="it holds no list of two or more modules of one class",
-            do="name them with wrap_blocks, or set compile=false",
-        )
+    paths = need_blocks(module, blocks, "compile", "compile")
     for path in paths:
         block = module.get_submodule(path)
         if forward_name(block) == "forward" and _INNER not in block.__dict__:

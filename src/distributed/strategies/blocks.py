@@ -24,6 +24,18 @@ def find_blocks(module: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
     return [f"{path}.{name}" if path else name for path in stacks for name, _ in _get(module, path).named_children()]
 
 
+def need_blocks(module: nn.Module, wanted: Sequence[str], use: str, setting: str) -> list[str]:
+    """The same, for a use that is nothing without them, asked for by a setting."""
+    paths = find_blocks(module, wanted)
+    if not paths:
+        raise PlanError(
+            f"the model has no blocks to {use}",
+            why="it holds no list of two or more modules of one class",
+            do=f"name them with wrap_blocks, or set {setting}=false",
+        )
+    return paths
+
+
 def find_stacks(module: nn.Module) -> list[str]:
     """The paths of lists of two or more blocks of one class, with parameters each.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from distributed.core.errors import PlanError
-from distributed.strategies.blocks import find_blocks
+from distributed.strategies.blocks import need_blocks
 
 _INNER = "_forward_to_recompute"
 _KIND = "_recompute_kind"
@@ -44,13 +44,7 @@ def recompute(module: nn.Module, kind: str, every: int = 1, blocks: Sequence[str
         raise PlanError(f"activation_checkpointing is {kind!r}, which is not known", do="choose 'full' or 'selective'")
     if every < 1:
         raise PlanError(f"activation_checkpointing is {every}", why="it counts blocks", do="set it to 1 or more")
-    paths = find_blocks(module, blocks)
-    if not paths:
-        raise PlanError(
-            "the model has no blocks to recompute",
-            why="it holds no list of two or more modules of one class",
-            do="name them with wrap_blocks, or set activation_checkpointing=false",
-        )
+    paths = need_blocks(module, blocks, "recompute", "activation_checkpointing")
     for path in paths[::every]:
         block = module.get_submodule(path)
         if _INNER not in block.__dict__:
