@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -16,6 +18,16 @@ from distributed.launch.logtail import LogTail
 from distributed.launch.ports import free_port, port_in_use
 from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.stops import Stopped
+from distributed.launch.supervisor import Patience
+
+
+IGNORES_CTRL_C = """
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(600)
+"""
 
 
 def rendered(environ=None, place=None, **changes):
@@ -52,6 +64,25 @@ def test_submit_says_why_it_cannot_start(tmp_path):
     launcher = LocalLauncher(python=str(tmp_path / "no-python"))
     with pytest.raises(LaunchError, match="no-python"):
         launcher.submit(request)
+
+
+def test_a_second_request_while_the_first_is_passed_on_ends_the_ranks(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(IGNORES_CTRL_C)
+    patience = Patience(interrupt_grace_s=3600.0)  # after which also the first request would end it
+    log = tmp_path / "run" / "attempts" / "0" / "rank-0.log"
+    running = LocalLauncher().submit(
+        LaunchRequest((str(script),), str(tmp_path / "run"), 1), patience=patience, on_stop=lambda number: interrupt()
+    )
+    while not log.exists() or "up" not in log.read_text():
+        time.sleep(0.05)
+    threading.Timer(0.2, interrupt).start()
+    with pytest.raises(Stopped):
+        running.wait()
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_log_tail_passes_whole_lines_up_to_the_failure(tmp_path):

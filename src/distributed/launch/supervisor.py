@@ -297,10 +297,11 @@ class Supervisor:
 
     def _answer(self) -> None:
         """Pass the first request to stop on to the ranks, which may want to save; the second ends them."""
-        if self._stops.count > self._answered:
+        requests = self._stops.count  # a second one may come at any moment from here on
+        if requests > self._answered:
             self._asked_at = self._asked_at or time.monotonic()
             assert self._stops.number is not None
-            if self._answered or self._stops.count > 1:
+            if self._answered or requests > 1:
                 self.crew.end(0.0)
             elif not self._watch.is_settled and time.monotonic() < self._asked_at + _SETTLE_S:
                 return  # ranks between two worlds could not save
@@ -310,7 +311,7 @@ class Supervisor:
                 self._stops.announce()
                 self.nodes.tell(News(-1, socket.gethostname(), "stopping", signal=self._stops.number))
                 self._give_up_at = time.monotonic() + self.patience.interrupt_grace_s
-            self._answered = self._stops.count
+            self._answered = requests
         if time.monotonic() > self._give_up_at:
             self.crew.end(0.0)
 
