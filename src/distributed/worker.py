@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from distributed.core.control import Joined, Lost, Resumed
+from distributed.core.engines import ENGINES, load_strategy
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import CannotGoOnError
 from distributed.core.failure import is_collateral
 from distributed.core.history import History
 from distributed.core.plan import Plan
-from distributed.core.registry import BITWISE_STRATEGIES, STRATEGIES
 from distributed.data.leaf_loader import LeafLoader
 from distributed.data.loader import EvalLoader, StreamLoader, TrainLoader
 from distributed.data.source import Source
@@ -125,7 +125,7 @@ def _live(
 ) -> History | Broken:
     """One world of this rank, from joining it to the end of the run or of the world."""
     plan, task, env = job.plan, job.task, session.env
-    strategy = (BITWISE_STRATEGIES if plan.is_bitwise else STRATEGIES).load(plan.strategy)()
+    strategy = load_strategy(plan.strategy, plan.is_bitwise)()
     loop: Loop | None = None
     heartbeat: Heartbeat | None = None
     try:
@@ -268,7 +268,8 @@ def line_for(plan: Plan, *, is_first: bool = True) -> AgentLine | None:
     line = agent_line()
     if line is not None:
         is_alone = is_first and not dist.is_initialized()
-        line.regroups = plan.collectives == "gloo" and plan.is_replicated and is_alone and CAN_SHUT_DOWN
+        can_regroup = plan.collectives == "gloo" and plan.is_replicated and CAN_SHUT_DOWN
+        line.regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
         line.tell(Joined(line.regroups, plan.legal_sizes))
     return line
 

@@ -109,6 +109,7 @@ def plan(world: int, nodes: int, asked: dict[str, Any], **more: bool) -> tuple[P
         DistributedConfig(**asked),
         world,
         nodes,
+        device="cpu",
         has_batchnorm=more.get("has_batchnorm", False),
         decisions=decisions,
         problems=problems,

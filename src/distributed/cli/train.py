@@ -16,10 +16,10 @@ from typer.core import TyperCommand
 
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
+from distributed.core.engines import ENGINES
 from distributed.core.env import DRY_RUN, OVERRIDES, WorkerEnv, inherited_environ, worker_env
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
-from distributed.core.registry import STRATEGIES
 from distributed.launch.local import LocalLauncher
 from distributed.launch.nodes import News, Nodes, Round
 from distributed.launch.ports import free_port
@@ -45,7 +45,7 @@ def train(
         str | None, typer.Option(metavar="N", help="Devices in all (CPU processes without CUDA).")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"The engine: {', '.join(['auto', *STRATEGIES.entries])}.")
+        str | None, typer.Option(metavar="NAME", help=f"The engine: {', '.join(['auto', *ENGINES.entries])}.")
     ] = None,
     num_nodes: Annotated[str | None, typer.Option(metavar="N", help="Machines; run the same command on each.")] = None,
     gpus_per_node: Annotated[str | None, typer.Option(metavar="N", help="Devices on each machine.")] = None,
@@ -164,7 +164,7 @@ def _prepare(
     hardware = probe_hardware()
     resources, decisions, obstacles = plan_resources(config, hardware)
     ranks, nodes = resources.world_size, resources.num_nodes
-    plan_parallel(config, ranks, nodes, has_batchnorm=False, decisions=decisions, problems=obstacles)
+    parallel = plan_parallel(config, ranks, nodes, device=resources.device, decisions=decisions, problems=obstacles)
     given_dir = config.run_dir
     target = os.path.abspath(given_dir or new_run_dir())
     request = LaunchRequest(
@@ -187,6 +187,7 @@ def _prepare(
     if request.most_nodes == 1:  # several nodes know only when they have met whether one of them begins a run
         launch_problems += check_run_dir(target, resume=bool(config.resume_from_checkpoint))
     _refuse(problems, obstacles, launch_problems)
+    ENGINES.require(parallel.engine)
     return TrainJob(config, request, tuple(decisions))
 
 
@@ -211,7 +212,7 @@ def _try_out(
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     obstacles: list[Problem] = []
-    plan_parallel(config, ranks or 1, config.num_nodes, has_batchnorm=False, decisions=[], problems=obstacles)
+    plan_parallel(config, ranks or 1, config.num_nodes, device="cpu", decisions=[], problems=obstacles)
     _refuse(problems, obstacles, [])
     told = {OVERRIDES: json.dumps(_given(config)), DRY_RUN: str(ranks)}
     os.execve(sys.executable, (sys.executable, script, *arguments), inherited_environ() | told)

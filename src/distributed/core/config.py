@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
+from distributed.core.engines import ENGINES
 from distributed.core.errors import ConfigError, Problem
-from distributed.core.registry import STRATEGIES, nearest_hint
+from distributed.core.registry import nearest_hint
 
 Sources = dict[str, str]
 
@@ -35,7 +37,7 @@ class DistributedConfig(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what to train on")
 
-    backend: str = Field("auto", description="the engine that trains: " + ", ".join(["auto", *STRATEGIES.entries]))
+    backend: str = Field("auto", description="the engine that trains: " + ", ".join(["auto", *ENGINES.entries]))
 
     # Training
     batch_size: int | None = Field(
@@ -94,6 +96,16 @@ class DistributedConfig(BaseModel):
         None, description="classes or paths of the model's blocks ('Block', 'layers.*'); by default found"
     )
     cpu_offload: bool = Field(False, description="keep sharded parameters and optimizer state in host memory")
+    offload_optimizer: Literal["cpu", "nvme"] | None = Field(
+        None, description="for deepspeed: keep the optimizer state in host memory, or in files under offload_dir"
+    )
+    offload_parameters: Literal["cpu", "nvme"] | None = Field(
+        None, description="the same for the parameters, which zero_stage=3 shares out"
+    )
+    offload_dir: str | None = Field(None, description="a folder on a fast local disk, for nvme")
+    deepspeed_config: str | dict[str, Any] | None = Field(
+        None, description="DeepSpeed's own configuration: a JSON file or its content; what it says counts as set here"
+    )
     tensor_parallel: int = Field(1, ge=1, description="ranks that share each layer")
     tensor_parallel_plan: dict[str, str] | None = Field(
         None, description="path pattern to style ('*.fc1': 'column', '*.fc2': 'row'); by default found"
@@ -134,6 +146,17 @@ class DistributedConfig(BaseModel):
 
     # Communication
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"] = Field("auto", description="library for collectives")
+    compression: Literal["none", "fp16"] = Field("none", description="gradients in this precision on the wire")
+    gradient_reduction: Literal["average", "adasum"] = Field(
+        "average", description="how the gradients of the ranks become one"
+    )
+    fusion_threshold_mb: float | None = Field(
+        None, ge=0, description="for horovod: gradients are sent together up to this size; by default its own, 128"
+    )
+    cycle_time_ms: float | None = Field(
+        None, gt=0, description="for horovod: how often it looks for gradients to send; by default its own, 1"
+    )
+    timeline: str | None = Field(None, description="for horovod: a file for the timeline of its collectives")
     find_unused_parameters: bool = Field(False, description="for models that leave parameters out in some steps")
     static_graph: bool = Field(False, description="tell DDP that every step uses the same parameters")
     bucket_cap_mb: float = Field(25, gt=0, description="size of DDP's gradient buckets")
@@ -222,11 +245,25 @@ class DistributedConfig(BaseModel):
     @field_validator("backend")
     @classmethod
     def _known_backend(cls, name: str) -> str:
-        if name != "auto" and name not in STRATEGIES.entries:
+        if name != "auto" and name not in ENGINES.entries:
             raise ValueError(
-                f"{name!r} is not a backend of this version; {nearest_hint(name, ['auto', *STRATEGIES.entries])}"
+                f"{name!r} is not a backend of this version; {nearest_hint(name, ['auto', *ENGINES.entries])}"
             )
         return name
+
+    @field_validator("compression", mode="before")
+    @classmethod
+    def _named_compression(cls, value: Any) -> Any:
+        """Also as Horovod names it: hvd.Compression.fp16."""
+        known = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
+        return known.get(getattr(value, "__name__", ""), value)
+
+    @field_validator("deepspeed_config", mode="before")
+    @classmethod
+    def _plain_config(cls, value: Any) -> Any:
+        """Also DeepSpeed's own object, and a path."""
+        content = getattr(value, "_param_dict", value)
+        return os.fspath(content) if isinstance(content, os.PathLike) else content
 
     @field_validator("checkpoint_frequency")
     @classmethod

@@ -218,6 +218,7 @@ class Plan:
     memory: MemoryPlan = field(default_factory=MemoryPlan)
     checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
+    engine: dict[str, Any] = field(default_factory=dict)  # what only this strategy knows: its `plans` made it
     settings: dict[str, Any] = field(default_factory=dict)  # what the user asked, for the record only
     decisions: tuple[Decision, ...] = ()
 

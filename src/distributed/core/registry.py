@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Generic, TypeVar
 
 from distributed.core.errors import ConfigError, MissingExtraError
 
@@ -20,10 +21,14 @@ class Entry:
     target: str
     needs: str = ""
     extra: str = ""
+    install: str = ""  # what installs it, where that is no extra
+
+
+E_ = TypeVar("E_", bound=Entry)
 
 
 @dataclass(frozen=True)
-class Registry:
+class Registry(Generic[E_]):
     """A closed set of named implementations.
 
     >>> kinds = Registry("number", {"fraction": Entry("fractions:Fraction")})
@@ -32,16 +37,33 @@ class Registry:
     """
 
     kind: str
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, E_]
 
     def load(self, name: str) -> Any:
+        return load_target(self.require(name).target)
+
+    def require(self, name: str) -> E_:
+        """The entry of a name, once what it needs can be imported."""
         if name not in self.entries:
             raise ConfigError(f"{self.kind} {name!r} is not known", do=nearest_hint(name, self.entries))
         entry = self.entries[name]
-        if entry.needs:
-            import_extra(entry.needs, entry.extra, f"{self.kind} {name!r}")
-        module, _, attribute = entry.target.partition(":")
-        return getattr(import_module(module), attribute)
+        if not is_installed(entry.needs):
+            raise _missing(entry.needs, f"{self.kind} {name!r}", entry.install or _pip(entry.extra))
+        return entry
+
+
+def load_target(target: str) -> Any:
+    """What "module:attribute" names."""
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def is_installed(module: str) -> bool:
+    """Whether it can be found, without the time that importing it takes; nothing needs nothing."""
+    try:
+        return not module or find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def import_extra(module: str, extra: str, wanted_by: str) -> Any:
@@ -51,11 +73,16 @@ def import_extra(module: str, extra: str, wanted_by: str) -> Any:
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] != module.partition(".")[0]:
             raise
-        raise MissingExtraError(
-            f"{wanted_by} needs an extra that is not installed",
-            why=f"the module {module!r} cannot be imported",
-            do=f'pip install "{DISTRIBUTION}[{extra}]"',
-        ) from missing
+        raise _missing(module, wanted_by, _pip(extra)) from missing
+
+
+def _missing(module: str, wanted_by: str, do: str) -> MissingExtraError:
+    what = f"{wanted_by} needs an extra that is not installed"
+    return MissingExtraError(what, why=f"the module {module!r} cannot be imported", do=do)
+
+
+def _pip(extra: str) -> str:
+    return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
@@ -68,16 +95,3 @@ def nearest_hint(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = nearest(name, names)
     return f"did you mean {' or '.join(close)}?" if close else f"choose one of: {', '.join(names)}"
-
-
-STRATEGIES = Registry(
-    "backend",
-    {
-        "pytorch-ddp": Entry("distributed.strategies.torch_mesh:TorchMesh"),
-        "fsdp": Entry("distributed.strategies.torch_mesh:TorchMesh"),
-    },
-)
-BITWISE_STRATEGIES = Registry(  # what a backend becomes under reproducible='bitwise'
-    "backend with reproducible='bitwise'",
-    {"pytorch-ddp": Entry("distributed.strategies.bitwise:BitwiseReplicas")},
-)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from distributed.core.config import DistributedConfig
+from distributed.core.engines import ENGINES, Engine, Wanted, choose, refused
 from distributed.core.errors import Problem
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Decision, LoraPlan, MemoryPlan, PipelinePlan, ShardPlan, TensorPlan
@@ -24,6 +25,8 @@ _FILLED = 2  # micro-batches a stage that keep most of a pipeline busy
 class Parallel:
     """What was decided."""
 
+    engine: str
+    why_engine: str  # where it was not the user who chose
     mesh: MeshSpec
     shard: ShardPlan
     tensor: TensorPlan
@@ -36,13 +39,26 @@ def plan_parallel(
     world_size: int,
     num_nodes: int,
     *,
-    has_batchnorm: bool,
+    device: str,
+    is_stream: bool = False,
+    has_batchnorm: bool = False,
     decisions: list[Decision],
     problems: list[Problem],
 ) -> Parallel:
-    kind = _kind(config, problems)
+    asked = _sharding(config, problems)
+    wanted = Wanted(config, asked or "none", is_stream, has_batchnorm, world_size)
+    name, why = (config.backend, "") if config.backend != "auto" else choose(wanted)
+    engine = ENGINES.entries[name]
+    kind = asked or engine.shards
+    problems += _refused(name, replace(wanted, sharding=kind), device)
+    if kind == "none" and engine.shards != "none":
+        nothing = "sharding=none" if config.sharding == "none" else "zero_stage=0"
+        do = "set backend='pytorch-ddp', or leave it out"
+        problems.append(
+            Problem(f"backend={name!r}, and nothing to shard", why=f"{nothing} replicates the model", do=do)
+        )
     mesh = _mesh(config, kind, world_size, num_nodes, problems)
-    problems += _useless(config, kind)
+    problems += _useless(config, kind, engine)
     problems += _impossible(config, kind, has_batchnorm)
     if mesh.world_size > mesh.dp_replicate:
         decisions.append(Decision(f"mesh {mesh}", _why(mesh)))
@@ -52,6 +68,8 @@ def plan_parallel(
     styles = tuple((config.tensor_parallel_plan or {}).items())
     every, recompute = _recompute(config.activation_checkpointing)
     return Parallel(
+        name,
+        why,
         mesh,
         ShardPlan("full" if kind == "hybrid" else kind, tuple(config.wrap_blocks or ()), config.cpu_offload),
         TensorPlan(styles, config.sequence_parallel),
@@ -111,7 +129,8 @@ def _fill(size: int, stages: int, accumulation: int) -> int:
     return next((n for n in even if n * accumulation >= _FILLED * stages), even[-1])
 
 
-def _kind(config: DistributedConfig, problems: list[Problem]) -> str:
+def _sharding(config: DistributedConfig, problems: list[Problem]) -> str | None:
+    """What the settings say that data-parallel ranks share out; None: they say nothing."""
     asked = config.sharding
     by_stage = None if config.zero_stage is None else _STAGES[config.zero_stage]
     if asked is not None and by_stage is not None and by_stage != asked and (asked, by_stage) != ("hybrid", "full"):
@@ -122,15 +141,16 @@ def _kind(config: DistributedConfig, problems: list[Problem]) -> str:
                 do="keep one of them",
             )
         )
-    if config.backend == "fsdp" and "none" in (asked, by_stage):
-        problems.append(
-            Problem(
-                "backend='fsdp', and nothing to shard",
-                why=f"{'sharding=none' if asked == 'none' else 'zero_stage=0'} replicates the model",
-                do="set backend='pytorch-ddp', or leave it out",
-            )
-        )
-    return asked or by_stage or ("full" if config.backend == "fsdp" else "none")
+    return asked or by_stage
+
+
+def _refused(strategy: str, wanted: Wanted, device: str) -> list[Problem]:
+    """Everything that is asked of an engine that cannot do it."""
+    found = []
+    for asked, why, others in refused(strategy, wanted, device):
+        do = f"set backend={' or '.join(map(repr, others))}, or leave it out" if others else "leave it out"
+        found.append(Problem(f"{asked} with backend={strategy!r}", why=why, do=do))
+    return found
 
 
 def _mesh(config: DistributedConfig, kind: str, world_size: int, num_nodes: int, problems: list[Problem]) -> MeshSpec:
@@ -185,13 +205,12 @@ def _nearest(wanted: int, legal: Sequence[int]) -> list[int]:
     return [*below[-1:], *above[:1]]
 
 
-def _useless(config: DistributedConfig, kind: str) -> list[Problem]:
+def _useless(config: DistributedConfig, kind: str, engine: Engine) -> list[Problem]:
     """Settings that nothing would read."""
     found = []
-    is_sharded = kind in ("grad_op", "full", "hybrid")
     for name, useless, do in (
         ("shard_groups", kind != "hybrid", "sharding='hybrid'"),
-        ("cpu_offload", not is_sharded, "backend='fsdp'"),
+        ("cpu_offload", kind not in engine.offloads, "backend='fsdp'"),
         ("sequence_parallel", config.tensor_parallel == 1, "tensor_parallel=2, say"),
         ("tensor_parallel_plan", config.tensor_parallel == 1, "tensor_parallel=2, say"),
         ("pipeline_schedule", config.pipeline_parallel == 1, "pipeline_parallel=2, say"),

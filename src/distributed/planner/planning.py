@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from distributed.core.config import DistributedConfig, parse_best, parse_frequency
+from distributed.core.engines import ENGINES
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError, Problem
 from distributed.core.plan import (
@@ -19,8 +20,8 @@ from distributed.core.plan import (
     PrecisionPlan,
     ReplicatePlan,
     SchedulePlan,
-    ShardPlan,
 )
+from distributed.core.registry import load_target
 from distributed.planner.hardware import Hardware
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel
 from distributed.planner.reproducible import plan_leaves
@@ -135,19 +136,21 @@ def make_plan(
         config,
         world_size,
         resources.num_nodes,
+        device=resources.device,
+        is_stream=profile.samples is None,
         has_batchnorm=profile.has_batchnorm,
         decisions=decisions,
         problems=problems,
     )
+    if parallel.why_engine:
+        decisions.append(Decision(f"backend {parallel.engine}", parallel.why_engine, "backend"))
     batch = _plan_batch(config, profile, parallel.mesh.data_ranks, decisions, problems)
     batch = cut_for_pipeline(config, batch, decisions, problems)
-    strategy = _plan_strategy(config, parallel.shard, decisions)
     bitwise = config.reproducible == "bitwise"
     if bitwise:
         batch = plan_leaves(
             config,
             batch,
-            strategy=strategy,
             is_stream=profile.samples is None,
             has_batchnorm=profile.has_batchnorm,
             decisions=decisions,
@@ -157,7 +160,7 @@ def make_plan(
     plan = Plan(
         run_dir=run_dir,
         batch=batch,
-        strategy=strategy,
+        strategy=parallel.engine,
         mesh=parallel.mesh,
         num_nodes=resources.num_nodes,
         device=resources.device,
@@ -197,6 +200,9 @@ def make_plan(
         reason = "statistics over the whole micro-batch of all ranks, so that the result is that of one process"
         decisions.append(Decision("synchronized BatchNorm", reason, "sync_batchnorm"))
     problems += _schedule_problems(config, profile, plan.schedule)
+    engine = ENGINES.entries[parallel.engine]
+    if engine.plans:
+        plan = replace(plan, engine=load_target(engine.plans)(config, profile, plan, decisions, problems))
     if problems:
         raise PlanError(problems)
     return replace(plan, decisions=tuple(decisions))
@@ -246,16 +252,6 @@ def _schedule_problems(config: DistributedConfig, profile: JobProfile, schedule:
         why = "it would have no effect"
         problems.append(Problem("scheduler_interval is set, but no scheduler is passed", why=why, do="leave it out"))
     return problems
-
-
-def _plan_strategy(config: DistributedConfig, shard: ShardPlan, decisions: list[Decision]) -> str:
-    if config.backend != "auto":
-        return config.backend
-    if shard.is_fsdp:
-        decisions.append(Decision("backend fsdp", "it is what shards the state of a model", "backend"))
-        return "fsdp"
-    decisions.append(Decision("backend pytorch-ddp", "data-parallel ranks hold the same parameters", "backend"))
-    return "pytorch-ddp"
 
 
 def _plan_collectives(

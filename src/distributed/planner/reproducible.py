@@ -7,14 +7,12 @@ from dataclasses import replace
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import Problem
 from distributed.core.plan import BatchPlan, Decision
-from distributed.core.registry import BITWISE_STRATEGIES
 
 
 def plan_leaves(
     config: DistributedConfig,
     batch: BatchPlan,
     *,
-    strategy: str,
     is_stream: bool,
     has_batchnorm: bool,
     decisions: list[Decision],
@@ -23,7 +21,7 @@ def plan_leaves(
     """The batch cut into one leaf for each virtual rank."""
     leaves = config.virtual_ranks
     batch = replace(batch, leaves=leaves, least_leaf=2 if has_batchnorm else 1)
-    problems += _problems(batch, strategy, is_stream, has_batchnorm)
+    problems += _problems(batch, is_stream, has_batchnorm)
     sizes = [str(2**n) for n in range(leaves.bit_length())]
     decisions.append(
         Decision(
@@ -47,14 +45,9 @@ def plan_leaves(
     return batch
 
 
-def _problems(batch: BatchPlan, strategy: str, is_stream: bool, has_batchnorm: bool) -> list[Problem]:
+def _problems(batch: BatchPlan, is_stream: bool, has_batchnorm: bool) -> list[Problem]:
     found: list[Problem] = []
     leaves, ranks = batch.leaves, batch.ranks
-    if strategy not in BITWISE_STRATEGIES.entries:
-        known = ", ".join(BITWISE_STRATEGIES.entries)
-        found.append(
-            Problem(f"reproducible='bitwise' is not there for backend {strategy!r}", do=f"set backend={known}")
-        )
     if is_stream:
         found.append(
             Problem(

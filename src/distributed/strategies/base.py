@@ -75,6 +75,10 @@ class Strategy(Protocol):
     counts: bool  # whether this rank's losses and metrics are to be added up: of ranks with the same samples, one's are
     in_step: bool  # whether an evaluation's step takes all ranks at once
 
+    @staticmethod
+    def check(task: StepTask, plan: Plan) -> None:
+        """Raise what stands in the way of this plan for this model, before anything is started."""
+
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None: ...
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput: ...

@@ -40,6 +40,10 @@ class Replica:
     counts = True
     in_step = False
 
+    @staticmethod
+    def check(task: StepTask, plan: Plan) -> None:
+        pass
+
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         self._task, self._session = task, session
         self.clock = ComputeClock(session.device)

@@ -40,6 +40,13 @@ class TorchMesh(Replica):
         self._verifies = False
         self._is_weighted: bool | None = None  # whether the loss is a mean over something else than samples
 
+    @staticmethod
+    def check(task: StepTask, plan: Plan) -> None:
+        if not plan.is_replicated:
+            from distributed.strategies.parts import check_model  # takes long to import
+
+            check_model(task.model, plan)
+
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         super().setup(task, plan, session)
         self._ranks = plan.mesh.data_ranks

@@ -6,6 +6,7 @@ from distributed.trainers.trainer import Trainer
 
 
 class PyTorchDDPTrainer(Trainer):
-    """A preset of `Trainer`: the model is replicated on every rank, and gradients are averaged over all of them."""
+    """The Trainer under its usual engine's name: every rank has the whole model, and gradients are averaged.
 
-    preset = {"backend": "pytorch-ddp"}  # noqa: RUF012 - a constant of the class
+    `zero_stage=` and `sharding=` share its state out over the ranks; `deepspeed_config=` gives it to DeepSpeed.
+    """

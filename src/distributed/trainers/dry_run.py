@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from distributed.core.config import DistributedConfig
+from distributed.core.engines import load_strategy
 from distributed.core.env import DRY_RUN, WorkerEnv
 from distributed.core.errors import DataError, PlanError
 from distributed.core.plan import Plan
-from distributed.core.registry import STRATEGIES
 from distributed.data.loader import Step, StreamLoader, TrainLoader
 from distributed.data.source import Source
 from distributed.planner.hardware import Gpu, Hardware, probe_hardware
@@ -88,7 +88,7 @@ def dry_run(request: FitRequest, ranks: int) -> DryRun:
     whole, trained = _whole(model, plan)
     begun = time.monotonic()
     with _fake_world(ranks):
-        strategy: Strategy = STRATEGIES.load(plan.strategy)()
+        strategy: Strategy = load_strategy(plan.strategy)()
         session = Session(_place(plan), _CPU, None)
         session.is_dry = True
         session.data_rank = plan.mesh.data_rank(0)

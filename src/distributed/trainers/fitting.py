@@ -13,6 +13,7 @@ import torch
 
 from distributed.checkpoint.reading import load
 from distributed.core.config import DistributedConfig
+from distributed.core.engines import load_strategy
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import ConfigError, LaunchError, Problem, RankFailedError
 from distributed.core.history import History
@@ -104,10 +105,7 @@ def fit_alone(request: FitRequest) -> History:
     run_dir = config.run_dir or new_run_dir()
     plan = request.plan(run_dir)
     check_extras(plan)
-    if not plan.is_replicated:
-        from distributed.strategies.parts import check_model  # takes long to import
-
-        check_model(request.task.model, plan)
+    load_strategy(plan.strategy).check(request.task, plan)
     launch = LaunchRequest(
         command=("-m", "distributed.worker", run_dir),
         run_dir=run_dir,
