@@ -1,21 +1,22 @@
-"""Who is measured: the bare loop, ours, and those peers that are installed here, each with the setup it is given."""
+"""Who is measured: the bare loop of an engine, ours, and the peers that are installed, each with its setup."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
+from distributed.core.engines import ENGINES
 from distributed.core.errors import ConfigError, Problem
-from distributed.core.registry import Entry, Registry, nearest_hint
+from distributed.core.registry import Entry, Registry, is_installed, nearest_hint
 
 BARE, BARE_AGAIN, OURS = "bare", "bare-again", "ours"
 
+_OURS = Entry("distributed.bench.ours:train", "tensorboard", "tensorboard")
 CONTENDERS = Registry(
     "contender",
     {
         BARE: Entry("distributed.bench.hand_written:train"),
         BARE_AGAIN: Entry("distributed.bench.hand_written:train"),
-        OURS: Entry("distributed.bench.ours:train", "tensorboard", "tensorboard"),
+        OURS: _OURS,
         "fabric": Entry("distributed.bench.peer_fabric:train", "lightning", "peers"),
         "accelerate": Entry("distributed.bench.peer_accelerate:train", "accelerate", "peers"),
         "lightning": Entry("distributed.bench.peer_lightning:train", "lightning", "peers"),
@@ -23,10 +24,18 @@ CONTENDERS = Registry(
     },
 )
 
+_OF_ENGINES = {"pytorch-ddp": CONTENDERS} | {
+    engine: Registry("contender", {BARE: Entry(bare), BARE_AGAIN: Entry(bare), OURS: _OURS})
+    for engine, bare in {
+        "deepspeed": "distributed.bench.hand_written_deepspeed:train",
+        "horovod": "distributed.bench.hand_written_horovod:train",
+    }.items()
+}
+
 SETUPS = {
-    BARE: "DDP, DistributedSampler, DataLoader and a loop written by hand; no logging",
+    BARE: "the engine, DistributedSampler, DataLoader and a loop written by hand; no logging",
     BARE_AGAIN: "the bare loop measured against itself: what is no more than this is noise",
-    OURS: "PyTorchDDPTrainer with progress (shown by rank 0), events.jsonl and TensorBoard every 50 steps, NaN check",
+    OURS: "Trainer with progress (shown by rank 0), events.jsonl and TensorBoard every 50 steps, NaN check",
     "fabric": "Lightning Fabric with the user's own loop; no logging",
     "accelerate": "Hugging Face Accelerate with the user's own loop; no logging",
     "lightning": "Lightning Trainer with its progress bar, self.log of the loss, TensorBoard or CSV every 50 steps",
@@ -40,18 +49,26 @@ class Field:
 
     names: tuple[str, ...]
     missing: dict[str, str]  # name → the extra that brings it
+    engine: str = "pytorch-ddp"
 
 
-def find_contenders(only: list[str] | None = None) -> Field:
+def contenders_of(engine: str) -> Registry[Entry]:
+    """Whoever can be measured against an engine's own minimal loop."""
+    if engine not in _OF_ENGINES:
+        raise ConfigError(
+            f"there is no bare loop of {engine!r} to measure against", do=nearest_hint(engine, _OF_ENGINES)
+        )
+    ENGINES.require(engine)
+    return _OF_ENGINES[engine]
+
+
+def find_contenders(only: list[str] | None = None, engine: str = "pytorch-ddp") -> Field:
     """Those asked for, or all; the bare loop against itself is always there. Nothing is imported."""
-    unknown = [name for name in only or () if name not in CONTENDERS.entries]
+    entries = contenders_of(engine).entries
+    unknown = [name for name in only or () if name not in entries]
     if unknown:
         problems = [Problem(f"there is no contender {name!r}", do=nearest_hint(name, SETUPS)) for name in unknown]
         raise ConfigError(problems)
-    asked = [name for name in CONTENDERS.entries if name != BARE and (not only or name in {*only, BARE_AGAIN})]
-    missing = {
-        name: CONTENDERS.entries[name].extra
-        for name in asked
-        if CONTENDERS.entries[name].needs and find_spec(CONTENDERS.entries[name].needs) is None
-    }
-    return Field(tuple(name for name in asked if name not in missing), missing)
+    asked = [name for name in entries if name != BARE and (not only or name in {*only, BARE_AGAIN})]
+    missing = {name: entries[name].extra for name in asked if not is_installed(entries[name].needs)}
+    return Field(tuple(name for name in asked if name not in missing), missing, engine)

@@ -5,11 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from distributed.bench.work import Work, make_model, make_optimizer
-from distributed.trainers.ddp import PyTorchDDPTrainer
+from distributed.trainers.trainer import Trainer
 
 
 def train(work: Work) -> None:
-    trainer = PyTorchDDPTrainer(
-        make_model(), loss_fn=nn.CrossEntropyLoss(), optimizer=make_optimizer, epochs=1, tensorboard=True
+    trainer = Trainer(
+        make_model(),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=make_optimizer,
+        epochs=1,
+        tensorboard=True,
+        backend=work.engine,
     )
     trainer.fit(work.loader())

@@ -72,6 +72,7 @@ class Overhead:
     load_after: float | None
     missing: dict[str, str]
     turns: Mapping[str, Sequence[Turn]]
+    engine: str = "pytorch-ddp"
 
     @property
     def floor_us(self) -> float:
@@ -86,7 +87,13 @@ class Overhead:
             "target_over_us": TARGET_US,
             "machine": describe_machine(),
             "versions": describe_versions(),
-            "settings": {"processes": self.processes, "steps": self.steps, "rounds": self.rounds, "device": "cpu"},
+            "settings": {
+                "processes": self.processes,
+                "steps": self.steps,
+                "rounds": self.rounds,
+                "device": "cpu",
+                "engine": self.engine,
+            },
             "load_average": {"before": self.load_before, "after": self.load_after},
             "noise_floor_us": self.floor_us,
             "rows": [asdict(row) for row in self.rows],
@@ -110,7 +117,7 @@ def measure_overhead(field: Field, *, processes: int, steps: int, rounds: int, n
         ranks: dict[str, WaitingRanks] = {}
         for name in field.names:
             notify(f"starting {name}", done, in_all)
-            ranks[name] = stack.enter_context(WaitingRanks(name, processes, steps, folder))
+            ranks[name] = stack.enter_context(WaitingRanks(name, processes, steps, folder, field.engine))
             ranks[name].connect()
             done += 1
         for number in range(-1, rounds):  # the first is a rehearsal: imports, first calls, files
@@ -122,7 +129,7 @@ def measure_overhead(field: Field, *, processes: int, steps: int, rounds: int, n
                 done += 1
         notify("done", done, in_all)
     rows = tuple(summarize(name, turns[name]) for name in field.names)
-    return Overhead(rows, processes, steps, rounds, load_before, load_average(), field.missing, turns)
+    return Overhead(rows, processes, steps, rounds, load_before, load_average(), field.missing, turns, field.engine)
 
 
 def _take_turn(ranks: WaitingRanks, name: str, *, bare_first: bool) -> Turn:

@@ -11,30 +11,30 @@ import tempfile
 
 import torch.distributed as dist
 
-from distributed.bench.contenders import CONTENDERS
+from distributed.bench.contenders import contenders_of
 from distributed.bench.turns import Reading
 from distributed.bench.work import Work
 
 
 def main() -> None:
-    """`python -m distributed.bench.rank PORT STEPS`, started by `distributed bench overhead`."""
-    port, steps = int(sys.argv[1]), int(sys.argv[2])
+    """`python -m distributed.bench.rank PORT STEPS ENGINE`, started by `distributed bench overhead`."""
+    port, steps, engine = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as scratch, socket.create_connection(("127.0.0.1", port)) as connection:
         channel = connection.makefile("rw", encoding="utf-8", newline="\n")
         channel.write(f"{dist.get_rank()}\n")
         channel.flush()
         for line in channel:
-            readings = [_run(name, steps, os.path.join(scratch, name)) for name in json.loads(line)]
+            readings = [_run(name, engine, steps, os.path.join(scratch, name)) for name in json.loads(line)]
             channel.write(json.dumps(readings) + "\n")
             channel.flush()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _run(name: str, steps: int, scratch: str) -> Reading:
-    train = CONTENDERS.load(name)
-    work = Work(dist.get_rank(), dist.get_world_size(), steps, scratch)
+def _run(name: str, engine: str, steps: int, scratch: str) -> Reading:
+    train = contenders_of(engine).load(name)
+    work = Work(dist.get_rank(), dist.get_world_size(), steps, scratch, engine)
     gc.collect()  # of whoever ran before
     dist.barrier()
     train(work)

@@ -37,7 +37,7 @@ def overhead_table(found: Overhead) -> Group:
 
 def _overhead_notes(found: Overhead) -> Iterator[str]:
     yield (
-        f"{found.processes} processes on gloo, one thread each; {found.rounds} rounds of {found.steps} timed steps. "
+        f"{found.engine}, {found.processes} processes on gloo, one thread each; {found.rounds} rounds of {found.steps} timed steps. "
         "All figures are µs a step of rank 0."
     )
     yield "CPU: user and system time of the process. Python: of its Python threads; the rest are gloo's."

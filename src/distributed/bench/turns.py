@@ -31,12 +31,12 @@ class Reading(NamedTuple):
 class WaitingRanks:
     """The processes of one contender: a world of its own, so that what it imports burdens nobody else."""
 
-    def __init__(self, contender: str, ranks: int, steps: int, folder: str) -> None:
+    def __init__(self, contender: str, ranks: int, steps: int, folder: str, engine: str = "pytorch-ddp") -> None:
         self._contender, self._server = contender, socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(_LOOK_S)
         port = self._server.getsockname()[1]
         request = LaunchRequest(
-            command=("-m", "distributed.bench.rank", str(port), str(steps)),
+            command=("-m", "distributed.bench.rank", str(port), str(steps), engine),
             run_dir=os.path.join(folder, contender),
             ranks_per_node=ranks,
             env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},

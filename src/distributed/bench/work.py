@@ -83,6 +83,7 @@ class Work:
     ranks: int
     steps: int  # timed ones
     scratch: str  # a directory for whatever a contender writes
+    engine: str = "pytorch-ddp"
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:

@@ -37,9 +37,12 @@ def overhead(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Only this contender; may be repeated.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="Whose bare loop: pytorch-ddp, deepspeed or horovod.")
+    ] = "pytorch-ddp",
     json_file: JsonFile = None,
 ) -> None:
-    """What a trainer costs: CPU time a step over a hand-written DDP loop, on a model so small that nothing hides it.
+    """What a trainer costs: CPU time a step over a hand-written loop of its engine, on a model so small that nothing hides it.
 
     The bare loop, our Trainer (progress, events.jsonl and TensorBoard on) and those of Lightning Fabric, Accelerate
     and Lightning that are installed do the same work on real processes, in turns. Each turn is compared with a bare
@@ -51,11 +54,14 @@ def overhead(
     Examples:
       distributed bench overhead
       distributed bench overhead --only ours --rounds 40 --json overhead.json
+      distributed bench overhead --engine deepspeed
     """
     from distributed.bench.tables import overhead_table
 
     with _progress() as notify:
-        found = measure_overhead(find_contenders(only), processes=processes, steps=steps, rounds=rounds, notify=notify)
+        found = measure_overhead(
+            find_contenders(only, engine), processes=processes, steps=steps, rounds=rounds, notify=notify
+        )
     _show(overhead_table(found), found.to_dict(), json_file)
 
 
