@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from distributed.bench import contenders
 from distributed.bench.contenders import CONTENDERS, find_contenders
 from distributed.bench.overhead import measure_overhead
 from distributed.core.errors import ConfigError, RankFailedError
@@ -65,7 +66,7 @@ def test_an_unknown_contender_is_refused_with_the_nearest() -> None:
 
 def test_a_contender_that_is_not_installed_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = dict(CONTENDERS.entries) | {"fabric": Entry("no.such:train", "no_such_module", "peers")}
-    monkeypatch.setattr("distributed.bench.contenders.CONTENDERS", Registry("contender", entries))
+    monkeypatch.setitem(contenders._OF_ENGINES, "pytorch-ddp", Registry("contender", entries))
     field = find_contenders()
     assert field.missing == {"fabric": "peers"}
     assert "fabric" not in field.names

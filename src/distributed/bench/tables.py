@@ -37,8 +37,8 @@ def overhead_table(found: Overhead) -> Group:
 
 def _overhead_notes(found: Overhead) -> Iterator[str]:
     yield (
-        f"{found.engine}, {found.processes} processes on gloo, one thread each; {found.rounds} rounds of {found.steps} timed steps. "
-        "All figures are µs a step of rank 0."
+        f"{found.engine}, {found.processes} processes on gloo, one thread each; {found.rounds} rounds of {found.steps} "
+        "timed steps. All figures are µs a step of rank 0."
     )
     yield "CPU: user and system time of the process. Python: of its Python threads; the rest are gloo's."
     yield "over bare: Python µs less those of the bare loop on the same ranks; median over the rounds ± its error."

@@ -42,7 +42,7 @@ def overhead(
     ] = "pytorch-ddp",
     json_file: JsonFile = None,
 ) -> None:
-    """What a trainer costs: CPU time a step over a hand-written loop of its engine, on a model so small that nothing hides it.
+    """What a trainer costs: CPU time a step over a hand-written loop, on a model so small that nothing hides it.
 
     The bare loop, our Trainer (progress, events.jsonl and TensorBoard on) and those of Lightning Fabric, Accelerate
     and Lightning that are installed do the same work on real processes, in turns. Each turn is compared with a bare
