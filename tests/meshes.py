@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from distributed import Trainer
+from distributed.testing import run_ranks
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 64, 32, 4, 16, 4
 SAMPLES, GLOBAL_BATCH = 40, 8
@@ -140,10 +141,42 @@ def train(mesh: str, run_dir: Path, model: nn.Module | None = None, **settings: 
         "log_every_n_steps": 1,
         "progress": False,
         "run_dir": str(run_dir),
+        "checkpoint_dir": str(run_dir / "checkpoints"),
     }
     trainer = Trainer(model or make_model(), loss_fn=nn.CrossEntropyLoss(), **options | settings)
     history = trainer.fit(data, make_data(13))
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (Path(history.run_dir) / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "StepEnded"]
     losses = [event["loss"] for event in steps]
     return Trained(losses, [event["gradient_norm"] for event in steps], history["val_loss"], history.checkpoint)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: of which model, on which mesh, with which settings besides."""
+
+    mesh: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, bool] = field(default_factory=dict)
+
+
+class TrainedCases:
+    """What trainings come to; all of those with one number of ranks are trained in one world, which costs its start."""
+
+    def __init__(self, cases: dict[str, Case], folder: Path) -> None:
+        self._cases, self._folder = cases, folder
+        self._found: dict[str, Trained] = {}
+
+    def __getitem__(self, name: str) -> Trained:
+        if name not in self._found:
+            ranks = MESHES[self._cases[name].mesh].ranks
+            mates = {key: case for key, case in self._cases.items() if MESHES[case.mesh].ranks == ranks}
+            self._found |= run_ranks(_train_all, ranks, mates, self._folder)[0]
+        return self._found[name]
+
+
+def _train_all(cases: dict[str, Case], folder: Path) -> dict[str, Trained]:
+    return {
+        name: train(case.mesh, folder / name.replace("/", "-"), make_model(**case.model), **case.settings)
+        for name, case in cases.items()
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,38 @@ from safetensors.torch import load_file
 
 from distributed.checkpoint.reading import load
 from distributed.cli.checkpoint_transfers import export_adapter
-from tests.meshes import MESHES, Trained, make_model, train
+from tests.meshes import MESHES, Case, Trained, TrainedCases, train
 
+pytestmark = pytest.mark.xdist_group("mesh")  # the trainings are made once
 STEPS = 25
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped": {"gradient_clipping": 0.5, "accumulation": 2},
+FP16 = {"mixed_precision": "fp16", "gradient_clipping": 1.0, "scaler_init_scale": 1024.0}
+# What is asked for, of which model, and on which meshes: one process, which they are compared with, comes by itself.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, bool], list[str]]] = {
+    "plain": ({}, {}, [name for name in MESHES if name != "one"]),
+    "clipped": (
+        {"gradient_clipping": 0.5, "accumulation": 2},
+        {},
+        ["fsdp_grad_op", "zero1", "tp", "pp", "3d"],
+    ),
+    "tied": ({}, {"tied": True}, ["fsdp_grad_op", "zero1", "tp", "pp"]),
+    "meta": ({}, {"meta": True}, ["ddp", "fsdp", "tp", "3d"]),
+    "recomputed": ({"activation_checkpointing": 2}, {}, ["fsdp_grad_op", "pp"]),
+    "selective": ({"activation_checkpointing": "selective"}, {}, ["ddp", "tp"]),
+    "bf16": ({"mixed_precision": "bf16"}, {}, ["fsdp", "tp", "cp", "pp"]),
+    "fp16": (FP16, {}, ["fsdp_grad_op", "tp", "pp"]),
+    "lora": ({"lora": {"rank": 4}}, {}, ["tp", "pp"]),
+    "adapters": ({"lora": {"rank": 4}, "save_adapters_only": True}, {}, ["fsdp", "3d"]),
 }
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory):
-    """What one process comes to, trained once for each way of training."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedCases:
+    cases = {f"{way}/{mesh}": Case(mesh, *how[:2]) for way, how in WAYS.items() for mesh in ["one", *how[2]]}
+    return TrainedCases(cases, tmp_path_factory.mktemp("meshes"))
 
-    @functools.cache
-    def of(case: str, tied: bool = False) -> Trained:
-        return train("one", tmp_path_factory.mktemp("one") / "run", make_model(tied=tied), **CASES[case])
 
-    return of
+def of(*ways: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("way", "mesh"), [(way, mesh) for way in ways for mesh in WAYS[way][2]])
 
 
 def assert_same(found: Trained, wanted: Trained, relative: float = 1e-5) -> None:
@@ -39,63 +52,40 @@ def assert_same(found: Trained, wanted: Trained, relative: float = 1e-5) -> None
     assert wanted.losses[-1] < wanted.losses[0], "it must have learned something"
 
 
-@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
-def test_it_trains_what_one_process_trains(mesh: str, one_process, tmp_path: Path) -> None:
-    assert_same(train(mesh, tmp_path / "run"), one_process("plain"))
+@of("plain", "clipped", "tied", "meta", "recomputed", "selective", "lora", "adapters")
+def test_it_trains_what_one_process_trains(way: str, mesh: str, trained: TrainedCases) -> None:
+    assert_same(trained[f"{way}/{mesh}"], trained[f"{way}/one"])
 
 
-@pytest.mark.parametrize("mesh", ["fsdp_grad_op", "zero1", "tp", "pp", "3d"])
-def test_with_accumulation_and_clipping(mesh: str, one_process, tmp_path: Path) -> None:
-    assert_same(train(mesh, tmp_path / "run", **CASES["clipped"]), one_process("clipped"))
+@pytest.mark.parametrize("way", ["recomputed", "selective"])
+def test_activation_checkpointing_changes_nothing(way: str, trained: TrainedCases) -> None:
+    assert trained[f"{way}/one"].losses == trained["plain/one"].losses
 
 
-@pytest.mark.parametrize("mesh", ["fsdp_grad_op", "zero1", "tp", "pp"])
-def test_with_tied_weights(mesh: str, one_process, tmp_path: Path) -> None:
-    assert_same(train(mesh, tmp_path / "run", make_model(tied=True)), one_process("plain", tied=True))
+@of("bf16")
+def test_mixed_precision_stays_near_full_precision(way: str, mesh: str, trained: TrainedCases) -> None:
+    assert trained[f"{way}/{mesh}"].losses == pytest.approx(trained["plain/one"].losses, rel=0.03)
 
 
-@pytest.mark.parametrize("mesh", ["ddp", "fsdp_grad_op", "tp", "pp"])
-def test_activation_checkpointing_changes_nothing(mesh: str, one_process, tmp_path: Path) -> None:
-    kind = "selective" if mesh in ("ddp", "tp") else 2
-    assert_same(train(mesh, tmp_path / "run", activation_checkpointing=kind), one_process("plain"))
-
-
-@pytest.mark.parametrize("mesh", ["fsdp", "tp", "cp", "pp"])
-def test_mixed_precision_stays_near_full_precision(mesh: str, one_process, tmp_path: Path) -> None:
-    found = train(mesh, tmp_path / "run", mixed_precision="bf16")
-    assert found.losses == pytest.approx(one_process("plain").losses, rel=0.03)
-
-
-@pytest.mark.parametrize("mesh", ["fsdp_grad_op", "tp", "pp"])
-def test_fp16_with_a_scaler(mesh: str, one_process, tmp_path: Path) -> None:
-    found = train(mesh, tmp_path / "run", mixed_precision="fp16", gradient_clipping=1.0, scaler_init_scale=1024.0)
-    assert found.losses[0] == pytest.approx(one_process("plain").losses[0], rel=0.01)
+@of("fp16")
+def test_fp16_with_a_scaler(way: str, mesh: str, trained: TrainedCases) -> None:
+    found = trained[f"{way}/{mesh}"]
+    assert found.losses[0] == pytest.approx(trained["plain/one"].losses[0], rel=0.01)
     assert found.losses[-1] < 0.9 * found.losses[0]
 
 
-@pytest.mark.parametrize("mesh", ["ddp", "fsdp", "tp", "3d"])
-def test_a_model_without_memory_begins_alike(mesh: str, from_meta: Trained, tmp_path: Path) -> None:
-    assert_same(train(mesh, tmp_path / "run", make_model(meta=True)), from_meta)
+@of("lora", "adapters")
+def test_adapters_are_saved_alone_where_that_is_asked(way: str, mesh: str, trained: TrainedCases) -> None:
+    names = load(trained[f"{way}/{mesh}"].checkpoint, ranks=()).shared["model"].keys()
+    assert all("lora_" in name for name in names) == (way == "adapters")
 
 
-@pytest.fixture(scope="module")
-def from_meta(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train("one", tmp_path_factory.mktemp("meta") / "run", make_model(meta=True))
+def test_adapters_of_a_mesh_are_those_of_peft(trained: TrainedCases, tmp_path: Path) -> None:
+    checkpoint = trained["adapters/fsdp"].checkpoint
+    export_adapter(checkpoint, str(tmp_path / "adapter"))
+    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(written) == len(load(checkpoint, ranks=()).shared["model"])
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tp", "pp", "3d"])
-def test_adapters_of_low_rank(mesh: str, adapted: Trained, tmp_path: Path) -> None:
-    only = mesh in ("fsdp", "3d")
-    found = train(mesh, tmp_path / "run", lora={"rank": 4}, save_adapters_only=only)
-    assert_same(found, adapted)
-    names = load(found.checkpoint, ranks=()).shared["model"].keys()
-    assert all("lora_" in name for name in names) == only
-    if mesh == "fsdp":
-        export_adapter(found.checkpoint, str(tmp_path / "adapter"))
-        written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-        assert len(written) == len(names)
-
-
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train("one", tmp_path_factory.mktemp("lora") / "run", lora={"rank": 4})
+def test_ranks_that_fit_starts_train_what_one_process_trains(trained: TrainedCases, tmp_path: Path) -> None:
+    assert_same(train("fsdp_grad_op", tmp_path / "run"), trained["plain/one"])
