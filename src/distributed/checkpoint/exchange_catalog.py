@@ -141,6 +141,12 @@ def find_root(url: str) -> Storage:
             why="a checkpoint is a folder such as step-000500",
             do=f"distributed checkpoint import {url} --to DIR makes one of a .pt or .safetensors file",
         )
+    if "latest" in children:
+        raise CheckpointError(
+            f"there is no checkpoint of ours in {url}",
+            why="it looks like a folder of DeepSpeed",
+            do=f"distributed checkpoint import {url} --to DIR makes one of it",
+        )
     if children:
         names = ", ".join(children[:5]) + (" …" if len(children) > 5 else "")
         raise CheckpointError(

@@ -92,7 +92,7 @@ def read_dcp(folder: Path, *, trust: bool = False) -> dict[Any, Any]:
         found: dict[str, DcpTensor | None] = {}
         places: dict[tuple[str, tuple[int, ...]], Any] = {}
         for index, info in metadata.storage_data.items():
-            places[str(index.fqn), _numbers(getattr(index, "offset", None) or ())] = info
+            places[str(index.fqn), as_sizes(getattr(index, "offset", None) or ())] = info
         for name, stored in metadata.state_dict_metadata.items():
             found[str(name)] = _tensor(folder, str(name), stored, places) if hasattr(stored, "chunks") else None
         return _nest(found, metadata.planner_data)
@@ -101,12 +101,12 @@ def read_dcp(folder: Path, *, trust: bool = False) -> dict[Any, Any]:
 
 
 def _tensor(folder: Path, name: str, stored: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> DcpTensor:
-    dtype, shape = stored.properties.dtype, _numbers(stored.size)
+    dtype, shape = stored.properties.dtype, as_sizes(stored.size)
     if dtype not in DTYPES.values():
         raise _damaged(str(folder), f"{name} has the type {dtype}")
     pieces = []
     for chunk in stored.chunks:
-        offsets, sizes = _numbers(chunk.offsets), _numbers(chunk.sizes)
+        offsets, sizes = as_sizes(chunk.offsets), as_sizes(chunk.sizes)
         if not len(offsets) == len(sizes) == len(shape) or any(
             at + size > length for at, size, length in zip(offsets, sizes, shape, strict=True)
         ):
@@ -117,7 +117,7 @@ def _tensor(folder: Path, name: str, stored: Any, places: Mapping[tuple[str, tup
                 f"{folder} was written with a transformation of its files, which cannot be undone here",
                 do="load it with torch.distributed.checkpoint, and save it without",
             )
-        (start, length) = _numbers((info.offset, info.length))
+        (start, length) = as_sizes((info.offset, info.length))
         file = check_name(info.relative_path)
         try:
             held = os.path.getsize(folder / file)
@@ -211,7 +211,7 @@ class _Record:
             self.dtype = state[0]  # of TensorProperties, whose state is a tuple
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
+def as_sizes(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**60 for n in numbers):
         raise ValueError(f"{str(numbers)[:60]} are not sizes")

@@ -1,6 +1,7 @@
-"""Import: weights from `.pt`, safetensors or a torch DCP directory become a checkpoint that a run can start from.
+"""Import: weights of `.pt`, safetensors, torch DCP or DeepSpeed become a checkpoint that a run can start from.
 
-It holds the model and nothing else. Where training stands, the optimizer and the random generators begin anew.
+It holds the model and nothing else, save that a DeepSpeed folder's optimizer comes in too. Where training stands and
+the random generators begin anew.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from distributed.checkpoint.assembly import Outline, RankPart, StoredChunk, asse
 from distributed.checkpoint.chunks import ChunkStore
 from distributed.checkpoint.digests import as_bytes, digest_bytes
 from distributed.checkpoint.exchange_dcp import METADATA, DcpTensor, read_dcp
+from distributed.checkpoint.exchange_deepspeed import Gathered, placeholders, read_deepspeed
+from distributed.checkpoint.exchange_deepspeed_files import is_deepspeed, is_part
 from distributed.checkpoint.exchange_pt import read_pt
 from distributed.checkpoint.files import Storage, check_name
 from distributed.checkpoint.manifest import Part, manifest_file, render, step_name
@@ -37,11 +40,19 @@ _MAX_INDEX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Weights:
-    """A state dict from elsewhere. Tensors that share memory are tied."""
+    """A state dict from elsewhere, and what came with it. Tensors that share memory are tied."""
 
     format: str
     tensors: Mapping[str, torch.Tensor]
     left_out: tuple[str, ...] = ()
+    optimizer: Mapping[str, Any] | None = None  # state and param_groups, by the names of `tensors`
+    step: int = 0  # that the other program had come to, where it says so
+    about: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    readers: Mapping[int, Gathered] = field(default_factory=dict)  # by the id of the tensor that stands for one
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.readers[id(tensor)].read() if id(tensor) in self.readers else tensor
 
 
 @dataclass(frozen=True)
@@ -52,32 +63,48 @@ class Imported:
     total_bytes: int
     written_bytes: int
     left_out: tuple[str, ...]
+    with_optimizer: bool = False
+    note: str = ""  # why there is no optimizer, where there could be one
 
 
 def import_weights(
     source: str,
     to: str,
     *,
-    step: int = 0,
+    step: int | None = None,
     key: str | None = None,
     strip_prefix: str = "",
+    weights_only: bool = False,
     trust: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Imported:
-    """Make a checkpoint of a step from a file or folder of this machine."""
+    """Make a checkpoint from a file or folder of this machine; its step is the given one, or what the folder tells."""
     storage = open_storage(to)
+    if step is not None:
+        _refuse_overwriting(storage, step)
+    weights = read_weights(source, key=key, trust=trust)
+    step = weights.step if step is None else step
+    _refuse_overwriting(storage, step)
+    tensors = _strip(weights.tensors, strip_prefix, source)
+    state: dict[str, Any] = {"model": tensors}
+    if weights.optimizer is not None and not weights_only:
+        state["optimizer"] = _strip_optimizer(weights.optimizer, strip_prefix)
+    tree, flat = outline(state)
+    check_writable(storage, tree.nbytes)
+    about = {"from": os.path.abspath(source), "format": weights.format, "components": list(state)}
+    meta = {"imported": about | dict(weights.about)}
+    written = _publish(storage, step, tree, weights, flat, meta, progress)
+    path, note = storage.locate(step_name(step)), "" if weights_only else weights.note
+    return Imported(
+        path, weights.format, len(tensors), tree.nbytes, written, weights.left_out, "optimizer" in state, note
+    )
+
+
+def _refuse_overwriting(storage: Storage, step: int) -> None:
     if storage.size(manifest_file(step)) is not None:
         raise ConfigError(
             f"{storage.locate(step_name(step))} exists", why="an import does not overwrite", do="choose another --step"
         )
-    weights = read_weights(source, key=key, trust=trust)
-    tensors = _strip(weights.tensors, strip_prefix, source)
-    tree, flat = outline({"model": tensors})
-    check_writable(storage, tree.nbytes)
-    meta = {"imported": {"from": os.path.abspath(source), "format": weights.format}}
-    written = _publish(storage, step, tree, flat, meta, progress)
-    path = storage.locate(step_name(step))
-    return Imported(path, weights.format, len(tensors), tree.nbytes, written, weights.left_out)
 
 
 def read_weights(source: str, *, key: str | None = None, trust: bool = False) -> Weights:
@@ -99,6 +126,16 @@ def read_weights(source: str, *, key: str | None = None, trust: bool = False) ->
                 do="import it on a larger machine",
             )
         return Weights("dcp", {name: tensor.read() for name, tensor in state.items()}, left_out)
+    if is_deepspeed(path):
+        if key is not None:
+            raise ConfigError("--key has no effect here", why="DeepSpeed saves one state dict", do="leave it out")
+        return _deepspeed_weights(source)
+    if is_part(path) and key is None:
+        raise CheckpointError(
+            f"{source} is one file of a DeepSpeed save",
+            why="the model is in several, and parts of it in each",
+            do=f"pass its folder: {path.parent}",
+        )
     safe = _find_safetensors(path)
     if safe is not None:
         if key is not None:
@@ -110,9 +147,19 @@ def read_weights(source: str, *, key: str | None = None, trust: bool = False) ->
         return Weights("pt", state, left_out)
     raise CheckpointError(
         f"{source} is nothing that can be imported",
-        why="it is no .pt or .safetensors file and no folder with *.safetensors or a torch .metadata in it",
+        why="it is no .pt or .safetensors file, and no folder of *.safetensors, of torch's DCP or of DeepSpeed",
         do="pass such a file or folder",
     )
+
+
+def _deepspeed_weights(source: str) -> Weights:
+    found = read_deepspeed(source)
+    readers: dict[int, Gathered] = {}
+    made: dict[int, torch.Tensor] = {}
+    model = placeholders(found.model, readers, made)
+    optimizer = None if found.optimizer is None else placeholders(found.optimizer, readers, made)
+    note = f"the optimizer's state is left out: {found.why_no_optimizer}" if optimizer is None else ""
+    return Weights("deepspeed", model, found.left_out, optimizer, found.step, found.about, note, readers)
 
 
 def choose_model(tree: Any, key: str | None, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -148,6 +195,7 @@ def _publish(
     storage: Storage,
     step: int,
     tree: Outline,
+    weights: Weights,
     tensors: Mapping[str, torch.Tensor],
     meta: Mapping[str, Any],
     progress: Progress,
@@ -159,7 +207,7 @@ def _publish(
         parts = []
         for stretch in chunk.stretches:
             if last[0] != stretch.tensor:
-                last = (stretch.tensor, as_bytes(tensors[stretch.tensor].detach()).numpy())
+                last = (stretch.tensor, as_bytes(weights.read(tensors[stretch.tensor]).detach()).numpy())
             parts.append(last[1][stretch.start : stretch.start + stretch.length])
         content = parts[0] if len(parts) == 1 else np.concatenate(parts)
         digest, more = chunks.put(content)
@@ -253,6 +301,18 @@ def _strip(tensors: Mapping[str, torch.Tensor], prefix: str, where: str) -> dict
     if len(renamed) != len(tensors):
         raise ConfigError(f"without {prefix!r} two names in {where} are the same", do="leave it out")
     return renamed
+
+
+def _strip_optimizer(optimizer: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The same for its names, of which those of the weights have shown that no two become one."""
+    groups = [
+        group | {"params": [name.removeprefix(prefix) for name in group["params"]]}
+        for group in optimizer["param_groups"]
+    ]
+    return {
+        "state": {name.removeprefix(prefix): held for name, held in optimizer["state"].items()},
+        "param_groups": groups,
+    }
 
 
 def _holds_tensors(value: Any) -> bool:

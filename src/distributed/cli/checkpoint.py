@@ -137,31 +137,41 @@ def export(
 @app.command("import", short_help="Make a checkpoint from weights of elsewhere.")
 def import_(
     source: Annotated[
-        str, typer.Argument(metavar="FILE_OR_DIR", help="A .pt, .safetensors or index, or a folder of them or of DCP.")
+        str,
+        typer.Argument(
+            metavar="FILE_OR_DIR", help="A .pt, .safetensors or index, or a folder of them, of DCP or of DeepSpeed."
+        ),
     ],
     to: Annotated[str, typer.Option("--to", metavar="DIR", help="The checkpoint_dir to put it into, or a URL.")],
-    step: Annotated[int, typer.Option(min=0, metavar="N", help="The step that the checkpoint is of.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="The step that it is of; else DeepSpeed's own count, or 0.")
+    ] = None,
     key: Annotated[
         str | None, typer.Option(metavar="NAME", help="Where the state dict is, such as state_dict; '.': at the top.")
     ] = None,
     strip_prefix: Annotated[str, typer.Option(metavar="TEXT", help="Cut off names, such as module.")] = "",
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="DeepSpeed: leave the optimizer's state out.")
+    ] = False,
     trust: Annotated[
         bool, typer.Option("--trust", help="Let the pickle in a torch DCP directory run code. Only for your own files.")
     ] = False,
 ) -> None:
     """Make a checkpoint from weights of another program, for resume_from_checkpoint.
 
-    It holds the model alone. No code of the file is run: a .pt whose pickle needs code is refused, and the pickle in a
-    torch DCP directory may name nothing but the records that torch writes (--trust lifts that).
+    It holds the model alone; from a folder of DeepSpeed also the optimizer's state and the step. No code of the file is
+    run: a .pt whose pickle needs code is refused, the pickle in a torch DCP directory may name nothing but the records
+    that torch writes (--trust lifts that), and what DeepSpeed's files name gets inert stand-ins.
 
     \b
     Examples:
       distributed checkpoint import model.safetensors --to checkpoints
       distributed checkpoint import lightning.ckpt --to checkpoints --key state_dict --strip-prefix model.
+      distributed checkpoint import deepspeed-output --to checkpoints
     """
     from distributed.cli.checkpoint_transfers import import_from
 
-    import_from(source, to, step=step, key=key, strip_prefix=strip_prefix, trust=trust)
+    import_from(source, to, step=step, key=key, strip_prefix=strip_prefix, weights_only=weights_only, trust=trust)
 
 
 def parse_size(text: str) -> int:

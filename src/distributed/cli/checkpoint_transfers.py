@@ -53,9 +53,20 @@ def export_adapter(path: str, to: str) -> None:
     console().print(f"  {to}")
 
 
-def import_from(source: str, to: str, *, step: int, key: str | None, strip_prefix: str, trust: bool) -> None:
+def import_from(
+    source: str, to: str, *, step: int | None, key: str | None, strip_prefix: str, weights_only: bool, trust: bool
+) -> None:
     with byte_bar("importing") as progress:
-        done = import_weights(source, to, step=step, key=key, strip_prefix=strip_prefix, trust=trust, progress=progress)
+        done = import_weights(
+            source,
+            to,
+            step=step,
+            key=key,
+            strip_prefix=strip_prefix,
+            weights_only=weights_only,
+            trust=trust,
+            progress=progress,
+        )
     screen = console()
     screen.print(
         f"{done.path}: {done.tensors} tensors, {size(done.total_bytes)} from {done.format}, "
@@ -63,4 +74,8 @@ def import_from(source: str, to: str, *, step: int, key: str | None, strip_prefi
     )
     if done.left_out:
         screen.print(f"  left out, because it is no tensor: {', '.join(done.left_out)}", style="yellow")
+    if done.with_optimizer:
+        screen.print("  with the optimizer's state, by the names of the parameters")
+    if done.note:
+        screen.print(f"  {done.note}", style="yellow")
     screen.print(f"  to begin from it: resume_from_checkpoint={done.path}")

@@ -277,7 +277,8 @@ class Loop:
         for line in str(restored.report).splitlines():
             self._emit(Warned(time=time.time(), message=line))
         if "imported" in restored.manifest.meta:
-            message = "weights of another program: optimizer, schedule and position begin anew"
+            came, anew = ("and optimizer ", "") if "optimizer" in restored.shared else ("", "optimizer, ")
+            message = f"weights {came}of another program: {anew}schedule and position begin anew"
             self._emit(Warned(time=time.time(), message=message))
         elif not self._state.is_alike(restored) and not self._plan.is_bitwise:
             message = "other ranks or another mesh than before: random generators begin anew from the seed"

@@ -127,7 +127,7 @@ class RunState:
         self._check(restored)
         self._saved_at = self._published_at = restored.step
         self.path = restored.path
-        if "imported" in restored.manifest.meta:  # weights of another program: all else begins anew
+        if "imported" in restored.manifest.meta:  # another program's weights, or state too; all else begins anew
             self._strategy.load_state(restored.shared)
             self.progress = Progress(step=restored.step)
             return
