@@ -18,7 +18,7 @@ import torch
 from distributed.checkpoint.reading import load
 from distributed.data.ledger import LedgerReport, check_ledgers
 from tests.e2e.survival import Result, Running, fault
-from tests.meshes import MESHES
+from tests.meshes import ENGINES, MESHES
 
 SAMPLES, EPOCHS = 37, 3
 PER_EPOCH = 5  # the last one short: some data ranks have no sample in it
@@ -100,7 +100,7 @@ def start(folder: Path, mesh: str, *faults: dict[str, Any], options: dict[str, A
     """`distributed train` on a mesh, always with the same global batch."""
     root = str(Path(__file__).parents[2])
     (folder / "mesh.py").write_text(SCRIPT.replace("ROOT", repr(root)).replace("SAMPLES", str(SAMPLES)))
-    settings = MESHES[mesh].all_settings() | {"epochs": EPOCHS} | settings
+    settings = (MESHES | ENGINES)[mesh].all_settings() | {"epochs": EPOCHS} | settings
     ranks = settings.pop("num_gpus")
     words = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()]
     command = [sys.executable, "-m", "distributed.cli", "train", "--script", "mesh.py", "--run-dir", "run"]
@@ -158,6 +158,10 @@ FAULTS = {
     "3d": (
         fault("backward", rank=6, step=8),
         fault("part written", rank=5, attempt=1),
+    ),
+    "deepspeed": (
+        fault("backward", rank=1, step=9),
+        fault("restored", rank=0, attempt=1),
     ),
     "zero1": (
         fault("forward", rank=0, step=9),

@@ -6,11 +6,18 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from distributed.bench.work import BATCH, Batch, Work, make_model, make_optimizer
+from distributed.core.env import worker_env
+from distributed.runtime.horovod_ring import import_horovod, join_ring
+from distributed.runtime.session import Session
+
+_PLAIN = {"controller": "gloo", "fusion_mb": None, "cycle_ms": None, "timeline": ""}
 
 
 def train(work: Work) -> None:
-    import horovod.torch as hvd
-
+    hvd = import_horovod()
+    env = worker_env()
+    assert env is not None
+    ring = join_ring(Session.open(env, device="cpu", collectives="gloo", timeout_s=60), _PLAIN, 60)
     dataset = work.dataset()
     sampler: DistributedSampler[Batch] = DistributedSampler(dataset, work.ranks, work.rank)
     loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler, collate_fn=work.clock)
@@ -25,3 +32,4 @@ def train(work: Work) -> None:
         loss = loss_fn(model(inputs), labels)
         loss.backward()
         optimizer.step()
+    ring.leave()

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 import distributed
-from distributed.core.registry import DISTRIBUTION
+from distributed.core.engines import ENGINES, matrix
+from distributed.core.registry import DISTRIBUTION, is_installed
 from distributed.launch.ports import free_port
 from distributed.planner.hardware import Hardware, probe_hardware
 
@@ -58,10 +59,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for pr
       distributed doctor
       distributed doctor --json
     """
-    findings = [*_software(), *_machine(probe_hardware()), *_network(), *_extras()]
+    findings = [*_software(), *_machine(probe_hardware()), *_network(), *_extras(), *_engines()]
     broken = [finding for finding in findings if finding.state == "broken"]
     if as_json:
-        print(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        found = {"findings": [asdict(finding) for finding in findings], "engines": dict(matrix())}
+        print(json.dumps({"ok": not broken} | found, indent=2))
     else:
         _print(findings, len(broken))
     raise typer.Exit(1 if broken else 0)
@@ -77,6 +79,7 @@ def _print(findings: list[Finding], broken: int) -> None:
             finding.state, finding.name, advice, style=None if finding.state == "ok" else styles[finding.state]
         )
     console.print(table)
+    console.print(_matrix())
     console.print(f"{broken} broken" if broken else "ready to train", style=styles["broken" if broken else "ok"])
 
 
@@ -184,6 +187,25 @@ def _extras() -> Iterator[Finding]:
             "missing" if missing else "ok",
             f'pip install "{DISTRIBUTION}[{extra}]"' if missing else "",
         )
+
+
+def _engines() -> Iterator[Finding]:
+    for name, engine in ENGINES.entries.items():
+        if engine.needs:
+            has = is_installed(engine.needs)
+            do = engine.install or f'pip install "{DISTRIBUTION}[{engine.extra}]"'
+            yield Finding(f"engine {name}", engine.does if has else "not installed", _state(has), "" if has else do)
+
+
+def _matrix() -> Table:
+    """What each engine can do."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title="What the engines can do", title_justify="left")
+    table.add_column("")
+    for name in ENGINES.entries:
+        table.add_column(name)
+    for title, words in matrix():
+        table.add_row(title, *(words[name] or "–" for name in ENGINES.entries))
+    return table
 
 
 def _needed_by(requirement: str, extra: str) -> str:

@@ -195,7 +195,11 @@ ENGINES: Registry[Engine] = Registry(
                 "fp16": Can("the same, with a scaled loss", device="cuda"),
                 "accumulation": Can(),
                 "clipping": Can(),
+                "targets": Can(),
                 "stream": Can(),
+                "batchnorm": Can("in fp32"),
+                "recompute": Can(),
+                "lora": Can(),
                 "zero1": Can(),
                 "zero2": Can(),
                 "zero3": Can(),
@@ -219,12 +223,13 @@ ENGINES: Registry[Engine] = Registry(
             does="Horovod's ring, on gloo or MPI",
             can=_REPLICAS
             | {
+                "unused": Can(),
                 "compression": Can("fp16"),
-                "adasum": Can("over MPI"),
+                "adasum": Can("over MPI; checkpoints have rank 0's optimizer state"),
                 "fusion": Can(),
                 "timeline": Can(),
                 "mpi": Can("where the wheel was built with it"),
-                "regroup": Can("on gloo"),
+                "regroup": Can("on gloo, unless fusion or cycle time is set"),
             },
             plans="distributed.planner.horovod:plan_engine",
         ),
@@ -258,3 +263,23 @@ def refused(name: str, wanted: Wanted, device: str) -> Iterator[tuple[str, str, 
 
 def _holds(engine: Engine, feature: str, device: str) -> bool:
     return feature in engine.can and engine.can[feature].device in ("", device)
+
+
+def matrix() -> list[tuple[str, dict[str, str]]]:
+    """Each feature's title, and what each engine says of it: "yes", "with cuda", a note, or nothing.
+
+    >>> dict(matrix())["Adasum"]["pytorch-ddp"]
+    ''
+    """
+    return [
+        (feature.title, {name: _word(engine, key) for name, engine in ENGINES.entries.items()})
+        for key, feature in FEATURES.items()
+    ]
+
+
+def _word(engine: Engine, feature: str) -> str:
+    can = engine.can.get(feature)
+    if can is None:
+        return ""
+    parts = [f"with {can.device}"] if can.device else []
+    return ", ".join([*parts, *([can.note] if can.note else [])]) or "yes"

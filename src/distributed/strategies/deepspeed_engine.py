@@ -1,0 +1,282 @@
+"""DeepSpeedEngine: DeepSpeed behind the seam of a step, with our micro-batches, weights, schedule and state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distributed.core.plan import Plan
+from distributed.data.loader import Microbatch
+from distributed.data.transfer import to_device
+from distributed.runtime.portions import Box
+from distributed.runtime.session import Session
+from distributed.strategies import deepspeed_ops
+from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
+from distributed.strategies.compute_clock import ComputeClock
+from distributed.strategies.deepspeed_checks import check_optimizer, check_task
+from distributed.strategies.deepspeed_flats import share_masters
+from distributed.strategies.deepspeed_loan import Loan
+from distributed.strategies.deepspeed_precision import compute_in
+from distributed.strategies.deepspeed_process import complete, files_on_disk, process_group, told
+from distributed.strategies.deepspeed_state import ZeroState
+from distributed.strategies.optimizer_state import named_state
+from distributed.strategies.replica import Replica, unless_empty
+from distributed.strategies.replicated import buffers_can_differ, sees_its_share
+
+_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeepSpeedEngine(Replica):
+    """ZeRO-1, -2 and -3; forward and backward are DeepSpeed's, and so is the step."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._until_closed = ExitStack()
+
+    @staticmethod
+    def check(task: StepTask, plan: Plan) -> None:
+        check_task(task, plan)
+        deepspeed_ops.check_ops(deepspeed_ops.needed_ops(plan.engine["config"]))
+
+    def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+        check_task(task, plan)
+        self._task, self._session = task, session
+        self.clock = ComputeClock(session.device)
+        self._moves = session.device.type != "cpu"
+        self._checks_loss = plan.on_nan == "stop" and not self._moves
+        self._ranks = plan.mesh.data_ranks
+        self._autocast, self._scaler = None, None
+        self.module = task.model
+        config = complete(plan)
+        self.in_step = config["zero_optimization"]["stage"] == 3  # every forward pass gathers parameters from all ranks
+        saved = self._prepare(task, plan, session)
+        self._until_closed.enter_context(files_on_disk(config, session.rank))
+        self._until_closed.enter_context(process_group(session.device.type))
+        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module)
+        self._agree_on_buffers()
+        dtype = _LOW.get(plan.precision.kind)
+        whole = self._whole_values() if dtype is not None else {}
+        optimizer, groups, earlier = self._take_optimizer(task, plan, config)
+        self._engine = self._start(config, optimizer, session)
+        self._zero = self._engine.optimizer
+        share_masters(self._zero)
+        self.optimizer = self._zero.optimizer
+        self._state = ZeroState(self.module, self._zero, saved, groups, whole, session.world_size == 1)
+        for index, (options, _) in enumerate(self._loan.groups):
+            self._state.keep_options(index, options)
+        if whole or earlier is not None:
+            begun = {"model": whole} | ({} if earlier is None else {"optimizer": earlier})
+            self._state.load(begun, is_partial=True)
+        if dtype is not None:
+            self._autocast = self._until_closed.enter_context(compute_in(self.module, dtype, session.device.type))
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._is_boundary = True
+
+    def _prepare(self, task: StepTask, plan: Plan, session: Session) -> list[str]:
+        """What is done to a model before any engine sees it; returns the names of what is saved of it."""
+        lora = plan.memory.lora
+        if lora is not None:
+            from distributed.strategies.lora import adapter_names, add_lora  # an extra
+
+            if not adapter_names(self.module):  # as in a second fit
+                add_lora(self.module, lora, plan.seed)
+        if plan.memory.recompute:
+            from distributed.strategies.parts import prepare_blocks  # takes long to import
+
+            self._until_closed.callback(prepare_blocks(self.module, plan))
+        if plan.replicate.sync_batchnorm and session.world_size > 1:
+            self._until_closed.callback(synchronize_batchnorm(self.module))
+        self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
+        task.move_to(session.device)
+        names = list(self.module.state_dict())
+        if lora is None or not lora.saves_alone:
+            return names
+        alone = adapter_names(self.module)
+        return [name for name in names if name in alone]
+
+    def _start(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None, session: Session) -> Any:
+        device = session.device.type
+        self._until_closed.enter_context(told(device, session.env.local_rank))
+        deepspeed = deepspeed_ops.import_deepspeed(device)
+        deepspeed_ops.load_ops(deepspeed_ops.needed_ops(config))
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        engine, *_ = deepspeed.initialize(
+            model=self.module,
+            optimizer=optimizer,
+            model_parameters=trained if optimizer is None else None,
+            config=config,
+            dist_init_required=False,
+        )
+        return engine
+
+    def _whole_values(self) -> dict[str, torch.Tensor]:
+        """Rank 0's parameters before DeepSpeed makes them less precise, which is what its masters would begin with."""
+        found = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+        for name, value in found.items():
+            self._session.send_from(f"values of {name}", 0, value)
+        return found
+
+    def _take_optimizer(
+        self, task: StepTask, plan: Plan, config: Mapping[str, Any]
+    ) -> tuple[torch.optim.Optimizer | None, list[list[str]], StateTree | None]:
+        """The optimizer, unless DeepSpeed makes it; the names of the parameters in each group; its state so far."""
+        if "optimizer" in config:
+            self._loan = Loan(self.module, None)
+            return None, [[name for name, parameter in self.module.named_parameters() if parameter.requires_grad]], None
+        made = task.make_optimizer(self.module, plan)
+        check_optimizer(made)
+        self._loan = Loan(self.module, made)
+        state = named_state(made, self.module)
+        groups = [group["params"] for group in state["param_groups"]]
+        made.state.clear()  # of the parameters; DeepSpeed's own tensors will have it
+        for group in made.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        return made, groups, state if state["state"] else None
+
+    def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
+        """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
+        self.clock.begin(measure)
+        loss: torch.Tensor | float = 0.0
+        total_weight: torch.Tensor | None = None
+        last = len(microbatches) - 1
+        for index, micro in enumerate(microbatches):
+            if self._is_boundary != (index == last):
+                self._is_boundary = index == last
+                self._engine.set_gradient_accumulation_boundary(self._is_boundary)
+            if micro.size:
+                outcome, part = self._pass(micro)
+            else:
+                with self._without_trace():
+                    outcome, part = self._pass(micro)
+            loss = loss + part
+            if outcome.weight is not None:
+                weight = outcome.weight if micro.size else outcome.weight * 0
+                total_weight = weight if total_weight is None else total_weight + weight
+        metrics = self._task.measure(outcome, micro.size) if measure and micro.size else None
+        if total_weight is None:
+            self._engine.step()
+        else:
+            loss = loss * self._weighted_step(total_weight)
+        return StepOutput(loss, self._norm() if measure else None, metrics)
+
+    def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
+        """Forward and backward over one micro-batch, and its part of the loss."""
+        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        outcome = self._forward(self._engine, batch)
+        part = self._part_of(micro, outcome)
+        value = part.detach() if self._moves else part.item()
+        if self._checks_loss and not math.isfinite(value):
+            raise NonFiniteLoss(float(value))
+        self.clock.mark()
+        self._engine.backward(part, scale_wrt_gas=False)
+        return outcome, value
+
+    def _part_of(self, micro: Microbatch, outcome: Outcome) -> torch.Tensor:
+        """A micro-batch's part of the loss, such that the mean over the data ranks of their sums is the loss."""
+        part = outcome.loss
+        if outcome.weight is not None:
+            part = unless_empty(part, outcome.weight) * (outcome.weight * (self._ranks if micro.size else 0))
+        elif outcome.is_sum:
+            part = part * (self._ranks if micro.size else 0)
+        elif micro.weight != 1.0:
+            part = part * micro.weight
+        return part if micro.size else part.nan_to_num(0.0)
+
+    def _weighted_step(self, total_weight: torch.Tensor) -> float:
+        """A step by gradients that are still to be divided by the weight of the whole global batch.
+
+        DeepSpeed divides them by the scale of the loss before it clips them and takes their norm; the weight is made a
+        part of that scale. Returns what the loss is to be multiplied by.
+        """
+        total = self._session.sum("loss weight", total_weight.detach().double()).item()
+        if not total:
+            raise NonFiniteLoss(math.nan)
+        zero = self._zero
+        custom, external = zero.custom_loss_scaler, zero.external_loss_scale
+        zero.external_loss_scale, zero.custom_loss_scaler = zero.loss_scale * total, True
+        try:
+            self._engine.step()
+        finally:
+            zero.custom_loss_scaler, zero.external_loss_scale = custom, external
+        return 1.0 / total
+
+    def _norm(self) -> torch.Tensor | None:
+        norm = self._engine.get_global_grad_norm()
+        return norm if norm is None or isinstance(norm, torch.Tensor) else torch.tensor(norm)
+
+    @contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        """Around a stand-in, which must not be seen in the statistics of BatchNorm."""
+        layers = [module for module in self.module.modules() if sees_its_share(module)]
+        for layer in layers:
+            layer.eval()
+        for synced in self._batchnorms:
+            synced.share_is_empty = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.train()
+            for synced in self._batchnorms:
+                synced.share_is_empty = False
+
+    def train(self, mode: bool) -> None:
+        if not mode:
+            self._agree_on_buffers()
+        self._engine.train(mode)
+
+    def _agree_on_buffers(self) -> None:
+        """The first rank's are those that count, for checkpoints and evaluation. Every rank comes here."""
+        if self._buffers_differ:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def state(self) -> StateTree:
+        self._agree_on_buffers()
+        scaler = {"scaler": _scaler_state(self._zero)} if self._zero.dynamic_loss_scale else {}
+        return self._state.state() | scaler
+
+    def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+        return self._state.boxes(name, shape)
+
+    def load_state(self, tree: StateTree) -> None:
+        self._state.load(tree)
+        if self._zero.dynamic_loss_scale and "scaler" in tree:
+            _load_scaler(self._zero, tree["scaler"])
+
+    def held_state(self) -> StateTree | None:
+        return None
+
+    def close(self) -> None:
+        """Give the user's model back as it was made, with its new weights, where this rank has all of them.
+
+        After a failure nobody may be left to ask for the rest: what is shared out stays so.
+        """
+        if self._engine is not None and (self._session.world_size == 1 or not self.in_step):
+            self._loan.take_back(self._engine, self._state.state() if self._session.world_size == 1 else None)
+        self._engine = None
+        self._until_closed.close()
+
+
+def _scaler_state(zero: Any) -> dict[str, Any]:
+    """As torch's own scaler has it."""
+    scaler = zero.loss_scaler
+    return {
+        "scale": float(scaler.cur_scale),
+        "growth_factor": float(scaler.scale_factor),
+        "backoff_factor": 1.0 / scaler.scale_factor,
+        "growth_interval": scaler.scale_window,
+        "_growth_tracker": (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window,
+    }
+
+
+def _load_scaler(zero: Any, state: Mapping[str, Any]) -> None:
+    scaler = zero.loss_scaler
+    scaler.cur_scale = state["scale"]
+    scaler.last_overflow_iter = scaler.cur_iter - state["_growth_tracker"] - 1

@@ -1,0 +1,97 @@
+"""DeepSpeed in a process: its configuration, environment and process group, and its files on a disk.
+
+Each of these is the user's process's own again when the engine is closed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from distributed.core.plan import Plan
+from distributed.strategies.deepspeed_ops import ops_folder
+
+_OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+def complete(plan: Plan) -> dict[str, Any]:
+    """The plan's configuration with what depends on the number of ranks, and nothing that waits for a GPU or prints."""
+    batch = plan.batch
+    config: dict[str, Any] = copy.deepcopy(plan.engine["config"])
+    config.setdefault("steps_per_print", sys.maxsize)
+    config.setdefault("timers", {"throughput": {"enabled": False}})
+    for name in _OFFLOADS:  # two runs may have been given the same folder
+        place = config["zero_optimization"].get(name) or {}
+        if place.get("device") == "nvme":
+            place["nvme_path"] = str(_files_of(plan, place["nvme_path"]))
+    return config | {
+        "train_micro_batch_size_per_gpu": batch.per_device,
+        "gradient_accumulation_steps": batch.accumulation,
+        "train_batch_size": batch.per_device * batch.accumulation * plan.mesh.data_ranks,
+    }
+
+
+def _files_of(plan: Plan, folder: str) -> Path:
+    """A run's own place in a folder; the same when it is started again, which writes over what is left of it."""
+    return Path(folder) / f"deepspeed-{hashlib.sha256(os.path.abspath(plan.run_dir).encode()).hexdigest()[:12]}"
+
+
+@contextmanager
+def files_on_disk(config: Mapping[str, Any], rank: int) -> Iterator[None]:
+    """What a rank puts onto a disk is taken away in the end, with the folders that are empty then."""
+    zero = config["zero_optimization"]
+    roots = {Path(place["nvme_path"]) for name in _OFFLOADS if "nvme_path" in (place := zero.get(name) or {})}
+    try:
+        yield
+    finally:
+        for root in roots:
+            for parent, _, _ in list(os.walk(root)):  # which does not mind that other ranks do the same
+                shutil.rmtree(Path(parent) / f"rank{rank}", ignore_errors=True)
+            for parent, _, _ in list(os.walk(root, topdown=False)):
+                with suppress(OSError):  # another rank's files are there, or it has taken the folder away
+                    os.rmdir(parent)
+
+
+@contextmanager
+def told(device: str, local_rank: int) -> Iterator[None]:
+    """What DeepSpeed reads in the environment: some of it at every step, and not every launcher sets it."""
+    variables = {"LOCAL_RANK": str(local_rank), "TORCH_EXTENSIONS_DIR": str(ops_folder(os.environ))}
+    if device == "cpu":
+        variables["DS_ACCELERATOR"] = "cpu"  # looked for when it is imported
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """DeepSpeed takes the process group that is there; a single process has none, and gets one of its own."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        comm: Any = sys.modules.get("deepspeed.comm.comm")
+        if comm is None or comm.cdb is None:  # it came to nothing before DeepSpeed saw the group
+            dist.destroy_process_group()
+        else:
+            comm.destroy_process_group()
+            comm.cdb = None

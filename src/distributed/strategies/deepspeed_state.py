@@ -1,0 +1,277 @@
+"""ZeroState: what a DeepSpeed engine holds as the tree that every other strategy saves and loads, and back.
+
+The values are the fp32 ones that the optimizer steps, whatever is computed with. ZeRO steps flat tensors of many
+parameters at once, so what an optimizer counts for each parameter is one number for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributed.core.errors import CheckpointError
+from distributed.runtime.portions import Box, Portion
+from distributed.strategies.deepspeed_flats import Flat, Slot, flats_of, opened_part, own_range
+from distributed.strategies.flat_ranges import fill_range, range_boxes, range_portion
+
+StateTree = dict[str, Any]
+_COUNT = "step"  # one for all elements, though it has the shape of a parameter that is a single number
+_NOT_OPTIONS = ("params", "param_names", _COUNT)  # DeepSpeed's fused optimizers count in the group
+
+
+class ZeroState:
+    """Reads and writes one rank's part."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        zero: Any,
+        saved: list[str],
+        groups: list[list[str]],
+        whole: Mapping[str, torch.Tensor],
+        is_alone: bool,
+    ) -> None:
+        """`saved` names what a checkpoint has of the model, `groups` the parameters of each of the optimizer's groups.
+
+        `whole` has the fp32 values that frozen parameters had before they were made less precise.
+        """
+        self._module, self._zero, self._saved, self._groups = module, zero, saved, groups
+        self._is_alone = is_alone
+        self._flats = flats_of(zero)
+        first = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._first = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+        self._names = [[first[id(slot.parameter)] for slot in slots] for slots in self._flats.members]
+        self._slots = {
+            name: slot
+            for names, slots in zip(self._names, self._flats.members, strict=True)
+            for name, slot in zip(names, slots, strict=True)
+        }
+        self._frozen = {name: p for name, p in module.named_parameters() if name not in self._slots}
+        self._whole = {name: self._part_of_whole(name, whole[name]) for name in self._frozen if name in whole}
+        kept = {index: number for number, index in enumerate(self._trained_groups())}
+        self._options: list[dict[str, Any] | int] = [kept.get(index, {}) for index in range(len(groups))]
+
+    def keep_options(self, index: int, options: dict[str, Any]) -> None:
+        """Of a group without a parameter that is trained, which DeepSpeed does not keep."""
+        if not isinstance(self._options[index], int):
+            self._options[index] = {key: value for key, value in options.items() if key not in _NOT_OPTIONS}
+
+    def state(self) -> StateTree:
+        values, state = self._read()
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
+        made: dict[str, torch.Tensor | Portion] = {}
+        for name in self._saved:
+            first = self._first.get(name, name)
+            if name in buffers:
+                made[name] = buffers[name].detach()
+            elif first in values:
+                made[name] = values[first]
+            else:
+                values[first] = made[name] = self._read_frozen(first)
+        groups = [self._read_options(index) | {"params": list(names)} for index, names in enumerate(self._groups)]
+        ordered = {name: state[name] for names in self._groups for name in names if name in state}
+        return {"model": made, "optimizer": {"state": ordered, "param_groups": groups}}
+
+    def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+        """Of a tensor in a checkpoint, what this rank needs; None: all of it."""
+        kind, _, path = name.partition("/")
+        if kind == "optimizer" and path.startswith("state/"):
+            path, _, key = path.removeprefix("state/").rpartition("/")
+            if key == _COUNT:
+                return None
+        elif kind != "model":
+            return None
+        slot = self._slot(self._first.get(path, path))
+        if slot is None or shape != slot.shape:
+            return None
+        return range_boxes(slot.shape, slot.start, slot.start + slot.size)
+
+    @torch.no_grad()
+    def load(self, tree: StateTree, is_partial: bool = False) -> None:
+        """What is in the tree, which may leave out some of the model if it `is_partial`. Every rank comes here."""
+        model, optimizer = tree["model"], tree.get("optimizer")
+        if optimizer is not None and not is_partial:  # weights that came from another program are looked at elsewhere
+            self._check(model, optimizer)
+        self._flats.begin_writing()
+        for index, (slots, names) in enumerate(zip(self._flats.members, self._names, strict=True)):
+            with self._flats.opened(index, writes=True) as flat:
+                for slot, name in zip(slots, names, strict=True):
+                    if name in model:
+                        fill_range(_here(flat.values, slot), slot.start, model[name])
+                if optimizer is not None:
+                    self._write_state(flat, slots, names, optimizer["state"], self._flats.groups[index])
+        self._write_rest(model)
+        self._flats.end_writing()
+        if optimizer is not None:
+            for index, options in enumerate(optimizer["param_groups"]):
+                self._write_options(index, options)
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        values: dict[str, Any] = {}
+        state: dict[str, dict[str, Any]] = {}
+        for index, (slots, names) in enumerate(zip(self._flats.members, self._names, strict=True)):
+            with self._flats.opened(index) as flat:
+                for slot, name in zip(slots, names, strict=True):
+                    values[name] = self._portion(slot, flat.values, flat.is_borrowed)
+                    held = {key: self._read_value(slot, flat, value) for key, value in flat.state.items()}
+                    if held:
+                        count = self._group_of(index).get(_COUNT)
+                        state[name] = held if count is None else {_COUNT: _counted(count)} | held
+        return values, state
+
+    def _read_value(self, slot: Slot, flat: Flat, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.shape == flat.values.shape:
+            return self._portion(slot, value, flat.is_borrowed)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return _counted(value)
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def _portion(self, slot: Slot, flat: torch.Tensor, copies: bool = False) -> torch.Tensor | Portion:
+        here = _here(flat.detach(), slot)
+        here = here.clone() if copies else here
+        return here.view(slot.shape) if self._is_alone else range_portion(slot.shape, slot.start, here)
+
+    def _write_state(
+        self, flat: Flat, slots: list[Slot], names: list[str], saved: Mapping[str, Mapping[str, Any]], group: int
+    ) -> None:
+        """What a parameter has no state of is zero, as before its first step."""
+        known = {key: None for name in names for key in saved.get(name, {})}
+        if not known and not flat.is_borrowed:
+            flat.state.clear()
+        for key in known:
+            held = {name: saved[name][key] for name in names if key in saved.get(name, {})}
+            shaped = [slot for slot, name in zip(slots, names, strict=True) if _is_shaped(held.get(name), slot, key)]
+            if not shaped:
+                self._write_count(flat, key, held, group)
+                continue
+            if key not in flat.state:
+                some = next(value for value in held.values() if value is not None)
+                flat.state[key] = torch.zeros_like(flat.values, dtype=some.dtype, requires_grad=False)
+            for slot, name in zip(slots, names, strict=True):
+                if name in held:
+                    fill_range(_here(flat.state[key], slot), slot.start, held[name])
+                else:
+                    _here(flat.state[key], slot).zero_()
+
+    def _write_count(self, flat: Flat, key: str, held: Mapping[str, Any], group: int) -> None:
+        """One number for all, as the optimizer in use keeps it."""
+        some = next(iter(held.values()))
+        different = next((name for name, value in held.items() if _number(value) != _number(some)), None)
+        if different is not None:
+            raise CheckpointError(
+                f"{key!r} of the optimizer is {_number(held[different])} for {different}, {_number(some)} for others",
+                why="DeepSpeed steps all parameters of a group together, so they must have taken as many steps",
+                do="go on with the strategy that saved it, or import the weights alone",
+            )
+        options = self._zero.optimizer.param_groups[group]
+        if _is_of_deepspeed(self._zero.optimizer) and key == _COUNT:
+            (options if _COUNT in options or "fused" in type(self._zero.optimizer).__name__.lower() else flat.state)[
+                _COUNT
+            ] = int(_number(some))
+        elif isinstance(some, torch.Tensor) and (options.get("capturable") or options.get("fused")):
+            flat.state[key] = some.to(flat.values.device, torch.float32, copy=True)
+        else:
+            flat.state[key] = some.clone() if isinstance(some, torch.Tensor) else some
+
+    def _read_frozen(self, name: str) -> torch.Tensor | Portion:
+        slot, parameter = self._slot(name), self._frozen[name]
+        if slot is None:
+            return self._whole.get(name, parameter.detach())
+        if name in self._whole:
+            return self._portion(slot, self._whole[name])
+        with opened_part(parameter) as part:
+            return self._portion(slot, part, copies=True)
+
+    def _write_rest(self, model: Mapping[str, Any]) -> None:
+        """What the optimizer does not step."""
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
+        for name in self._saved:
+            if name in buffers and name in model:
+                buffers[name].copy_(model[name])
+        for name, parameter in self._frozen.items():
+            if name not in model:
+                continue
+            slot = self._slot(name)
+            if slot is None:
+                for target in (parameter, self._whole.get(name)):
+                    if target is not None:
+                        target.copy_(model[name])
+                continue
+            part = torch.empty(slot.size, dtype=model[name].dtype)
+            fill_range(part, slot.start, model[name])
+            if name in self._whole:
+                self._whole[name].copy_(part)
+            with opened_part(parameter, writes=True) as held:
+                held[: slot.size].copy_(part)
+
+    def _slot(self, name: str) -> Slot | None:
+        """Where a parameter is; None: all of it is on every rank."""
+        if name in self._slots:
+            return self._slots[name]
+        parameter: Any = self._frozen.get(name)
+        if parameter is None or not hasattr(parameter, "ds_tensor"):
+            return None
+        return Slot(parameter, tuple(parameter.ds_shape), *own_range(parameter), 0)
+
+    def _part_of_whole(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        slot = self._slot(name)
+        return whole if slot is None else whole.reshape(-1)[slot.start : slot.start + slot.size].clone()
+
+    def _trained_groups(self) -> list[int]:
+        return [index for index, names in enumerate(self._groups) if any(name in self._slots for name in names)]
+
+    def _group_of(self, flat: int) -> dict[str, Any]:
+        found: dict[str, Any] = self._zero.optimizer.param_groups[self._flats.groups[flat]]
+        return found
+
+    def _live_options(self, index: int) -> dict[str, Any]:
+        held = self._options[index]
+        found: dict[str, Any] = self._zero.optimizer.param_groups[held] if isinstance(held, int) else held
+        return found
+
+    def _read_options(self, index: int) -> dict[str, Any]:
+        return {key: value for key, value in self._live_options(index).items() if key not in _NOT_OPTIONS}
+
+    def _write_options(self, index: int, stored: Mapping[str, Any]) -> None:
+        self._live_options(index).update({key: value for key, value in stored.items() if key not in _NOT_OPTIONS})
+
+    def _check(self, model: Mapping[str, Any], optimizer: StateTree) -> None:
+        differing = sorted(set(model) ^ set(self._saved))
+        if differing:
+            raise CheckpointError(
+                "the checkpoint is of another model", why=f"differing: {', '.join(differing[:5])}", do="pass that model"
+            )
+        saved = {name for group in optimizer["param_groups"] for name in group["params"]}
+        missing = sorted(saved ^ {name for group in self._groups for name in group})
+        if missing or len(optimizer["param_groups"]) != len(self._groups):
+            raise CheckpointError(
+                "the optimizer of the checkpoint is over other parameters than this one",
+                why=f"differing: {', '.join(missing[:5])}" if missing else "they are grouped otherwise",
+                do="pass the optimizer that was trained with, or import the weights alone",
+            )
+
+
+def _here(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    return flat[slot.offset : slot.offset + slot.size]
+
+
+def _is_shaped(value: Any, slot: Slot, key: str) -> bool:
+    return isinstance(value, (torch.Tensor, Portion)) and tuple(value.shape) == slot.shape and key != _COUNT
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Portion):
+        value = value.pieces[0][1]
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _counted(value: int) -> torch.Tensor:
+    """As torch's own optimizers keep it."""
+    return torch.tensor(float(value))
+
+
+def _is_of_deepspeed(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("deepspeed.")

@@ -1,0 +1,172 @@
+"""What the engines declare holds: each feature that one has runs on it, and each that it has not is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from distributed import Trainer
+from distributed.checkpoint.reading import load
+from distributed.core.config import DistributedConfig
+from distributed.core.engines import ENGINES, FEATURES
+from distributed.core.errors import PlanError
+from distributed.planner.hardware import Hardware
+from distributed.planner.planning import JobProfile, make_plan
+from distributed.testing import run_ranks
+from tests.meshes import make_data, make_model
+
+pytestmark = pytest.mark.xdist_group("engine matrix")  # the ranks of an engine are started once
+RANKS = 2
+MACHINE = Hardware(cpu_cores=2, memory_bytes=2**34, gpus=())
+# How a user asks for each feature.
+ASKED: dict[str, dict[str, Any]] = {
+    "bf16": {"mixed_precision": "bf16"},
+    "fp16": {"mixed_precision": "fp16", "scaler_init_scale": 128.0},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "clipping": {"gradient_clipping": 0.5},
+    "targets": {"loss_weighting": "targets"},
+    "stream": {},
+    "batchnorm": {},
+    "zero1": {"zero_stage": 1},
+    "zero2": {"zero_stage": 2},
+    "zero3": {"zero_stage": 3},
+    "hybrid": {"sharding": "hybrid", "shard_groups": 2, "num_gpus": 4},
+    "cpu_offload": {"cpu_offload": True, "zero_stage": 3},
+    "offload_optimizer": {"offload_optimizer": "cpu", "zero_stage": 2},
+    "offload_parameters": {"offload_parameters": "cpu", "zero_stage": 3},
+    "tensor": {"tensor_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "context": {"context_parallel": 2},
+    "recompute": {"activation_checkpointing": True},
+    "compile": {"compile": True},
+    "lora": {"lora": 4},
+    "bitwise": {"reproducible": "bitwise", "virtual_ranks": 2},
+    "unused": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    "compression": {"compression": "fp16"},
+    "adasum": {"gradient_reduction": "adasum", "communication_backend": "mpi"},
+    "fusion": {"fusion_threshold_mb": 1, "cycle_time_ms": 2},
+    "timeline": {"timeline": "timeline.json"},
+    "mpi": {"communication_backend": "mpi"},
+    "config_file": {"deepspeed_config": {"zero_optimization": {"stage": 2}}},
+}
+# What no setting asks for, or what takes more than two ranks of ours: where it is held to a run.
+ELSEWHERE = {
+    "hybrid": "ranks/test_sharding.py",  # four ranks
+    "compile": "unit/test_strategies_recompute.py",  # half a minute
+    "adasum": "ranks/test_horovod.py",  # mpirun
+    "mpi": "ranks/test_horovod.py",
+    "fusion": "ranks/test_horovod.py",  # set once in a process
+    "timeline": "ranks/test_horovod.py",
+    "save": "ranks/test_engine_matrix.py",
+    "load": "ranks/test_engine_matrix.py",
+    "restart": "e2e/test_survival_meshes.py",
+    "regroup": "e2e/test_survival.py",
+    "meta": "ranks/test_mesh.py",
+    "dry_run": "e2e/test_cli_dry_run.py",
+}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(make_data(16)))
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def make_work(feature: str) -> tuple[nn.Module, Any]:
+    if feature == "batchnorm":
+        return Normed(), TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
+    return make_model(), Stream() if feature == "stream" else make_data(16)
+
+
+def fit(engine: str, feature: str, folder: Path, **more: Any) -> dict[str, Any]:
+    """Two steps on two ranks, through the front door; what the plan says of it."""
+    model, data = make_work(feature)
+    settings = {"backend": engine, "batch_size": 2, "max_steps": 2, "progress": False} | ASKED.get(feature, {}) | more
+    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), checkpoint_dir=str(folder / feature), **settings)
+    history = trainer.fit(data)
+    assert history.steps == settings["max_steps"]
+    return {"world_size": history.world_size, "checkpoint": history.checkpoint}
+
+
+def fit_all(engine: str, features: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    return {feature: fit(engine, feature, folder) for feature in features}
+
+
+def is_declared(engine: str, feature: str) -> bool:
+    can = ENGINES.entries[engine].can.get(feature)
+    return can is not None and can.device in ("", "cpu")
+
+
+def declared(engine: str) -> list[str]:
+    return [feature for feature in FEATURES if feature not in ELSEWHERE and is_declared(engine, feature)]
+
+
+@pytest.mark.parametrize("engine", ENGINES.entries)
+def test_what_an_engine_declares_runs_on_it(engine: str, tmp_path: Path) -> None:
+    features = declared(engine)
+    found = run_ranks(fit_all, RANKS, engine, features, tmp_path)[0]
+    assert list(found) == features
+    assert {one["world_size"] for one in found.values()} == {RANKS}
+
+
+@pytest.mark.parametrize(
+    ("engine", "feature"), [pair for pair in itertools.product(ENGINES.entries, ASKED) if not is_declared(*pair)]
+)
+def test_what_an_engine_does_not_declare_is_refused(engine: str, feature: str) -> None:
+    config = DistributedConfig(backend=engine, batch_size=2, **{"num_gpus": RANKS} | ASKED[feature])
+    profile = JobProfile(samples=None if feature == "stream" else 64, has_batchnorm=feature == "batchnorm")
+    by = (
+        "with sharding"
+        if feature == "bitwise" and ENGINES.entries[engine].shards != "none"
+        else f"with backend='{engine}'"
+    )
+    with pytest.raises(PlanError, match=by) as refused:
+        make_plan(config, profile, MACHINE, run_dir="run")
+    assert all(problem.why and problem.do for problem in refused.value.problems if by in problem.what)
+
+
+def test_every_feature_is_asked_for_or_held_to_a_run_elsewhere() -> None:
+    assert set(FEATURES) == set(ASKED) | set(ELSEWHERE)
+    assert {feature for engine in ENGINES.entries.values() for feature in engine.can} == set(FEATURES)
+    tests = Path(__file__).parents[1]
+    assert not [path for path in ELSEWHERE.values() if not (tests / path).exists()]
+
+
+def save_one(engine: str, folder: Path) -> str:
+    return fit(engine, engine, folder, checkpoint_frequency="1 steps", certificate_steps=0)["checkpoint"]
+
+
+def go_on(engine: str, checkpoints: dict[str, str], folder: Path) -> dict[str, str]:
+    """From each engine's checkpoint, without a step: what this engine then saves."""
+    return {
+        source: fit(engine, source, folder / engine, resume_from_checkpoint=path, max_steps=3)["checkpoint"]
+        for source, path in checkpoints.items()
+    }
+
+
+def test_every_engine_goes_on_from_every_others_checkpoint(tmp_path: Path) -> None:
+    """One more step from the same state comes to the same weights, whoever wrote it and whoever goes on."""
+    saved = {engine: run_ranks(save_one, RANKS, engine, tmp_path)[0] for engine in ENGINES.entries}
+    ended = {engine: run_ranks(go_on, RANKS, engine, saved, tmp_path)[0] for engine in ENGINES.entries}
+    wanted = weights(ended["pytorch-ddp"]["pytorch-ddp"])
+    for engine, sources in ended.items():
+        for source, path in sources.items():
+            for name, value in weights(path).items():
+                told = f"{source} -> {engine}: {name}"
+                torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6, msg=told)
+
+
+def weights(path: str) -> dict[str, torch.Tensor]:
+    return load(path, ranks=()).shared["model"]
