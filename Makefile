@@ -9,16 +9,18 @@ endif
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 WORKERS ?= 2
+MPI ?= auto
 HISTORIES ?= 200
 KILLS ?= 200
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help train test test-gpu soak check format bench clean
+.PHONY: help train test test-gpu horovod soak check format bench clean
 
 help:
 	@echo "make train      train a digit classifier on two synchronized processes"
 	@echo "make test       all tests that need no GPU"
 	@echo "make test-gpu   the tests that need one"
+	@echo "make horovod    build Horovod for this torch and install it; MPI=1 with MPI, MPI=0 without; minutes, once"
 	@echo "make soak       hundreds of kills, each compared with the undisturbed run; long"
 	@echo "make check      lint, format, types, who may import whom"
 	@echo "make format     put the code into shape"
@@ -30,10 +32,14 @@ train: .venv/installed-train
 
 test: .venv/installed-all
 	bash tests/system_tools.sh
+	@bash scripts/build_horovod.sh --mpi $(MPI) || test $$? -eq 3  # 3: no compiler here; the tests that need it say so
 	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not gpu"
 
 test-gpu: .venv/installed-all
 	$(PYTEST) -m gpu
+
+horovod: .venv/installed-train
+	@bash scripts/build_horovod.sh --mpi $(MPI)
 
 soak: .venv/installed-all
 	folder=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/kill_histories.py $$folder/kills --histories $(HISTORIES)
@@ -72,5 +78,5 @@ clean:
 
 .venv/installed-all: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing what tests, checks and benchmarks need into .venv"
-	$(PIP) --editable ".[dev,examples,tensorboard,mlflow,notebook,peers,lora]"
+	$(PIP) --editable ".[dev,examples,tensorboard,mlflow,notebook,peers,lora,deepspeed]"
 	@touch $@ .venv/installed-train

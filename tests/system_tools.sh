@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# The system's tools that some tests start for real: MPI, a Slurm cluster, a terminal, hosts on a network of their own.
+# The system's tools that some tests start for real: MPI, a Slurm cluster, a terminal, hosts on a network of their own;
+# and those that Horovod is built with.
 # Installs what is missing where that is possible without asking anybody; else says what is missing, in one line.
 set -euo pipefail
 
 declare -A package_of=(
     [mpirun]=openmpi-bin
+    [g++]=g++
+    [cmake]=cmake
     [slurmctld]=slurmctld
     [slurmd]=slurmd
     [srun]=slurm-client
@@ -21,6 +24,10 @@ for tool in "${!package_of[@]}"; do
         packages+=("${package_of[$tool]}")
     fi
 done
+if ! echo '#include <mpi.h>' | mpicxx -x c++ -fsyntax-only - 2>/dev/null; then
+    missing+=(mpi.h)
+    packages+=(libopenmpi-dev)
+fi
 [[ ${#missing[@]} -gt 0 ]] || exit 0
 [[ " ${missing[*]} " != *" slurm"* ]] || packages+=(slurm-wlm-basic-plugins)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from distributed.core.errors import DistributedError as DistributedError
     from distributed.core.history import History as History
     from distributed.trainers.ddp import PyTorchDDPTrainer as PyTorchDDPTrainer
+    from distributed.trainers.horovod import HorovodTrainer as HorovodTrainer
     from distributed.trainers.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -21,10 +22,19 @@ _PUBLIC = {
     "DistributedConfig": "distributed.core.config",
     "DistributedError": "distributed.core.errors",
     "History": "distributed.core.history",
+    "HorovodTrainer": "distributed.trainers.horovod",
     "PyTorchDDPTrainer": "distributed.trainers.ddp",
     "Trainer": "distributed.trainers.trainer",
 }
-__all__ = ["DistributedConfig", "DistributedError", "History", "PyTorchDDPTrainer", "Trainer", "__version__"]
+__all__ = [
+    "DistributedConfig",
+    "DistributedError",
+    "History",
+    "HorovodTrainer",
+    "PyTorchDDPTrainer",
+    "Trainer",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.core.control import Joined, Lost, Resumed
+from distributed.core.control import Joined, Line, Lost, Resumed
 from distributed.core.engines import ENGINES, load_strategy
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import CannotGoOnError
@@ -26,11 +27,13 @@ from distributed.data.source import Source
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
-from distributed.runtime.agent_line import AgentLine, agent_line
+from distributed.runtime.agent_line import agent_line
 from distributed.runtime.heartbeat import Heartbeat
+from distributed.runtime.horovod_world import Meeting, find_meeting, horovod_line
 from distributed.runtime.session import CollectiveError, Session, abandon_world, leave_world
 from distributed.runtime.shutdown import StopRequest, left_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
+from distributed.strategies.base import Strategy
 from distributed.train.handover import Held, hand_over, take_model
 from distributed.train.loop import LeftWorld, Loader, Loop
 from distributed.train.schedule import make_schedule
@@ -49,11 +52,14 @@ class Job:
     evaluation: Source | None
 
 
-def open_session(plan: Plan, env: WorkerEnv, line: AgentLine | None = None) -> Session:
+def open_session(plan: Plan, env: WorkerEnv, line: Line | None = None) -> Session:
     """Join the world. With a line to the launcher: or the one after it, should it break while the ranks meet."""
     while True:
         try:
-            return _join(plan, env, line)
+            is_met = dist.is_initialized()
+            meeting = Meeting(env) if is_met else find_meeting(env, plan.run_dir, plan.collective_timeout_s)
+            env = meeting.env
+            return _join(plan, env, line, meeting.listener)
         except Exception as failed:
             if line is None or not line.regroups or not is_collateral(failed):
                 raise
@@ -62,9 +68,9 @@ def open_session(plan: Plan, env: WorkerEnv, line: AgentLine | None = None) -> S
             env = next_world(line, env.attempt, str(failed))
 
 
-def _join(plan: Plan, env: WorkerEnv, line: AgentLine | None) -> Session:
+def _join(plan: Plan, env: WorkerEnv, line: Line | None, listener: socket.socket | None) -> Session:
     """The launcher can end the wait for the others, and later any collective."""
-    how: dict[str, Any] = {"device": plan.device, "collectives": plan.collectives}
+    how: dict[str, Any] = {"device": plan.device, "collectives": plan.collectives, "listener": listener}
     if line is not None:
         how["opening"] = lambda cut_off: setattr(line, "cut_off", cut_off)
         how["is_over"] = lambda: line.is_cut_off(env.attempt)
@@ -76,7 +82,7 @@ def _join(plan: Plan, env: WorkerEnv, line: AgentLine | None) -> Session:
     return session
 
 
-def next_world(line: AgentLine, attempt: int, message: str) -> WorkerEnv:
+def next_world(line: Line, attempt: int, message: str) -> WorkerEnv:
     """Leave the world that broke, and wait for the one that the launcher makes of those who are left or come."""
     line.cut_off()
     abandon_world()
@@ -87,20 +93,22 @@ def next_world(line: AgentLine, attempt: int, message: str) -> WorkerEnv:
     return env
 
 
-def run_rank(job: Job, session: Session, *, shows_progress: bool, line: AgentLine | None = None) -> History:
+def run_rank(job: Job, session: Session, *, shows_progress: bool, line: Line | None = None) -> History:
     """Train this rank's part; what it returns is the same on every rank.
 
     With a line to its launcher, a rank that loses a peer keeps what it holds and goes on in the next world.
     """
     held: Held | None = None
+    is_spent = False  # its model and optimizer are those of a run that is gone
     watchers = _Watchers(shows_progress)
     try:
         while True:
-            outcome = _live(job, session, held, watchers, line)
+            outcome = _live(job, session, held, is_spent, watchers, line)
             if isinstance(outcome, History):
                 return outcome
             assert line is not None
-            if outcome.held is None and outcome.had_begun:  # its model and optimizer are those of a run that is gone
+            is_spent = outcome.held is None and (outcome.had_begun or is_spent)
+            if is_spent and line.replaces:
                 raise CannotGoOnError(f"rank {session.rank} lost its world", why=outcome.message)
             held = outcome.held
             with left_to_launcher():
@@ -121,7 +129,7 @@ class Broken:
 
 
 def _live(
-    job: Job, session: Session, held: Held | None, watchers: _Watchers, line: AgentLine | None
+    job: Job, session: Session, held: Held | None, is_spent: bool, watchers: _Watchers, line: Line | None
 ) -> History | Broken:
     """One world of this rank, from joining it to the end of the run or of the world."""
     plan, task, env = job.plan, job.task, session.env
@@ -132,6 +140,8 @@ def _live(
         inherited = None
         if line is not None and line.regroups and env.restarts:
             inherited = hand_over(session, held)
+            if inherited is None and is_spent:
+                raise CannotGoOnError(f"rank {session.rank} lost its world", why="no rank that is left holds the run")
         if inherited is not None:
             held = Held(inherited.step, inherited.tree)
             take_model(task.model, inherited.tree["model"])  # what the strategy begins with is sent from rank 0
@@ -144,7 +154,7 @@ def _live(
         per_epoch = train.steps_per_epoch
         total = plan.total_steps(per_epoch)
         schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, total)
-        asked = (lambda: False) if line is None else (lambda: line.asked_to_leave(env.attempt))
+        asked = (lambda: False) if line is None else (lambda: _asked_to_leave(line, env.attempt, strategy))
         with StopRequest(
             session.rank, session.world_size, session.store, asked, session.named, is_supervised=line is not None
         ) as stop:
@@ -183,7 +193,12 @@ def _live(
             heartbeat.close()
 
 
-def _settle(session: Session, line: AgentLine | None) -> None:
+def _asked_to_leave(line: Line, attempt: int, strategy: Strategy) -> bool:
+    """A run that could not go on in another world does not leave the one that it has for a host more."""
+    return line.asked_to_leave(attempt) and (line.replaces or strategy.held_state() is not None)
+
+
+def _settle(session: Session, line: Line | None) -> None:
     """What the script does after this has no step to go back to. The launcher knows that of every rank before the first
     of them can die there: it would tell the others a world to which they do not come."""
     if line is not None:
@@ -195,10 +210,11 @@ def _settle(session: Session, line: AgentLine | None) -> None:
 def _write_down(failed: Exception, path: Path) -> None:
     """What a rank saw of the end of its world, for whoever wants to know; nobody is shown it."""
     if not isinstance(failed, LeftWorld):
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(failed)), encoding="utf-8")
 
 
-def _teller(line: AgentLine | None, attempt: int) -> Callable[[int, str], None]:
+def _teller(line: Line | None, attempt: int) -> Callable[[int, str], None]:
     if line is None:
         return lambda step, source: None
     return lambda step, source: line.tell(Resumed(attempt, step, source))
@@ -260,12 +276,12 @@ def _eval_loader(job: Job, session: Session, in_step: bool) -> EvalLoader | None
     return EvalLoader(job.evaluation, size, session.data_rank, ranks, split=split, pin_memory=pins, in_step=in_step)
 
 
-def line_for(plan: Plan, *, is_first: bool = True) -> AgentLine | None:
+def line_for(plan: Plan, *, is_first: bool = True) -> Line | None:
     """The line to the launcher, which is told whether this rank can go on in another world.
 
     In a second `fit` it cannot: whoever replaces a rank runs the script from its beginning, and would not come there.
     """
-    line = agent_line()
+    line: Line | None = agent_line() or horovod_line()
     if line is not None:
         is_alone = is_first and not dist.is_initialized()
         can_regroup = plan.collectives == "gloo" and plan.is_replicated and CAN_SHUT_DOWN

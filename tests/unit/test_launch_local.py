@@ -21,7 +21,6 @@ from distributed.launch.request import LaunchRequest, NodePlace
 from distributed.launch.stops import Stopped
 from distributed.launch.supervisor import Patience
 
-
 IGNORES_CTRL_C = """
 import signal, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -28,6 +28,7 @@ from distributed.launch.request import LaunchRequest, NodePlace
 from distributed.launch.stops import Stopped
 from distributed.launch.supervisor import Patience
 from distributed.observe.live import RunScreen
+from distributed.planner.deepspeed_adoption import adopt
 from distributed.planner.hardware import Hardware, probe_hardware
 from distributed.planner.parallel import plan_parallel
 from distributed.planner.planning import plan_resources
@@ -75,6 +76,22 @@ def train(
     cpu_offload: Annotated[
         bool, typer.Option("--cpu-offload", help="Keep sharded parameters and optimizer state in host memory.")
     ] = False,
+    deepspeed_config: Annotated[
+        str | None,
+        typer.Option(
+            "--deepspeed-config", "--deepspeed_config", metavar="FILE", help="DeepSpeed's own configuration, in JSON."
+        ),
+    ] = None,
+    offload_optimizer: Annotated[
+        str | None, typer.Option(metavar="WHERE", help="For deepspeed: keep the optimizer state in cpu or nvme.")
+    ] = None,
+    offload_parameters: Annotated[
+        str | None, typer.Option(metavar="WHERE", help="The same for the parameters, with --zero-stage 3.")
+    ] = None,
+    offload_dir: Annotated[str | None, typer.Option(metavar="DIR", help="For nvme: a folder on a fast disk.")] = None,
+    compression: Annotated[
+        str | None, typer.Option(metavar="KIND", help="For horovod: fp16 gradients on the wire.")
+    ] = None,
     lora: Annotated[str | None, typer.Option(metavar="RANK", help="Train adapters of this rank; or true.")] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
     run_dir: Annotated[
@@ -120,6 +137,11 @@ def train(
         "context_parallel": context_parallel,
         "activation_checkpointing": activation_checkpointing,
         "cpu_offload": "true" if cpu_offload else None,
+        "deepspeed_config": deepspeed_config,
+        "offload_optimizer": offload_optimizer,
+        "offload_parameters": offload_parameters,
+        "offload_dir": offload_dir,
+        "compression": compression,
         "lora": lora,
         "run_dir": run_dir,
     }
@@ -164,7 +186,8 @@ def _prepare(
     hardware = probe_hardware()
     resources, decisions, obstacles = plan_resources(config, hardware)
     ranks, nodes = resources.world_size, resources.num_nodes
-    parallel = plan_parallel(config, ranks, nodes, device=resources.device, decisions=decisions, problems=obstacles)
+    whole = adopt(config, problems, ranks if worker_env() is None else None)  # the ranks adopt for themselves
+    parallel = plan_parallel(whole, ranks, nodes, device=resources.device, decisions=decisions, problems=obstacles)
     given_dir = config.run_dir
     target = os.path.abspath(given_dir or new_run_dir())
     request = LaunchRequest(
@@ -212,7 +235,8 @@ def _try_out(
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     obstacles: list[Problem] = []
-    plan_parallel(config, ranks or 1, config.num_nodes, device="cpu", decisions=[], problems=obstacles)
+    whole = adopt(config, problems, ranks or None)
+    plan_parallel(whole, ranks or 1, config.num_nodes, device="cpu", decisions=[], problems=obstacles)
     _refuse(problems, obstacles, [])
     told = {OVERRIDES: json.dumps(_given(config)), DRY_RUN: str(ranks)}
     os.execve(sys.executable, (sys.executable, script, *arguments), inherited_environ() | told)

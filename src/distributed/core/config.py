@@ -387,14 +387,21 @@ def _contradictions(config: DistributedConfig) -> list[Problem]:
         )
     if config.warmup_steps and config.warmup_epochs:
         found.append(Problem("both warmup_steps and warmup_epochs are set", do="keep one of them"))
-    for name, useless, do in (
-        ("scaler_init_scale", config.mixed_precision in (False, "bf16"), "mixed_precision='fp16'"),
-        ("scaler_growth_interval", config.mixed_precision in (False, "bf16"), "mixed_precision='fp16'"),
-        ("base_batch_size", config.lr_scaling == "none", "lr_scaling='linear' or 'sqrt'"),
-        ("momentum", config.optimizer != "sgd", "optimizer='sgd'"),
-        ("min_lr_ratio", config.lr_schedule == "constant", "lr_schedule='cosine' or 'linear'"),
+    for name, needs, useless, do in (
+        ("scaler_init_scale", "mixed_precision", config.mixed_precision in (False, "bf16"), "mixed_precision='fp16'"),
+        (
+            "scaler_growth_interval",
+            "mixed_precision",
+            config.mixed_precision in (False, "bf16"),
+            "mixed_precision='fp16'",
+        ),
+        ("base_batch_size", "lr_scaling", config.lr_scaling == "none", "lr_scaling='linear' or 'sqrt'"),
+        ("momentum", "optimizer", config.optimizer != "sgd", "optimizer='sgd'"),
+        ("min_lr_ratio", "lr_schedule", config.lr_schedule == "constant", "lr_schedule='cosine' or 'linear'"),
     ):
-        if useless and getattr(config, name):
+        # A DeepSpeed configuration may still say what this one needs: the planner reads it, and looks again.
+        is_open = config.deepspeed_config is not None and needs not in config.model_fields_set
+        if useless and getattr(config, name) and not is_open:
             found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))
     bitwise = config.reproducible == "bitwise"
     for name, useless, do in (

@@ -6,8 +6,11 @@ A rank tells when it joins and when it has lost its world; the launcher tells it
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
+
+from distributed.core.env import WorkerEnv
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,25 @@ class Dump:
 
 Message = Joined | Lost | Resumed | World | Leave | Dump
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Joined, Lost, Resumed, World, Leave, Dump)}
+
+
+class Line(Protocol):
+    """A rank's end of a line to a launcher that can give it another world: ours, or horovodrun's driver."""
+
+    regroups: bool  # whether this rank can go on in another world
+    replaces: bool  # whether a rank that cannot is started anew, to go on from the checkpoint
+    cut_off: Callable[[], None]  # what ends the collective that this rank is in
+
+    def tell(self, message: Message) -> None: ...
+
+    def asked_to_leave(self, attempt: int) -> bool:
+        """Whether this attempt shall end at the next step that all agree on."""
+
+    def is_cut_off(self, attempt: int) -> bool:
+        """Whether this attempt is over, wherever this rank stands in it."""
+
+    def next_world(self, after_attempt: int) -> WorkerEnv | None:
+        """Wait for the world after this attempt; None when there will be none."""
 
 
 def encode(message: Message) -> bytes:

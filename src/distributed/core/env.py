@@ -1,6 +1,7 @@
 """WorkerEnv: the only environment contract between a launcher and a rank.
 
-Our launchers, torchrun, srun and mpirun each tell a process who it is in their own words; here they become one value.
+Our launchers, torchrun, horovodrun, srun and mpirun each tell a process who it is in their own words; here they become
+one value.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class WorkerEnv:
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    launcher: str = "none"  # "distributed", "torchrun", "srun", "mpirun" or "none": started alone
+    launcher: str = "none"  # "distributed", "torchrun", "deepspeed", "horovodrun", "srun", "mpirun"; "none": alone
     run_dir: str = ""
     attempt: int = 0
     restarts: int = 0
@@ -64,6 +65,9 @@ class WorkerEnv:
             ATTEMPT: str(self.attempt),
             RESTARTS: str(self.restarts),
             NOMINAL: str(self.nominal_ranks),
+            # A script's own `hvd.init()` would start MPI, which has not started these ranks and can be started once.
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
         }
 
 
@@ -78,6 +82,8 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torch(env)
+    if "HOROVOD_RANK" in env and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
+        return _from_horovodrun(env)
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _from_slurm(env)
     for rank, size, local_rank, local_size in _MPI_NAMES:
@@ -101,18 +107,40 @@ def _from_torch(env: Mapping[str, str]) -> WorkerEnv:
             why="the ranks cannot find each other",
             do="start with `distributed train` or torchrun, which set all of them, or unset RANK and WORLD_SIZE",
         )
+    is_deepspeed = "CROSS_SIZE" in env and "GROUP_WORLD_SIZE" not in env  # its launcher's words for the same
+    local_size, node, nodes = (
+        ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+        if is_deepspeed
+        else ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    )
     return WorkerEnv(
         rank=int(env["RANK"]),
         local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
         world_size=world_size,
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])),
-        node_rank=int(env.get("GROUP_RANK", "0")),
-        num_nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
+        local_world_size=int(env.get(local_size, env["WORLD_SIZE"])),
+        node_rank=int(env.get(node, "0")),
+        num_nodes=int(env.get(nodes, "1")),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=int(env.get("MASTER_PORT", "0")),
-        launcher="distributed" if env.get(RUN_DIR) else "torchrun",
+        launcher="distributed" if env.get(RUN_DIR) else "deepspeed" if is_deepspeed else "torchrun",
         run_dir=env.get(RUN_DIR, ""),
         attempt=int(env.get(ATTEMPT, env.get("TORCHELASTIC_RESTART_COUNT", "0"))),
+        restarts=int(env.get(RESTARTS, "0")),
+        nominal_ranks=int(env.get(NOMINAL, "0")),
+    )
+
+
+def _from_horovodrun(env: Mapping[str, str]) -> WorkerEnv:
+    """Its ranks are not told where to meet: rank 0 says so to horovodrun's driver (runtime/horovod_world.py)."""
+    return WorkerEnv(
+        rank=int(env["HOROVOD_RANK"]),
+        local_rank=int(env["HOROVOD_LOCAL_RANK"]),
+        world_size=int(env["HOROVOD_SIZE"]),
+        local_world_size=int(env["HOROVOD_LOCAL_SIZE"]),
+        node_rank=int(env["HOROVOD_CROSS_RANK"]),
+        num_nodes=int(env["HOROVOD_CROSS_SIZE"]),
+        launcher="horovodrun",
+        attempt=int(env.get(ATTEMPT, "0")),
         restarts=int(env.get(RESTARTS, "0")),
         nominal_ranks=int(env.get(NOMINAL, "0")),
     )

@@ -45,7 +45,7 @@ def rank_of(path: Path) -> int:
     return int(path.stem.removeprefix("failure-"))
 
 
-_NETWORK_TYPES = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
+_NETWORK_TYPES = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistError", "HorovodInternalError"}
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|failed to (recv|send)"
     r"|timed out (waiting|after)|remote process (has )?(exited|terminated)|heartbeat|read error|no route to host"

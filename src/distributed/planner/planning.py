@@ -22,6 +22,7 @@ from distributed.core.plan import (
     SchedulePlan,
 )
 from distributed.core.registry import load_target
+from distributed.planner.deepspeed_adoption import adopt
 from distributed.planner.hardware import Hardware
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel
 from distributed.planner.reproducible import plan_leaves
@@ -39,6 +40,7 @@ class JobProfile:
     owns_optimizer: bool = False  # the user passed an optimizer
     owns_schedule: bool = False
     binds_schedule: bool = False  # ... and its scheduler has already read the optimizer's rates
+    parameters: int = 0  # numbers in the model
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ def make_plan(
     if world is not None:
         resources, decisions, problems = _join(world, config, hardware, resources, decisions, run_dir)
     world_size = world.world_size if world else resources.world_size
+    config = adopt(config, problems, world_size)
 
     parallel = plan_parallel(
         config,
@@ -258,7 +261,7 @@ def _plan_collectives(
     config: DistributedConfig, device: str, decisions: list[Decision], problems: list[Problem]
 ) -> str:
     asked = config.communication_backend
-    if asked == "auto":
+    if asked in ("auto", "mpi"):  # MPI is the engine's, whose own world it is; torch has none
         return "nccl" if device == "cuda" else "gloo"
     if asked == "nccl" and device == "cpu":
         decisions.append(

@@ -21,6 +21,8 @@ _CUT_EVERY_S = 0.05
 class AgentLine:
     """A thread listens; nothing that it hears touches the main thread, save that a collective may be cut off."""
 
+    replaces = True
+
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._worlds: SimpleQueue[WorkerEnv | None] = SimpleQueue()

@@ -23,6 +23,7 @@ from distributed.runtime.sockets import open_sockets, shut_down
 
 _CONNECT_S = 2.0  # for one try to reach the store of a rank 0 that listens
 _MESH_S = 15.0  # for ranks that are all there to connect; gloo cannot be told that one of them has died since
+_REGROUPING = ("distributed", "horovodrun")  # launchers that make another world of the ranks that are left
 _KEEP_GROUP_S = 5.0  # for which a broken process group is kept
 
 
@@ -46,6 +47,7 @@ class Session:
         self._sockets = sockets  # of the process group, if it is ours
         # Whether this process can leave its world and join another: the group must be ours, and end when it is cut off.
         self.can_regroup = bool(sockets) and dist.get_backend() == "gloo"
+        self.cut_more: Callable[[], None] = lambda: None  # ends the collectives of a library beside this group
         self._calls = itertools.count()
         self.enter: Callable[[str], AbstractContextManager[None]] = lambda name: (
             nullcontext()
@@ -64,10 +66,12 @@ class Session:
         timeout_s: float,
         opening: Callable[[Callable[[], None]], None] = lambda cut_off: None,
         is_over: Callable[[], bool] = lambda: False,
+        listener: socket.socket | None = None,
     ) -> Session:
         """Join the world, or the process group that the script has already made.
 
         `opening` is given what ends the wait for the others, for another thread to call; `is_over` tells that it did.
+        `listener` is rank 0's, where it already listens at the meeting point.
         """
         chosen = _choose_device(device, env.local_rank)
         if env.world_size == 1 and not dist.is_initialized():
@@ -79,7 +83,7 @@ class Session:
         before = set(open_sockets())
         opening(lambda: shut_down(set(open_sockets()) - before))
         try:
-            store, rank, world_size = _meet(env, timeout_s, is_over)
+            store, rank, world_size = _meet(env, timeout_s, is_over, listener)
             of_store = set(open_sockets())
             _await_all(store, env, timeout_s, is_over)
             meets_quickly = collectives == "gloo"
@@ -102,11 +106,12 @@ class Session:
                 do="check that the address is rank 0's host and that no other job uses the port (--master-port)",
             ) from (failed if env.restarts else None)  # later, a peer has died; at first, it is what it says
         atexit.register(leave_world)
-        ours = frozenset(set(open_sockets()) - (of_store if env.launcher != "distributed" else before))
+        ours = frozenset(set(open_sockets()) - (before if env.launcher in _REGROUPING else of_store))
         return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session(new=True)}", store), ours)
 
     def cut_off(self) -> None:
         """End every collective that this rank is in or begins, here and at its peers; for any thread to call."""
+        self.cut_more()
         shut_down(set(self._sockets))
 
     def number(self) -> int:
@@ -205,12 +210,14 @@ class _World:
         return cls.sessions
 
 
-def _meet(env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> tuple[dist.Store, int, int]:
+def _meet(
+    env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool], listener: socket.socket | None
+) -> tuple[dist.Store, int, int]:
     """The store through which the ranks find each other."""
     if env.launcher == "torchrun":
         store, rank, world_size = next(iter(dist.rendezvous("env://", env.rank, env.world_size)))
         return store, rank, world_size
-    waits_briefly = not env.is_main and env.launcher == "distributed"
+    waits_briefly = not env.is_main and env.launcher in _REGROUPING
     deadline = time.monotonic() + timeout_s
     while True:
         if waits_briefly:
@@ -223,6 +230,7 @@ def _meet(env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> tupl
                 env.is_main,
                 timeout=timedelta(seconds=_CONNECT_S if waits_briefly else timeout_s),
                 wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
             )
         except dist.DistError:  # rank 0 may have gone since it listened, and with it this world
             if not waits_briefly or time.monotonic() > deadline:

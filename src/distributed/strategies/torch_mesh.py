@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.core.plan import Plan
@@ -58,7 +59,7 @@ class TorchMesh(Replica):
         if self._parts is None:
             self.counts, self.in_step = True, False
             if self._ranks > 1 and not session.is_dry:
-                self._model = replicate(self.module, plan.replicate, session.device, self._buffers_differ)
+                self._model = self._replicate(plan, session)
         else:
             self.counts, self.in_step = self._parts.counts, True
             self._verifies = self._parts.context is not None and not session.is_dry
@@ -67,6 +68,10 @@ class TorchMesh(Replica):
             self._state = self._parts.state_of(self.optimizer, self._groups, self._saved)
             if (group := self._parts.replicas) is not None and not session.is_dry:
                 self._model = replicate(self.module, plan.replicate, session.device, self._buffers_differ, group)
+
+    def _replicate(self, plan: Plan, session: Session) -> nn.Module:
+        """What training calls in the model's place, where ranks hold the whole of it and add up their gradients."""
+        return replicate(self.module, plan.replicate, session.device, self._buffers_differ)
 
     def _prepare_model(self, task: StepTask, plan: Plan, session: Session) -> None:
         """Most of what this may need takes long to import, and is imported only when it is needed."""

@@ -56,6 +56,7 @@ class FitRequest:
             owns_optimizer=self.task.optimizer is not None,
             owns_schedule=self.task.scheduler is not None,
             binds_schedule=hasattr(self.task.scheduler, "step"),
+            parameters=sum(parameter.numel() for parameter in self.task.model.parameters()),
         )
 
     def plan(self, run_dir: str, world: WorkerEnv | None = None) -> Plan:
@@ -72,7 +73,7 @@ class FitRequest:
 
 
 def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
-    """Join the world that torchrun, srun, mpirun or our own command line made; this process is one of its ranks."""
+    """Join the world that torchrun, horovodrun, srun, mpirun or our own command line made, as one of its ranks."""
     number = next(_JOINED)
     run_dir = world.run_dir or request.config.run_dir or new_run_dir()
     if world.run_dir and number > 1:
@@ -81,7 +82,8 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
     line = line_for(plan, is_first=number == 1)
     session = open_session(plan, world, line)
     if not world.run_dir:  # each rank has made up its own
-        run_dir = session.share_text("run_dir", run_dir if session.is_main else None)
+        told = session.env.run_dir  # at the meeting point
+        run_dir = told or session.share_text("run_dir", run_dir if session.is_main else None)
     plan = request.plan(run_dir, session.env)
     check_extras(plan)
     if session.is_main:

@@ -1,0 +1,247 @@
+"""The worlds of ranks that horovodrun started: where they meet and, in an elastic run, the world after this one.
+
+Horovodrun's driver keeps keys and values over HTTP, and forgets them whenever it makes a new world. Rank 0, which it
+takes from those that have been there longest, writes there where the others find it and how far the run has come: a
+process that was started later learns from it that it joins a run that is under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distributed.core.control import Message
+from distributed.core.env import WorkerEnv, worker_env
+from distributed.core.env_horovod import (
+    DriverAddress,
+    horovod_driver,
+    meeting_patience_s,
+    remember_world,
+    take_out_elastic,
+    take_place,
+)
+from distributed.core.errors import LaunchError
+
+_ANSWER_S = 10.0  # for one answer of a driver that has nothing to wait for
+_PLACE_S = 3600.0  # for one that waits for enough hosts: horovodrun gives up before, after its --elastic-timeout
+_LOOK_EVERY_S = 0.05
+
+
+class DriverLost(LaunchError):
+    """Horovodrun's driver does not answer."""
+
+    collateral = True
+
+    @staticmethod
+    def at(address: DriverAddress, why: str) -> DriverLost:
+        return DriverLost(
+            f"horovodrun does not answer at {address}",
+            why=why,
+            do="see its output; between hosts, name the network that they share with --network-interface",
+        )
+
+
+class Driver:
+    """Horovodrun's driver, as a rank sees it."""
+
+    def __init__(self, address: DriverAddress) -> None:
+        self.address = address
+        self.own_host = ""  # this host's address on the network that leads there
+
+    def write(self, key: str, value: str) -> None:
+        self._ask("PUT", f"/distributed/{key}", _ANSWER_S, value)
+
+    def read(self, key: str) -> str | None:
+        return self._ask("GET", f"/distributed/{key}", _ANSWER_S)
+
+    def next_place(self) -> str:
+        """Waits until every process of the present world has asked for its next place, or has ended."""
+        place = self._ask("GET", f"/rank_and_size/{self.address.slot}", _PLACE_S)
+        if place is None:
+            raise DriverLost.at(self.address, f"it knows nothing of {self.address.slot}")
+        return place
+
+    def _ask(self, method: str, path: str, timeout_s: float, body: str | None = None) -> str | None:
+        connection = http.client.HTTPConnection(self.address.host, self.address.port, timeout=timeout_s)
+        try:
+            connection.connect()
+            self.own_host = str(connection.sock.getsockname()[0])
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+        except (OSError, http.client.HTTPException) as failed:
+            raise DriverLost.at(self.address, str(failed) or type(failed).__name__) from failed
+        finally:
+            connection.close()
+        return text if answer.status == 200 else None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A world with its meeting point; rank 0 already listens there."""
+
+    env: WorkerEnv
+    listener: socket.socket | None = None
+
+
+class _Meetings:
+    """Of the present world: a process may leave its group and meet the same ranks again."""
+
+    held = 0
+
+
+def find_meeting(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
+    """Where the ranks of this world meet: as their launcher told, or through horovodrun's driver.
+
+    Horovodrun knows nothing of a run directory either: all take rank 0's.
+    """
+    if env.launcher != "horovodrun":
+        return Meeting(env)
+    env = replace(env, nominal_ranks=env.nominal_ranks or env.world_size, run_dir=run_dir)
+    if env.world_size == 1:
+        remember_world(env)
+        return Meeting(env)
+    driver, key = Driver(horovod_driver()), f"meeting-{_Meetings.held}"
+    _Meetings.held += 1
+    if env.local_rank == 0:
+        driver.write(f"node-of-{env.rank}", str(env.node_rank))
+    if env.is_main:
+        meeting = _announce(driver, key, env)
+    else:
+        patience_s = min(timeout_s, meeting_patience_s()) if env.restarts else timeout_s
+        meeting = Meeting(_look_up(driver, key, env, patience_s))
+    remember_world(meeting.env)
+    return meeting
+
+
+_TOLD = ("master_addr", "master_port", "num_nodes", "attempt", "restarts", "nominal_ranks", "run_dir")
+
+
+def _announce(driver: Driver, key: str, env: WorkerEnv) -> Meeting:
+    """The port is taken before it is told, so that nobody else can have it."""
+    listener = socket.create_server(("", 0), backlog=1024)
+    try:
+        driver.read(key)  # learns the address by which the driver's network knows this host
+        env = replace(env, master_addr=driver.own_host, master_port=listener.getsockname()[1])
+        driver.write(key, json.dumps({name: getattr(env, name) for name in _TOLD}))
+    except BaseException:
+        listener.close()
+        raise
+    return Meeting(env, listener)
+
+
+def _look_up(driver: Driver, key: str, env: WorkerEnv, timeout_s: float) -> WorkerEnv:
+    told = json.loads(_await(driver, key, env, timeout_s))
+    if env.num_nodes != told["num_nodes"]:  # among hosts with as many ranks as this one, and others have fewer
+        first = env.rank - env.local_rank
+        env = replace(env, node_rank=int(_await(driver, f"node-of-{first}", env, timeout_s)))
+    return replace(env, **{name: told[name] for name in _TOLD})
+
+
+def _await(driver: Driver, key: str, env: WorkerEnv, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
+    while (text := driver.read(key)) is None:
+        if time.monotonic() > deadline:
+            kind = DriverLost if env.restarts else LaunchError  # later, rank 0 has died, and there is a next world
+            raise kind(
+                f"rank {env.rank} cannot meet the others: rank 0 did not say within {timeout_s:.0f} s where",
+                why=f"it tells horovodrun at {driver.address} when it comes to `fit`, and has not come there",
+                do="see its output; if it only needs longer before `fit`, set collective_timeout_s",
+            )
+        time.sleep(_LOOK_EVERY_S)
+    return text
+
+
+class HorovodLine:
+    """What an elastic horovodrun is to a rank: it gives the next place, and says when hosts have come or gone."""
+
+    replaces = False  # it shuts out the host of a rank that ends
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._hosts_changed = threading.Event()
+        self._script_runs_horovod = _runs_horovod()  # then whoever joins does so too, before it comes to `fit`
+        self._placed_at, self._patience_s = time.monotonic(), meeting_patience_s()
+        self.regroups = False
+        self.cut_off: Callable[[], None] = lambda: None
+
+    def tell(self, message: Message) -> None:
+        """Horovodrun asks nothing of its ranks but that they come for their next place."""
+
+    def asked_to_leave(self, attempt: int) -> bool:
+        return self.regroups and self._hosts_changed.is_set()
+
+    def is_cut_off(self, attempt: int) -> bool:
+        """Asked while the ranks meet: horovodrun does not tell that a process which it started has ended at once.
+
+        Later, a rank that leaves closes its connections, which the others notice.
+        """
+        return attempt > 0 and time.monotonic() - self._placed_at > self._patience_s
+
+    def next_world(self, after_attempt: int) -> WorkerEnv | None:
+        """Ask for a place in the next world, with all who are left. A host that was taken away has none."""
+        attempt = after_attempt
+        while True:
+            attempt += 1
+            _end_horovod()
+            self._hosts_changed.clear()  # what changes from here on may come too late for this answer
+            if not take_place(self._driver.next_place(), attempt):
+                print("horovodrun has taken this host out of the run: this rank ends", file=sys.stderr, flush=True)
+                raise SystemExit(0)
+            _Meetings.held, self._placed_at = 0, time.monotonic()
+            if not self._script_runs_horovod or _begin_horovod():
+                return worker_env()
+
+    def on_hosts_updated(self, timestamp: float, update: Any) -> None:
+        """Called by Horovod, in a thread of its own."""
+        self._hosts_changed.set()
+
+    def listen(self) -> None:
+        """Be told of hosts that come and go: the driver tells it rank 0 of the world, whoever that is then."""
+        from horovod.runner.elastic.worker import WorkerNotificationManager  # horovodrun's own package
+
+        notifications = WorkerNotificationManager()
+        notifications.init()
+        notifications.register_listener(self)
+
+
+@functools.cache
+def horovod_line() -> HorovodLine | None:
+    """The line of this process, if an elastic horovodrun started it."""
+    env = worker_env()
+    if env is None or env.launcher != "horovodrun" or not take_out_elastic():
+        return None
+    line = HorovodLine(Driver(horovod_driver()))
+    line.listen()
+    return line
+
+
+def _horovod() -> Any:
+    return sys.modules.get("horovod.torch")
+
+
+def _runs_horovod() -> bool:
+    hvd = _horovod()
+    return hvd is not None and bool(hvd.is_initialized())
+
+
+def _end_horovod() -> None:
+    if _runs_horovod():
+        _horovod().shutdown()
+
+
+def _begin_horovod() -> bool:
+    """False when a rank was lost again while they met."""
+    try:
+        _horovod().init()
+    except (ValueError, RuntimeError):  # Horovod has no kind of its own for it
+        return False
+    return True

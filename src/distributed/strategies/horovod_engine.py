@@ -1,0 +1,198 @@
+"""HorovodEngine: every rank has the whole model, and Horovod makes the ranks' gradients, or their steps, one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from distributed.core.errors import TaskError
+from distributed.core.plan import Plan
+from distributed.data.loader import Microbatch
+from distributed.runtime.horovod_ring import Ring, import_horovod, join_ring, mpi_did_not_start, no_mpi_in_wheel
+from distributed.runtime.session import Session
+from distributed.strategies.base import MetricSum, StateTree, StepOutput, StepTask
+from distributed.strategies.torch_mesh import TorchMesh
+
+_ON_WIRE = {torch.bfloat16: torch.float32}  # Horovod has no sum of bf16
+_COMPRESSED = (torch.float32, torch.float64)  # by compression='fp16'
+
+
+class _Sent(NamedTuple):
+    """A tensor on its way: Horovod's handle, and what it reduces in place."""
+
+    handle: int
+    wire: torch.Tensor
+
+
+class HorovodEngine(TorchMesh):
+    """What hvd.DistributedOptimizer does, with the user's own optimizer.
+
+    That class makes a new optimizer: its state is empty, and the user's scheduler acts on the old one. Its way of
+    working needs none: a gradient goes to Horovod as soon as the last micro-batch's backward pass has made it, which
+    overlaps with the rest of that pass and lets Horovod fuse small ones, and the step waits for all of them. So the
+    optimizer stays the user's, and clipping and the gradient scaler come after the reduction as everywhere else.
+
+    Adasum does not reduce gradients. As in Horovod, every rank takes a step of its own, by its own gradients, and the
+    differences that these steps made are combined; so moments of the optimizers differ between the ranks, and a
+    checkpoint has those of rank 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ring: Ring | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._sent: dict[str, _Sent] = {}
+        self._holds = False  # whether more micro-batches come before the gradients are whole
+        self._is_adasum = False
+
+    @staticmethod
+    def check(task: StepTask, plan: Plan) -> None:
+        hvd = import_horovod()
+        if plan.engine["controller"] == "mpi":
+            if not hvd.mpi_built():
+                raise no_mpi_in_wheel()
+            if plan.world_size > 1:
+                raise mpi_did_not_start(plan.world_size, "this process would start them")
+
+    def _replicate(self, plan: Plan, session: Session) -> nn.Module:
+        self._hvd = import_horovod()
+        self._ring = join_ring(session, plan.engine, plan.collective_timeout_s)
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self._named = [(names[id(parameter)], parameter) for parameter in self._parameters]
+        self._finds_unused = plan.replicate.find_unused_parameters
+        self._is_adasum = plan.engine["reduction"] == "adasum"
+        self._compresses = plan.engine["compression"] == "fp16"
+        self._begin_alike(session)
+        if not self._is_adasum:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._hook(name)) for name, p in self._named]
+        return self.module
+
+    def _begin_alike(self, session: Session) -> None:
+        """Every rank starts with rank 0's weights and buffers."""
+        with torch.no_grad():
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                if tensor.numel():
+                    tensor.copy_(
+                        session.send_from(
+                            "first weights", 0, tensor.detach().clone(memory_format=torch.contiguous_format)
+                        )
+                    )
+
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._agree_on_buffers()
+
+    @contextmanager
+    def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
+        self._holds = not synchronizes
+        try:
+            with super()._special_scope(micro, synchronizes):
+                yield
+        finally:
+            self._holds = False
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def send(parameter: torch.Tensor) -> None:
+            if not self._holds:
+                self._send(name, parameter)
+
+        return send
+
+    def _send(self, name: str, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise TaskError(
+                f"the gradient of {name} is sparse",
+                why="this engine sends dense gradients",
+                do="make its layer with sparse=False, or use backend='pytorch-ddp'",
+            )
+        self._reduce(f"gradient.{name}", parameter.grad, self._hvd.Average)
+
+    def _reduce(self, name: str, tensor: torch.Tensor, how: Any) -> None:
+        """Begin to reduce a tensor, as it goes over the wire."""
+        dtype = torch.float16 if self._compresses and tensor.dtype in _COMPRESSED else _ON_WIRE.get(tensor.dtype)
+        wire = tensor if dtype is None else tensor.to(dtype)
+        if not wire.is_contiguous():
+            wire = wire.contiguous()
+        self._sent[name] = _Sent(self._hvd.allreduce_async_(wire, name=name, op=how), wire)
+
+    def _receive(self, name: str, tensor: torch.Tensor) -> None:
+        """Wait for a tensor that was sent, and take it."""
+        handle, wire = self._sent.pop(name)
+        self._hvd.synchronize(handle)
+        if wire is not tensor:
+            tensor.copy_(wire)
+
+    def _finish_step(
+        self,
+        loss: torch.Tensor | float,
+        total_weight: torch.Tensor | None,
+        metrics: Mapping[str, MetricSum] | None,
+        measure: bool,
+    ) -> StepOutput:
+        if self._hooks:
+            self._finish_reduction()
+        return super()._finish_step(loss, total_weight, metrics, measure)
+
+    def _finish_reduction(self) -> None:
+        unused = self._send_rest() if len(self._sent) < len(self._named) or self._finds_unused else []
+        with torch.no_grad():
+            for name, parameter in self._named:
+                assert parameter.grad is not None
+                self._receive(f"gradient.{name}", parameter.grad)
+        for parameter in unused:
+            parameter.grad = None
+
+    def _send_rest(self) -> list[torch.Tensor]:
+        """Gradients that the last micro-batch did not touch, and zeros where there are none.
+
+        Returns the parameters that no rank had a gradient for, which an optimizer must leave alone.
+        """
+        missing = [name for name, parameter in self._named if parameter.grad is None]
+        if missing and not self._finds_unused:
+            raise TaskError(
+                f"{len(missing)} parameters got no gradient on rank {self._session.rank}: {', '.join(missing[:5])}",
+                why="the model left them out in this step, and the other ranks may wait for them",
+                do="set find_unused_parameters=True, or freeze them with requires_grad_(False)",
+            )
+        used = torch.tensor([int(parameter.grad is not None) for _, parameter in self._named])
+        for name, parameter in self._named:
+            if f"gradient.{name}" not in self._sent:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._send(name, parameter)
+        if not self._finds_unused:
+            return []
+        by_ranks = self._hvd.allreduce(used, name="used parameters", op=self._hvd.Sum)
+        return [parameter for (_, parameter), ranks in zip(self._named, by_ranks.tolist(), strict=True) if not ranks]
+
+    def _update(self, measure: bool) -> torch.Tensor | None:
+        if not self._is_adasum:
+            return super()._update(measure)
+        with torch.no_grad():
+            before = [parameter.detach().clone() for parameter in self._parameters]
+            norm = super()._update(measure)
+            changes = [parameter - start for parameter, start in zip(self._parameters, before, strict=True)]
+            for (name, _), change in zip(self._named, changes, strict=True):
+                self._reduce(f"step.{name}", change, self._hvd.Adasum)
+            for (name, parameter), start, change in zip(self._named, before, changes, strict=True):
+                self._receive(f"step.{name}", change)
+                parameter.copy_(start + change)
+        return norm
+
+    def close(self) -> None:
+        """Leave Horovod's world, which also ends the wait of a rank that is still in it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._ring is not None:
+            self._ring.leave()
+        super().close()
+
+    def held_state(self) -> StateTree | None:
+        """None where this process cannot go on in another world: a new one then goes on from the checkpoint."""
+        return super().held_state() if self._ring is None or self._ring.can_rejoin else None

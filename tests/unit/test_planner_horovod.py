@@ -1,0 +1,109 @@
+"""What the planner makes of Horovod's settings, and what it refuses, all at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.core.config import DistributedConfig
+from distributed.core.errors import ConfigError, PlanError
+from distributed.core.plan import Plan
+from distributed.planner.hardware import Gpu, Hardware
+from distributed.planner.planning import JobProfile, make_plan
+
+
+def plan(hardware: Hardware | None = None, **settings: Any) -> Plan:
+    config = DistributedConfig(**{"backend": "horovod", "num_gpus": 2, "batch_size": 4} | settings)
+    return make_plan(config, JobProfile(samples=64), hardware or Hardware(cpu_cores=2), run_dir="unused")
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(PlanError) as refused:
+        plan(**settings)
+    return str(refused.value)
+
+
+@pytest.fixture
+def path_with_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mpirun").write_text("#!/bin/sh\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_what_is_not_said_is_left_to_horovod() -> None:
+    made = plan()
+    assert made.engine == {
+        "controller": "gloo",
+        "reduction": "average",
+        "compression": "none",
+        "fusion_mb": None,
+        "cycle_ms": None,
+        "timeline": "",
+    }
+    assert (made.strategy, made.collectives) == ("horovod", "gloo")
+
+
+@pytest.mark.usefixtures("path_with_mpirun")
+def test_what_is_said_reaches_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = plan(
+        communication_backend="mpi",
+        gradient_reduction="adasum",
+        compression="fp16",
+        fusion_threshold_mb=0,
+        cycle_time_ms=2.5,
+        timeline="timeline.json",
+    )
+    assert made.engine == {
+        "controller": "mpi",
+        "reduction": "adasum",
+        "compression": "fp16",
+        "fusion_mb": 0,
+        "cycle_ms": 2.5,
+        "timeline": str(tmp_path / "timeline.json"),
+    }
+    assert made.collectives == "gloo"  # torch has no MPI, and the session's world is torch's
+
+
+def test_adasum_without_mpi_on_three_ranks_in_half_precision_is_three_problems() -> None:
+    told = refusal(gradient_reduction="adasum", num_gpus=3, mixed_precision="fp16")
+    assert "Adasum over MPI only" in told
+    assert "communication_backend='mpi'" in told
+    assert "2 or 4 ranks" in told
+    assert "mixed_precision='bf16'" in told
+
+
+def test_mpi_without_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = refusal(communication_backend="mpi")
+    assert "no mpirun" in told
+    assert "apt-get install libopenmpi-dev openmpi-bin" in told
+
+
+def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
+    assert "no folder" in refusal(timeline=str(tmp_path / "missing" / "timeline.json"))
+    assert "it is a folder" in refusal(timeline=str(tmp_path))
+    if os.getuid() != 0:  # who may write everywhere
+        tmp_path.chmod(0o500)
+        assert "may not write" in refusal(timeline=str(tmp_path / "timeline.json"))
+
+
+def test_gpus_are_refused() -> None:
+    told = refusal(hardware=Hardware(gpus=(Gpu("H200"), Gpu("H200")), cpu_cores=2))
+    assert "without NCCL" in told
+
+
+def test_a_compression_that_horovod_does_not_know() -> None:
+    with pytest.raises(ConfigError, match="compression='int8'"):
+        DistributedConfig(compression="int8")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"timeline": "t.json"}, {"cycle_time_ms": 1.0}, {"compression": "fp16"}, {"communication_backend": "mpi"}],
+)
+def test_its_settings_are_refused_under_other_engines(setting: dict[str, Any]) -> None:
+    assert "horovod" in refusal(backend="pytorch-ddp", **setting)
