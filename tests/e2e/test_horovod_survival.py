@@ -10,7 +10,6 @@ from distributed.core.registry import is_installed
 from tests.e2e.survival import PER_EPOCH, fault, from_memory, start
 
 pytestmark = [
-    pytest.mark.xdist_group("horovod survival"),
     pytest.mark.skipif(not is_installed("horovod.torch"), reason="Horovod is not built: make horovod"),
 ]
 

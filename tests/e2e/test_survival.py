@@ -24,8 +24,6 @@ from tests.e2e.survival import (
     wait_until,
 )
 
-pytestmark = pytest.mark.xdist_group("survival")  # runs that were not hurt are made once and compared with
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:

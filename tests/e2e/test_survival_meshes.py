@@ -24,7 +24,6 @@ SAMPLES, EPOCHS = 37, 3
 PER_EPOCH = 5  # the last one short: some data ranks have no sample in it
 STEPS = PER_EPOCH * EPOCHS
 
-pytestmark = pytest.mark.xdist_group("survival_meshes")
 
 # Beside the script of tests/e2e/survival.py, whose faults it uses.
 SCRIPT = """

@@ -11,8 +11,6 @@ import pytest
 
 from tests.e2e.survival import PER_EPOCH, Running, Undisturbed, fault, from_memory, start, wait_until
 
-pytestmark = pytest.mark.xdist_group("survival more")  # runs that were not hurt are made once and compared with
-
 NEVER = {"checkpoint_frequency": "1000 steps"}
 
 

@@ -22,7 +22,6 @@ from distributed.planner.planning import JobProfile, make_plan
 from distributed.testing import run_ranks
 from tests.meshes import make_data, make_model
 
-pytestmark = pytest.mark.xdist_group("engine matrix")  # the ranks of an engine are started once
 RANKS = 2
 MACHINE = Hardware(cpu_cores=2, memory_bytes=2**34, gpus=())
 # How a user asks for each feature.

@@ -25,7 +25,6 @@ from distributed.core.registry import is_installed
 from distributed.testing import run_ranks
 
 pytestmark = [
-    pytest.mark.xdist_group("horovod"),  # what all ranks trained is trained once
     pytest.mark.skipif(not is_installed("horovod.torch"), reason="Horovod is not built: make horovod"),
 ]
 GLOBAL_BATCH, SEED, LEAST_STEPS = 12, 5, 20

@@ -12,7 +12,6 @@ from distributed.checkpoint.reading import load
 from distributed.cli.checkpoint_transfers import export_adapter
 from tests.meshes import MESHES, Case, Trained, TrainedCases, train
 
-pytestmark = pytest.mark.xdist_group("mesh")  # the trainings are made once
 STEPS = 25
 FP16 = {"mixed_precision": "fp16", "gradient_clipping": 1.0, "scaler_init_scale": 1024.0}
 # What is asked for, of which model, and on which meshes: one process, which they are compared with, comes by itself.

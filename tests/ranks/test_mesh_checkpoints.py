@@ -36,7 +36,6 @@ from distributed.train.task import Task
 from tests.meshes import MESHES, make_data, make_model
 
 KINDS = ["one", "ddp", "fsdp", "zero1", "tp", "pp", "3d"]
-pytestmark = pytest.mark.xdist_group("mesh checkpoints")  # what each loads is saved once
 STEPS = 3
 
 

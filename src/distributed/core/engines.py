@@ -214,7 +214,7 @@ ENGINES: Registry[Engine] = Registry(
             shards="grad_op",
             offloads=("optimizer", "grad_op", "full"),
             plans="distributed.planner.deepspeed:plan_engine",
-            claims=lambda wanted: "a DeepSpeed configuration is given" * bool(wanted.config.deepspeed_config),
+            claims=lambda wanted: "a DeepSpeed configuration is given" * (wanted.config.deepspeed_config is not None),
         ),
         "horovod": Engine(
             "distributed.strategies.horovod_engine:HorovodEngine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class History:
     >>> history = History((EpochRecord(0, 10, 320, 2.0, {"loss": 0.5, "val_accuracy": 0.9}),), total_time=2.0)
     >>> history["val_accuracy"], history.best_accuracy, history.throughput
     ([0.9], 0.9, 160.0)
+    >>> "loss" in history, "accuracy" in history, list(history)
+    (True, False, ['loss', 'val_accuracy'])
     """
 
     epochs: tuple[EpochRecord, ...] = ()
@@ -46,6 +49,12 @@ class History:
     def __getitem__(self, metric: str) -> list[float]:
         """The values of one metric, an entry an epoch in which it was measured."""
         return [record.metrics[metric] for record in self.epochs if metric in record.metrics]
+
+    def __contains__(self, metric: object) -> bool:
+        return metric in self.metrics
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metrics)
 
     @property
     def metrics(self) -> list[str]:

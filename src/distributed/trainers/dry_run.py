@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import load_strategy
+from distributed.core.engines import ENGINES, load_strategy
 from distributed.core.env import DRY_RUN, WorkerEnv
 from distributed.core.errors import DataError, PlanError
 from distributed.core.plan import Plan
@@ -126,6 +126,13 @@ def _plan(request: FitRequest, config: DistributedConfig, ranks: int) -> tuple[P
     nodes = config.num_nodes
     world = WorkerEnv(world_size=ranks, local_world_size=ranks // nodes, num_nodes=nodes)
     plan = make_plan(config, request.profile, _pretended(config, ranks // nodes), run_dir="", world=world)
+    if "dry_run" not in ENGINES.entries[plan.strategy].can:
+        able = [repr(name) for name, engine in ENGINES.entries.items() if "dry_run" in engine.can]
+        raise PlanError(
+            f"a dry run with backend={plan.strategy!r}",
+            why="this engine has to run to know what it would do",
+            do=f"set backend={' or '.join(able)}",
+        )
     if plan.is_bitwise:
         raise PlanError(
             "a dry run of reproducible='bitwise'",
