@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
-from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies import deepspeed_ops
-from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.base import NonFiniteLoss, StateTree, StepOutput, StepTask
 from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.deepspeed_checks import check_optimizer, check_task
@@ -26,14 +25,16 @@ from distributed.strategies.deepspeed_precision import compute_in
 from distributed.strategies.deepspeed_process import complete, files_on_disk, process_group, told
 from distributed.strategies.deepspeed_state import ZeroState
 from distributed.strategies.optimizer_state import named_state
-from distributed.strategies.replica import Replica, unless_empty
-from distributed.strategies.replicated import buffers_can_differ, sees_its_share
+from distributed.strategies.passes import Passes
+from distributed.strategies.replicated import buffers_can_differ
 
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DeepSpeedEngine(Replica):
+class DeepSpeedEngine(Passes):
     """ZeRO-1, -2 and -3; forward and backward are DeepSpeed's, and so is the step."""
+
+    _model: Any
 
     def __init__(self) -> None:
         self._engine: Any = None
@@ -63,7 +64,7 @@ class DeepSpeedEngine(Replica):
         dtype = _LOW.get(plan.precision.kind)
         whole = self._whole_values() if dtype is not None else {}
         optimizer, groups, earlier = self._take_optimizer(task, plan, config)
-        self._engine = self._start(config, optimizer, session)
+        self._engine = self._model = self._start(config, optimizer, session)
         self._zero = self._engine.optimizer
         share_masters(self._zero)
         self.optimizer = self._zero.optimizer
@@ -76,7 +77,6 @@ class DeepSpeedEngine(Replica):
         if dtype is not None:
             self._autocast = self._until_closed.enter_context(compute_in(self.module, dtype, session.device.type))
         self._engine.set_gradient_accumulation_boundary(True)
-        self._is_boundary = True
 
     def _prepare(self, task: StepTask, plan: Plan, session: Session) -> list[str]:
         """What is done to a model before any engine sees it; returns the names of what is saved of it."""
@@ -142,51 +142,25 @@ class DeepSpeedEngine(Replica):
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
         self.clock.begin(measure)
-        loss: torch.Tensor | float = 0.0
-        total_weight: torch.Tensor | None = None
-        last = len(microbatches) - 1
-        for index, micro in enumerate(microbatches):
-            if self._is_boundary != (index == last):
-                self._is_boundary = index == last
-                self._engine.set_gradient_accumulation_boundary(self._is_boundary)
-            if micro.size:
-                outcome, part = self._pass(micro)
-            else:
-                with self._without_trace():
-                    outcome, part = self._pass(micro)
-            loss = loss + part
-            if outcome.weight is not None:
-                weight = outcome.weight if micro.size else outcome.weight * 0
-                total_weight = weight if total_weight is None else total_weight + weight
-        metrics = self._task.measure(outcome, micro.size) if measure and micro.size else None
-        if total_weight is None:
+        loss, weight, metrics = self._pass_all(microbatches, measure)
+        if weight is None:
             self._engine.step()
         else:
-            loss = loss * self._weighted_step(total_weight)
+            loss = loss * self._weighted_step(weight)
         return StepOutput(loss, self._norm() if measure else None, metrics)
 
-    def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
-        """Forward and backward over one micro-batch, and its part of the loss."""
-        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
-        outcome = self._forward(self._engine, batch)
-        part = self._part_of(micro, outcome)
-        value = part.detach() if self._moves else part.item()
-        if self._checks_loss and not math.isfinite(value):
-            raise NonFiniteLoss(float(value))
-        self.clock.mark()
+    def _backward(self, part: torch.Tensor) -> None:
         self._engine.backward(part, scale_wrt_gas=False)
-        return outcome, value
 
-    def _part_of(self, micro: Microbatch, outcome: Outcome) -> torch.Tensor:
-        """A micro-batch's part of the loss, such that the mean over the data ranks of their sums is the loss."""
-        part = outcome.loss
-        if outcome.weight is not None:
-            part = unless_empty(part, outcome.weight) * (outcome.weight * (self._ranks if micro.size else 0))
-        elif outcome.is_sum:
-            part = part * (self._ranks if micro.size else 0)
-        elif micro.weight != 1.0:
-            part = part * micro.weight
-        return part if micro.size else part.nan_to_num(0.0)
+    @contextmanager
+    def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
+        """Where a step ends is ours to say: DeepSpeed would count micro-batches, of which there may be fewer."""
+        self._engine.set_gradient_accumulation_boundary(synchronizes)
+        try:
+            with super()._special_scope(micro, synchronizes):
+                yield
+        finally:
+            self._engine.set_gradient_accumulation_boundary(True)
 
     def _weighted_step(self, total_weight: torch.Tensor) -> float:
         """A step by gradients that are still to be divided by the weight of the whole global batch.
@@ -209,22 +183,6 @@ class DeepSpeedEngine(Replica):
     def _norm(self) -> torch.Tensor | None:
         norm = self._engine.get_global_grad_norm()
         return norm if norm is None or isinstance(norm, torch.Tensor) else torch.tensor(norm)
-
-    @contextmanager
-    def _without_trace(self) -> Iterator[None]:
-        """Around a stand-in, which must not be seen in the statistics of BatchNorm."""
-        layers = [module for module in self.module.modules() if sees_its_share(module)]
-        for layer in layers:
-            layer.eval()
-        for synced in self._batchnorms:
-            synced.share_is_empty = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.train()
-            for synced in self._batchnorms:
-                synced.share_is_empty = False
 
     def train(self, mode: bool) -> None:
         if not mode:
@@ -260,7 +218,7 @@ class DeepSpeedEngine(Replica):
         """
         if self._engine is not None and (self._session.world_size == 1 or not self.in_step):
             self._loan.take_back(self._engine, self._state.state() if self._session.world_size == 1 else None)
-        self._engine = None
+        self._engine = self._model = None
         self._until_closed.close()
 
 

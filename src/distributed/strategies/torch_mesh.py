@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -17,18 +16,18 @@ from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
-from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from distributed.strategies.gradient_sums import local
-from distributed.strategies.replica import Replica, unless_empty
-from distributed.strategies.replicated import buffers_can_differ, replicate, sees_its_share
+from distributed.strategies.passes import Passes
+from distributed.strategies.replicated import buffers_can_differ, replicate
 
 if TYPE_CHECKING:
     from distributed.strategies.parts import Parts
     from distributed.strategies.pipeline import Pipeline
 
 
-class TorchMesh(Replica):
+class TorchMesh(Passes):
     """Forward, backward, reduction, clipping and the optimizer, with no host synchronization in between on a GPU.
 
     Where every rank holds the whole model, this is DDP. Where not, `Parts` has made it ready for the mesh.
@@ -126,21 +125,7 @@ class TorchMesh(Replica):
             self._verify(microbatches[0])
         if self._parts is not None and self._parts.pipeline is not None:
             return self._pipeline_step(self._parts.pipeline, microbatches, measure)
-        loss: torch.Tensor | float = 0.0
-        total_weight: torch.Tensor | None = None
-        last = len(microbatches) - 1
-        for index, micro in enumerate(microbatches):
-            if index == last and micro.size:
-                outcome, part = self._pass(micro)
-            else:
-                with self._special_scope(micro, index == last):
-                    outcome, part = self._pass(micro)
-            loss = loss + part
-            if outcome.weight is not None:
-                weight = outcome.weight if micro.size else outcome.weight * 0
-                total_weight = weight if total_weight is None else total_weight + weight
-        metrics = self._task.measure(outcome, micro.size) if measure and micro.size else None
-        return self._finish_step(loss, total_weight, metrics, measure)
+        return self._finish_step(*self._pass_all(microbatches, measure), measure)
 
     def _verify(self, micro: Microbatch) -> None:
         """Before the first step over parts of sequences: that the model allows it."""
@@ -164,29 +149,6 @@ class TorchMesh(Replica):
             loss = loss * (factor if self._moves else factor.item())
         return StepOutput(loss, self._update(measure), metrics)
 
-    def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
-        """Forward and backward over one micro-batch, and its part of the loss."""
-        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
-        outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
-        part = self._part_of(micro, outcome)
-        value = part.detach() if self._moves else part.item()
-        if self._checks_loss and not math.isfinite(value):
-            raise NonFiniteLoss(float(value))
-        self.clock.mark()
-        self._backward(part)
-        return outcome, value
-
-    def _part_of(self, micro: Microbatch, outcome: Outcome) -> torch.Tensor:
-        """A micro-batch's part of the loss, such that the mean over the data ranks of their sums is the loss."""
-        part = outcome.loss
-        if outcome.weight is not None:
-            part = unless_empty(part, outcome.weight) * (outcome.weight * (self._ranks if micro.size else 0))
-        elif outcome.is_sum:
-            part = part * (self._ranks if micro.size else 0)
-        elif micro.weight != 1.0:
-            part = part * micro.weight
-        return part if micro.size else part.nan_to_num(0.0)  # a stand-in's loss has weight 0, whatever it is
-
     def _pipeline_step(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """The same over a pipeline: the rank of the last stage knows the loss."""
         losses: list[torch.Tensor | float] = []
@@ -195,10 +157,7 @@ class TorchMesh(Replica):
 
         def weigh(index: int, outcome: Outcome) -> torch.Tensor:
             part = self._part_of(microbatches[index], outcome)
-            value = part.detach() if self._moves else part.item()
-            if self._checks_loss and not math.isfinite(value):
-                raise NonFiniteLoss(float(value))
-            losses.append(value)
+            losses.append(self._value_of(part))
             if outcome.weight is not None:
                 weights.append(outcome.weight.detach() * bool(microbatches[index].size))
             if measure and microbatches[index].size:
@@ -299,21 +258,12 @@ class TorchMesh(Replica):
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
         """Around a micro-batch: only the last reduces gradients, and a stand-in leaves no trace in BatchNorm."""
         holds = not synchronizes and isinstance(self._model, DistributedDataParallel)
-        for layer in self._batchnorms:
-            layer.share_is_empty = not micro.size
-        unsynced = [] if micro.size else [m for m in self.module.modules() if sees_its_share(m)]
-        for module in unsynced:
-            module.eval()  # keeps its running statistics as they are
         if self._parts is not None:
             self._parts.synchronize(synchronizes)
         try:
-            with self._model.no_sync() if holds else nullcontext():  # type: ignore[operator]
+            with super()._special_scope(micro, synchronizes), self._model.no_sync() if holds else nullcontext():  # type: ignore[operator]
                 yield
         finally:
-            for layer in self._batchnorms:
-                layer.share_is_empty = False
-            for module in unsynced:
-                module.train()
             if self._parts is not None:
                 self._parts.synchronize(True)
 

@@ -1,0 +1,92 @@
+"""Passes: forward and backward over the micro-batches of a step, which add up to the gradient of the global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from distributed.data.loader import Microbatch
+from distributed.data.transfer import to_device
+from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome
+from distributed.strategies.batchnorm import SyncBatchNorm
+from distributed.strategies.replica import Replica, unless_empty
+from distributed.strategies.replicated import sees_its_share
+
+
+class Passed(NamedTuple):
+    """What the passes of a step came to on this rank."""
+
+    loss: torch.Tensor | float
+    weight: torch.Tensor | None  # over how much the loss is a mean, where that is not the number of samples
+    metrics: Mapping[str, MetricSum] | None
+
+
+class Passes(Replica):
+    """What engines share that take micro-batches one after the other, each with its own forward and backward pass."""
+
+    _ranks: int  # data-parallel ones
+    _batchnorms: Sequence[SyncBatchNorm] = ()
+
+    def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
+        loss: torch.Tensor | float = 0.0
+        total: torch.Tensor | None = None
+        last = len(microbatches) - 1
+        for index, micro in enumerate(microbatches):
+            if index == last and micro.size:
+                outcome, part = self._pass(micro)
+            else:
+                with self._special_scope(micro, index == last):
+                    outcome, part = self._pass(micro)
+            loss = loss + part
+            if outcome.weight is not None:
+                weight = outcome.weight if micro.size else outcome.weight * 0
+                total = weight if total is None else total + weight
+        metrics = self._task.measure(outcome, micro.size) if measure and micro.size else None
+        return Passed(loss, total, metrics)
+
+    def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
+        """Forward and backward over one micro-batch, and its part of the loss."""
+        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
+        part = self._part_of(micro, outcome)
+        value = self._value_of(part)
+        self.clock.mark()
+        self._backward(part)
+        return outcome, value
+
+    def _value_of(self, part: torch.Tensor) -> torch.Tensor | float:
+        value = part.detach() if self._moves else part.item()
+        if self._checks_loss and not math.isfinite(value):
+            raise NonFiniteLoss(float(value))
+        return value
+
+    def _part_of(self, micro: Microbatch, outcome: Outcome) -> torch.Tensor:
+        """A micro-batch's part of the loss, such that the mean over the data ranks of their sums is the loss."""
+        part = outcome.loss
+        if outcome.weight is not None:
+            part = unless_empty(part, outcome.weight) * (outcome.weight * (self._ranks if micro.size else 0))
+        elif outcome.is_sum:
+            part = part * (self._ranks if micro.size else 0)
+        elif micro.weight != 1.0:
+            part = part * micro.weight
+        return part if micro.size else part.nan_to_num(0.0)  # a stand-in's loss has weight 0, whatever it is
+
+    @contextmanager
+    def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
+        """Around a micro-batch that does not end its step, or is a stand-in: it leaves no trace in BatchNorm."""
+        for layer in self._batchnorms:
+            layer.share_is_empty = not micro.size
+        unsynced = [] if micro.size else [m for m in self.module.modules() if sees_its_share(m)]
+        for module in unsynced:
+            module.eval()  # keeps its running statistics as they are
+        try:
+            yield
+        finally:
+            for layer in self._batchnorms:
+                layer.share_is_empty = False
+            for module in unsynced:
+                module.train()
