@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The system's tools that some tests start for real: MPI, a Slurm cluster, a terminal, hosts on a network of their own;
-# and those that Horovod is built with.
+# and those that Horovod and DeepSpeed's operators are built with.
 # Installs what is missing where that is possible without asking anybody; else says what is missing, in one line.
 set -euo pipefail
 
@@ -27,6 +27,10 @@ done
 if ! echo '#include <mpi.h>' | mpicxx -x c++ -fsyntax-only - 2>/dev/null; then
     missing+=(mpi.h)
     packages+=(libopenmpi-dev)
+fi
+if ! echo '#include <libaio.h>' | g++ -x c++ -fsyntax-only - 2>/dev/null; then
+    missing+=(libaio.h)
+    packages+=(libaio-dev)
 fi
 [[ ${#missing[@]} -gt 0 ]] || exit 0
 [[ " ${missing[*]} " != *" slurm"* ]] || packages+=(slurm-wlm-basic-plugins)
