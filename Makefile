@@ -57,8 +57,10 @@ format: .venv/installed-all
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/installed-all
+bench: .venv/installed-all horovod
 	$(BIN)/distributed bench overhead
+	$(BIN)/distributed bench overhead --engine deepspeed
+	$(BIN)/distributed bench overhead --engine horovod
 	$(BIN)/distributed bench scaling
 	$(BIN)/distributed bench checkpoint
 	$(BIN)/distributed bench recovery

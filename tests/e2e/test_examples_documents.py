@@ -38,12 +38,13 @@ def test_python_in_documents_runs_as_written(
     assert json.loads((run_dir / "history.json").read_text())["world_size"] == 2
 
 
-def test_settings_reference_is_current() -> None:
-    before = (ROOT / "docs/settings.md").read_text()
+@pytest.mark.parametrize("page", ["settings", "engines"])
+def test_what_is_made_from_the_code_is_current(page: str) -> None:
+    before = (ROOT / f"docs/{page}.md").read_text()
     script = "import runpy, sys; sys.stdout.write(runpy.run_path(sys.argv[1])['render']())"
-    command = [sys.executable, "-c", script, str(ROOT / "docs/generate_settings.py")]
+    command = [sys.executable, "-c", script, str(ROOT / f"docs/generate_{page}.py")]
     rendered = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8").stdout
-    assert rendered == before, "run: python docs/generate_settings.py"
+    assert rendered == before, f"run: python docs/generate_{page}.py"
 
 
 def test_events_reference_names_every_kind_and_field() -> None:
