@@ -52,6 +52,7 @@ class DeepSpeedEngine(Passes):
         self._moves = session.device.type != "cpu"
         self._checks_loss = plan.on_nan == "stop" and not self._moves
         self._ranks = plan.mesh.data_ranks
+        self._keeps_small = plan.precision.kind == "fp16"
         self._autocast, self._scaler = None, None
         self.module = task.model
         config = complete(plan)
@@ -168,7 +169,7 @@ class DeepSpeedEngine(Passes):
         DeepSpeed divides them by the scale of the loss before it clips them and takes their norm; the weight is made a
         part of that scale. Returns what the loss is to be multiplied by.
         """
-        total = self._session.sum("loss weight", total_weight.detach().double()).item()
+        total = self._session.sum("loss weight", total_weight.detach().double()).item() / self._unit
         if not total:
             raise NonFiniteLoss(math.nan)
         zero = self._zero

@@ -8,6 +8,7 @@ file that was left away. `python -m distributed.strategies.deepspeed_ops` builds
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import platform
@@ -43,12 +44,16 @@ _KEPT_APART = "/common/"
 
 
 def ops_folder(environ: Mapping[str, str]) -> Path:
-    """Where compiled ops lie: the user's choice, or one folder for each set of versions that must fit together."""
+    """Where compiled ops lie: the user's choice, or one folder for each set of versions that must fit together.
+
+    And for each environment: the compiler is given its paths, and others would build all of it again.
+    """
     if environ.get(_FOLDER):
         return Path(environ[_FOLDER])
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     versions = f"torch-{version('torch')}_deepspeed-{version('deepspeed')}_py{platform.python_version()}"
-    return cache / "distributed-training" / "deepspeed-ops" / versions
+    place = hashlib.sha256(torch.__path__[0].encode()).hexdigest()[:8]
+    return cache / "distributed-training" / "deepspeed-ops" / f"{versions}_{place}"
 
 
 def needed_ops(config: Mapping[str, Any]) -> tuple[str, ...]:

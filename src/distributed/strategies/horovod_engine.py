@@ -65,7 +65,7 @@ class HorovodEngine(TorchMesh):
         self._named = [(names[id(parameter)], parameter) for parameter in self._parameters]
         self._finds_unused = plan.replicate.find_unused_parameters
         self._is_adasum = plan.engine["reduction"] == "adasum"
-        self._compresses = plan.engine["compression"] == "fp16"
+        self._compresses = self._keeps_small = plan.engine["compression"] == "fp16"
         self._begin_alike(session)
         if not self._is_adasum:
             self._hooks = [p.register_post_accumulate_grad_hook(self._hook(name)) for name, p in self._named]

@@ -29,6 +29,8 @@ class Passes(Replica):
     """What engines share that take micro-batches one after the other, each with its own forward and backward pass."""
 
     _ranks: int  # data-parallel ones
+    _keeps_small = False  # whether gradients pass through a precision that does not hold large numbers
+    _unit = 1.0  # a loss's weight is counted in these
     _batchnorms: Sequence[SyncBatchNorm] = ()
 
     def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
@@ -52,11 +54,19 @@ class Passes(Replica):
         """Forward and backward over one micro-batch, and its part of the loss."""
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
         outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
+        if self._keeps_small and outcome.weight is not None:
+            self._choose_unit(outcome.weight)
         part = self._part_of(micro, outcome)
         value = self._value_of(part)
         self.clock.mark()
         self._backward(part)
         return outcome, value
+
+    def _choose_unit(self, weight: torch.Tensor) -> None:
+        """Near the weight of a first micro-batch of all ranks. A power of two, so that it changes no digit of a sum."""
+        whole = float(self._session.sum("loss weight", weight.detach().double()).item())
+        self._unit = 2.0 ** round(math.log2(whole)) if whole > 0 else 1.0
+        self._keeps_small = False
 
     def _value_of(self, part: torch.Tensor) -> torch.Tensor | float:
         value = part.detach() if self._moves else part.item()
@@ -68,7 +78,8 @@ class Passes(Replica):
         """A micro-batch's part of the loss, such that the mean over the data ranks of their sums is the loss."""
         part = outcome.loss
         if outcome.weight is not None:
-            part = unless_empty(part, outcome.weight) * (outcome.weight * (self._ranks if micro.size else 0))
+            factor = self._ranks / self._unit if micro.size else 0
+            part = unless_empty(part, outcome.weight) * (outcome.weight * factor)
         elif outcome.is_sum:
             part = part * (self._ranks if micro.size else 0)
         elif micro.weight != 1.0:

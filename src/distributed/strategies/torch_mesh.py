@@ -270,7 +270,7 @@ class TorchMesh(Passes):
     def _divide_gradients(self, total_weight: torch.Tensor) -> torch.Tensor:
         """Divide by the weight of the whole global batch, which is known only now; returns the factor."""
         counted = total_weight.detach().double() * self.counts
-        factor = 1.0 / self._session.sum("loss weight", counted)
+        factor = self._unit / self._session.sum("loss weight", counted)
         grads = [local(p.grad) for p in self._parameters if p.grad is not None]
         if grads:  # a stage may have nothing to train
             torch._foreach_mul_(grads, factor.to(grads[0].device))  # which are elsewhere if they are offloaded
