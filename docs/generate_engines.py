@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from distributed.core.engines import ENGINES, matrix
-from distributed.core.registry import DISTRIBUTION
 
 TARGET = Path(__file__).with_name("engines.md")
 _BEGIN = "<!-- Made by docs/generate_engines.py from core/engines.py; edit the declarations there instead. -->"
@@ -23,8 +22,8 @@ def render() -> str:
 def _engines() -> str:
     lines = ["| `backend=` | what it is | what brings it |", "|---|---|---|"]
     for name, engine in ENGINES.entries.items():
-        brings = engine.install or (f'pip install "{DISTRIBUTION}[{engine.extra}]"' if engine.extra else "")
-        lines.append(f"| `{name}` | {engine.does} | {f'`{brings}`' if brings else 'nothing more'} |")
+        brings = f"`{engine.brought_by}`" if engine.brought_by else "nothing more"
+        lines.append(f"| `{name}` | {engine.does} | {brings} |")
     return "\n".join(lines)
 
 

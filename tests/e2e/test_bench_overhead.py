@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from distributed.bench import contenders
-from distributed.bench.contenders import CONTENDERS, find_contenders
+from distributed.bench.contenders import contenders_of, find_contenders
 from distributed.bench.overhead import measure_overhead
 from distributed.core.errors import ConfigError, RankFailedError
-from distributed.core.registry import Entry, Registry
+from distributed.core.registry import Entry
 
 
 def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,11 @@ def test_all_installed_contenders_are_measured(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     record = json.loads(target.read_text())
     rows = {row["contender"]: row for row in record["rows"]}
-    installed = {name for name, entry in CONTENDERS.entries.items() if not entry.needs or find_spec(entry.needs)}
+    installed = {
+        name
+        for name, entry in contenders_of("pytorch-ddp").entries.items()
+        if not entry.needs or find_spec(entry.needs)
+    }
     assert set(rows) == installed - {"bare"}
     assert {"ours", "bare-again"} <= set(rows)
     assert numbers_in(record)
@@ -65,8 +69,7 @@ def test_an_unknown_contender_is_refused_with_the_nearest() -> None:
 
 
 def test_a_contender_that_is_not_installed_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = dict(CONTENDERS.entries) | {"fabric": Entry("no.such:train", "no_such_module", "peers")}
-    monkeypatch.setitem(contenders._OF_ENGINES, "pytorch-ddp", Registry("contender", entries))
+    monkeypatch.setitem(contenders._PEERS, "fabric", Entry("no.such:train", "no_such_module", "peers"))
     field = find_contenders()
     assert field.missing == {"fabric": "peers"}
     assert "fabric" not in field.names

@@ -85,7 +85,7 @@ def assert_same_bytes(found: dict[str, torch.Tensor], wanted: dict[str, torch.Te
 @pytest.mark.parametrize("name", [*WITH_ZERO, *(f"{name}-universal" for name in UNIVERSAL)])
 def test_weights_and_optimizer_are_those_that_the_engine_held(name: str, folders: Path, tmp_path: Path) -> None:
     done = import_weights(str(folders / name), str(tmp_path))
-    assert done.path.endswith(f"step-{STEPS:06d}"), "DeepSpeed's own count"
+    assert done.path.endswith("step-000000"), "a run that goes on from it counts its own steps"
     assert done.with_optimizer
     assert not verify(done.path).problems
     state = load(done.path).shared
@@ -176,7 +176,7 @@ def train_on(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, dict[st
             Model(),
             loss_fn=nn.CrossEntropyLoss(),
             optimizer="adamw",
-            learning_rate=0.5,  # the imported rate is what counts
+            learning_rate=1e-2,  # as in the other run: the rate is a setting
             num_gpus=RANKS,
             epochs=1,
             progress=False,
@@ -199,7 +199,7 @@ def test_training_goes_on_as_deepspeed_would_have(folders: Path, tmp_path: Path)
         assert sum(not torch.equal(before[key], after[key]) for key in after) == 5, "what is trained has moved"
         for key, value in after.items():
             torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6, msg=f"{name}: {key}")
-        assert (tmp_path / f"run-{name}/checkpoints/step-{STEPS + MORE_STEPS:06d}").is_dir()
+        assert (tmp_path / f"run-{name}/checkpoints/step-{MORE_STEPS:06d}").is_dir()
 
 
 def test_missing_files_are_named(copy: Callable[[str], Path], tmp_path: Path) -> None:

@@ -11,26 +11,14 @@ from distributed.core.registry import Entry, Registry, is_installed, nearest_hin
 BARE, BARE_AGAIN, OURS = "bare", "bare-again", "ours"
 
 _OURS = Entry("distributed.bench.ours:train", "tensorboard", "tensorboard")
-CONTENDERS = Registry(
-    "contender",
-    {
-        BARE: Entry("distributed.bench.hand_written:train"),
-        BARE_AGAIN: Entry("distributed.bench.hand_written:train"),
-        OURS: _OURS,
-        "fabric": Entry("distributed.bench.peer_fabric:train", "lightning", "peers"),
-        "accelerate": Entry("distributed.bench.peer_accelerate:train", "accelerate", "peers"),
-        "lightning": Entry("distributed.bench.peer_lightning:train", "lightning", "peers"),
-        "lightning-silent": Entry("distributed.bench.peer_lightning:train_silent", "lightning", "peers"),
-    },
-)
-
-_OF_ENGINES = {"pytorch-ddp": CONTENDERS} | {
-    engine: Registry("contender", {BARE: Entry(bare), BARE_AGAIN: Entry(bare), OURS: _OURS})
-    for engine, bare in {
-        "deepspeed": "distributed.bench.hand_written_deepspeed:train",
-        "horovod": "distributed.bench.hand_written_horovod:train",
-    }.items()
+_PEERS = {  # of the first engine, which they all stand on
+    "fabric": Entry("distributed.bench.peer_fabric:train", "lightning", "peers"),
+    "accelerate": Entry("distributed.bench.peer_accelerate:train", "accelerate", "peers"),
+    "lightning": Entry("distributed.bench.peer_lightning:train", "lightning", "peers"),
+    "lightning-silent": Entry("distributed.bench.peer_lightning:train_silent", "lightning", "peers"),
 }
+MEASURED = [name for name, engine in ENGINES.entries.items() if engine.bare]
+
 
 SETUPS = {
     BARE: "the engine, DistributedSampler, DataLoader and a loop written by hand; no logging",
@@ -49,20 +37,20 @@ class Field:
 
     names: tuple[str, ...]
     missing: dict[str, str]  # name → the extra that brings it
-    engine: str = "pytorch-ddp"
+    engine: str = MEASURED[0]
 
 
 def contenders_of(engine: str) -> Registry[Entry]:
     """Whoever can be measured against an engine's own minimal loop."""
-    if engine not in _OF_ENGINES:
-        raise ConfigError(
-            f"there is no bare loop of {engine!r} to measure against", do=nearest_hint(engine, _OF_ENGINES)
-        )
-    ENGINES.require(engine)
-    return _OF_ENGINES[engine]
+    if engine not in MEASURED:
+        what = f"there is no bare loop of {engine!r} to measure against"
+        raise ConfigError(what, do=nearest_hint(engine, MEASURED))
+    bare = Entry(ENGINES.require(engine).bare)
+    peers = _PEERS if engine == MEASURED[0] else {}
+    return Registry("contender", {BARE: bare, BARE_AGAIN: bare, OURS: _OURS} | peers)
 
 
-def find_contenders(only: list[str] | None = None, engine: str = "pytorch-ddp") -> Field:
+def find_contenders(only: list[str] | None = None, engine: str = MEASURED[0]) -> Field:
     """Those asked for, or all; the bare loop against itself is always there. Nothing is imported."""
     entries = contenders_of(engine).entries
     unknown = [name for name in only or () if name not in entries]

@@ -71,20 +71,17 @@ def import_weights(
     source: str,
     to: str,
     *,
-    step: int | None = None,
+    step: int = 0,
     key: str | None = None,
     strip_prefix: str = "",
     weights_only: bool = False,
     trust: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Imported:
-    """Make a checkpoint from a file or folder of this machine; its step is the given one, or what the folder tells."""
+    """Make a checkpoint from a file or folder of this machine; a run that begins with it counts on from `step`."""
     storage = open_storage(to)
-    if step is not None:
-        _refuse_overwriting(storage, step)
-    weights = read_weights(source, key=key, trust=trust)
-    step = weights.step if step is None else step
     _refuse_overwriting(storage, step)
+    weights = read_weights(source, key=key, trust=trust)
     tensors = _strip(weights.tensors, strip_prefix, source)
     state: dict[str, Any] = {"model": tensors}
     if weights.optimizer is not None and not weights_only:
@@ -92,7 +89,7 @@ def import_weights(
     tree, flat = outline(state)
     check_writable(storage, tree.nbytes)
     about = {"from": os.path.abspath(source), "format": weights.format, "components": list(state)}
-    meta = {"imported": about | dict(weights.about)}
+    meta = {"imported": about | {"step": weights.step} | dict(weights.about)}
     written = _publish(storage, step, tree, weights, flat, meta, progress)
     path, note = storage.locate(step_name(step)), "" if weights_only else weights.note
     return Imported(

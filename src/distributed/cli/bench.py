@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from distributed.bench.contenders import find_contenders
+from distributed.bench.contenders import MEASURED, find_contenders
 from distributed.bench.overhead import measure_overhead
 from distributed.bench.scaling import measure_scaling
 from distributed.core.errors import ConfigError
@@ -37,9 +37,7 @@ def overhead(
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Only this contender; may be repeated.")
     ] = None,
-    engine: Annotated[
-        str, typer.Option(metavar="NAME", help="Whose bare loop: pytorch-ddp, deepspeed or horovod.")
-    ] = "pytorch-ddp",
+    engine: Annotated[str, typer.Option(metavar="NAME", help=f"Whose bare loop: {', '.join(MEASURED)}.")] = MEASURED[0],
     json_file: JsonFile = None,
 ) -> None:
     """What a trainer costs: CPU time a step over a hand-written loop, on a model so small that nothing hides it.

@@ -143,9 +143,7 @@ def import_(
         ),
     ],
     to: Annotated[str, typer.Option("--to", metavar="DIR", help="The checkpoint_dir to put it into, or a URL.")],
-    step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The step that it is of; else DeepSpeed's own count, or 0.")
-    ] = None,
+    step: Annotated[int, typer.Option(min=0, metavar="N", help="The step that a run goes on from.")] = 0,
     key: Annotated[
         str | None, typer.Option(metavar="NAME", help="Where the state dict is, such as state_dict; '.': at the top.")
     ] = None,
@@ -159,7 +157,7 @@ def import_(
 ) -> None:
     """Make a checkpoint from weights of another program, for resume_from_checkpoint.
 
-    It holds the model alone; from a folder of DeepSpeed also the optimizer's state and the step. No code of the file is
+    It holds the model alone; from a folder of DeepSpeed also the optimizer's state. No code of the file is
     run: a .pt whose pickle needs code is refused, the pickle in a torch DCP directory may name nothing but the records
     that torch writes (--trust lifts that), and what DeepSpeed's files name gets inert stand-ins.
 

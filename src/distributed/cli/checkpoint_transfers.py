@@ -54,7 +54,7 @@ def export_adapter(path: str, to: str) -> None:
 
 
 def import_from(
-    source: str, to: str, *, step: int | None, key: str | None, strip_prefix: str, weights_only: bool, trust: bool
+    source: str, to: str, *, step: int, key: str | None, strip_prefix: str, weights_only: bool, trust: bool
 ) -> None:
     with byte_bar("importing") as progress:
         done = import_weights(

@@ -193,8 +193,8 @@ def _engines() -> Iterator[Finding]:
     for name, engine in ENGINES.entries.items():
         if engine.needs:
             has = is_installed(engine.needs)
-            do = engine.install or f'pip install "{DISTRIBUTION}[{engine.extra}]"'
-            yield Finding(f"engine {name}", engine.does if has else "not installed", _state(has), "" if has else do)
+            what = engine.does if has else "not installed"
+            yield Finding(f"engine {name}", what, _state(has), "" if has else engine.brought_by)
 
 
 def _matrix() -> Table:

@@ -50,6 +50,7 @@ class Engine(Entry):
     shards: str = "none"  # what data-parallel ranks share out when nothing is said
     offloads: tuple[str, ...] = ()  # the kinds of sharding under which it can keep state in host memory
     plans: str = ""  # module:function that makes its own part of the plan; see planner/planning.py
+    bare: str = ""  # module:function that trains with it by hand, for `distributed bench overhead`
     claims: Callable[[Wanted], str] = lambda wanted: ""  # why backend='auto' is this one; "": it is not
 
 
@@ -174,6 +175,7 @@ ENGINES: Registry[Engine] = Registry(
             does="PyTorch's own, every rank with the whole model unless it is told otherwise",
             can=_MESH | {"bitwise": Can(), "regroup": Can("where nothing is shared out, on gloo")},
             offloads=("grad_op", "full", "hybrid"),
+            bare="distributed.bench.hand_written:train",
             bitwise="distributed.strategies.bitwise:BitwiseReplicas",
             claims=lambda wanted: "" if _why_fsdp(wanted) else "data-parallel ranks hold the same parameters",
         ),
@@ -203,8 +205,8 @@ ENGINES: Registry[Engine] = Registry(
                 "zero1": Can(),
                 "zero2": Can(),
                 "zero3": Can(),
-                "cpu_offload": Can(),
-                "offload_optimizer": Can(),
+                "cpu_offload": Can("parameters with ZeRO-3"),
+                "offload_optimizer": Can("on a disk with ZeRO-3"),
                 "offload_parameters": Can("with ZeRO-3"),
                 "config_file": Can(),
                 "save": Can(),
@@ -214,6 +216,7 @@ ENGINES: Registry[Engine] = Registry(
             shards="grad_op",
             offloads=("optimizer", "grad_op", "full"),
             plans="distributed.planner.deepspeed:plan_engine",
+            bare="distributed.bench.hand_written_deepspeed:train",
             claims=lambda wanted: "a DeepSpeed configuration is given" * (wanted.config.deepspeed_config is not None),
         ),
         "horovod": Engine(
@@ -232,6 +235,7 @@ ENGINES: Registry[Engine] = Registry(
                 "regroup": Can("on gloo, unless fusion or cycle time is set"),
             },
             plans="distributed.planner.horovod:plan_engine",
+            bare="distributed.bench.hand_written_horovod:train",
         ),
     },
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from distributed.core.errors import ConfigError
@@ -251,3 +252,18 @@ def visible_devices() -> str | None:
 def inherited_environ() -> dict[str, str]:
     """A copy of this process's environment, for the ranks that a launcher starts."""
     return dict(os.environ)
+
+
+@contextmanager
+def environ_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """While this lasts, these variables stand in the environment of this process: for a library that reads them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

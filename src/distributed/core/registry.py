@@ -23,6 +23,11 @@ class Entry:
     extra: str = ""
     install: str = ""  # what installs it, where that is no extra
 
+    @property
+    def brought_by(self) -> str:
+        """The command that installs what it needs; "": nothing is needed."""
+        return self.install or (_pip(self.extra) if self.extra else "")
+
 
 E_ = TypeVar("E_", bound=Entry)
 
@@ -48,7 +53,7 @@ class Registry(Generic[E_]):
             raise ConfigError(f"{self.kind} {name!r} is not known", do=nearest_hint(name, self.entries))
         entry = self.entries[name]
         if not is_installed(entry.needs):
-            raise _missing(entry.needs, f"{self.kind} {name!r}", entry.install or _pip(entry.extra))
+            raise _missing(entry.needs, f"{self.kind} {name!r}", entry.brought_by)
         return entry
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import Problem
 from distributed.core.plan import Decision, Plan
-from distributed.planner.deepspeed_adoption import FILLED, STAGES
+from distributed.planner.deepspeed_adoption import FILLED
 from distributed.planner.deepspeed_keys import (
     AUTO,
     ZERO_PLUS_PLUS,
@@ -26,6 +26,7 @@ from distributed.planner.deepspeed_keys import (
     zero_passed_on,
 )
 from distributed.planner.deepspeed_offload import Offloads, plan_offloads
+from distributed.planner.parallel import STAGES
 from distributed.planner.planning import JobProfile
 
 _STAGE_OF = {kind: stage for stage, kind in STAGES.items()}
@@ -59,11 +60,11 @@ def plan_engine(
         engine["optimizer"] = _optimizer(content, plan)
     problems += _problems(content, source, config, profile, plan)
     decisions += _decisions(content, source, config, plan, engine)
-    return {"config": engine}
+    return {"config": engine, "source": source}
 
 
 def _zero(content: Content, config: DistributedConfig, profile: JobProfile, plan: Plan, offloads: Offloads) -> Content:
-    zero = zero_passed_on(content) | {"stage": _STAGE_OF.get(plan.shard.kind, 0)}
+    zero = zero_passed_on(content) | {"stage": _STAGE_OF[plan.shard.kind]}
     for name, where in (("offload_optimizer", offloads.optimizer), ("offload_param", offloads.parameters)):
         if where:
             kept = {key: value for key, value in section(content, f"zero_optimization.{name}").items() if value != AUTO}

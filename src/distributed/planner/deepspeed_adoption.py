@@ -11,8 +11,8 @@ from distributed.core.config import DistributedConfig
 from distributed.core.engines import ENGINES
 from distributed.core.errors import ConfigError, Problem
 from distributed.planner.deepspeed_keys import AUTO, Content, check_keys, find_autos, name_of, read_content, section
+from distributed.planner.parallel import STAGES
 
-STAGES = {1: "optimizer", 2: "grad_op", 3: "full"}
 OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _ANY = "zero_optimization."  # there, "auto" is also DeepSpeed's own default
@@ -70,7 +70,7 @@ def adopt(config: DistributedConfig, problems: list[Problem], ranks: int | None 
     source = name_of(given)
     problems += check_keys(content, source)
     for path in find_autos(content):
-        if path not in FILLED and not path.startswith(_ANY):
+        if path not in FILLED and ("[" in path or not path.startswith(_ANY)):
             what, why = f'{source}: {path}="auto"', "no setting here says it"
             problems.append(Problem(what, why=why, do="write its value, or leave it out"))
     problems += _of_wrong_kind(content, source)

@@ -332,9 +332,10 @@ def passed_on(content: Content) -> Content:
 
 def find_autos(content: Any, path: str = "") -> Iterator[str]:
     """The paths of everything that is left to the settings here."""
-    for key, value in content.items():
-        where = f"{path}{key}"
+    is_list = isinstance(content, list)
+    for key, value in enumerate(content) if is_list else content.items():
+        where = f"{path}[{key}]" if is_list else f"{path}.{key}".removeprefix(".")
         if value == AUTO:
             yield where
-        elif isinstance(value, dict):
-            yield from find_autos(value, f"{where}.")
+        elif isinstance(value, (dict, list)):
+            yield from find_autos(value, where)

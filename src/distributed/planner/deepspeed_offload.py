@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import Problem
+from distributed.core.offload_files import files_of
 from distributed.core.plan import Decision, Plan
 
 _OPTIMIZER_BYTES = 16  # a parameter: its master, two moments and, once there are some, its gradient, in fp32
@@ -107,7 +107,7 @@ def _check_folder(folder: str, needed: int, run_dir: str) -> list[Problem]:
             os.makedirs(folder, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
-        free = shutil.disk_usage(_existing(folder)).free + _left_behind(Path(folder), run_dir)
+        free = shutil.disk_usage(_existing(folder)).free + _left_behind(folder, run_dir)
     except OSError as error:
         return [Problem(f"offload_dir={folder!r} cannot be written to", why=error.strerror or str(error), do=do)]
     if free >= needed:
@@ -121,11 +121,10 @@ def _existing(folder: str) -> Path:
     return next(one for one in (path, *path.parents) if one.exists())
 
 
-def _left_behind(folder: Path, run_dir: str) -> int:
-    """Bytes that this run has there from before it was started again, and writes over; see deepspeed_process.py."""
-    own = f"deepspeed-{hashlib.sha256(os.path.abspath(run_dir).encode()).hexdigest()[:12]}"
+def _left_behind(folder: str, run_dir: str) -> int:
+    """Bytes that this run has there from before it was started again, when it takes them away."""
     total = 0
-    for file in (folder / own).rglob("*.swp"):
+    for file in files_of(folder, run_dir).rglob("*.swp"):
         with suppress(FileNotFoundError):  # another rank has begun to make its own
             total += file.stat().st_size
     return total

@@ -16,7 +16,7 @@ from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Decision, LoraPlan, MemoryPlan, PipelinePlan, ShardPlan, TensorPlan
 
 _AXES = {"pipeline_parallel": "pp", "context_parallel": "cp", "tensor_parallel": "tp"}
-_STAGES = {0: "none", 1: "optimizer", 2: "grad_op", 3: "full"}
+STAGES = {0: "none", 1: "optimizer", 2: "grad_op", 3: "full"}
 _NEEDS_MULTIPLE = ("interleaved", "zero_bubble")
 _FILLED = 2  # micro-batches a stage that keep most of a pipeline busy
 
@@ -132,7 +132,7 @@ def _fill(size: int, stages: int, accumulation: int) -> int:
 def _sharding(config: DistributedConfig, problems: list[Problem]) -> str | None:
     """What the settings say that data-parallel ranks share out; None: they say nothing."""
     asked = config.sharding
-    by_stage = None if config.zero_stage is None else _STAGES[config.zero_stage]
+    by_stage = None if config.zero_stage is None else STAGES[config.zero_stage]
     if asked is not None and by_stage is not None and by_stage != asked and (asked, by_stage) != ("hybrid", "full"):
         problems.append(
             Problem(
@@ -210,7 +210,7 @@ def _useless(config: DistributedConfig, kind: str, engine: Engine) -> list[Probl
     found = []
     for name, useless, do in (
         ("shard_groups", kind != "hybrid", "sharding='hybrid'"),
-        ("cpu_offload", kind not in engine.offloads, "backend='fsdp'"),
+        ("cpu_offload", "cpu_offload" in engine.can and kind not in engine.offloads, "backend='fsdp'"),
         ("sequence_parallel", config.tensor_parallel == 1, "tensor_parallel=2, say"),
         ("tensor_parallel_plan", config.tensor_parallel == 1, "tensor_parallel=2, say"),
         ("pipeline_schedule", config.pipeline_parallel == 1, "pipeline_parallel=2, say"),

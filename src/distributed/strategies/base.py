@@ -87,7 +87,11 @@ class Strategy(Protocol):
 
     def train(self, mode: bool) -> None: ...
 
-    def close(self) -> None: ...
+    def finish(self) -> None:
+        """The run has ended well, and every rank comes here: what each needs of the others for the user's model."""
+
+    def close(self) -> None:
+        """Give the user's model back, also after a failure, when nobody may be left to ask for anything."""
 
     def state(self) -> StateTree: ...
 

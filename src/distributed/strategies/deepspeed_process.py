@@ -6,7 +6,6 @@ Each of these is the user's process's own again when the engine is closed.
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import shutil
 import sys
@@ -17,7 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distributed.core.env import environ_with
+from distributed.core.offload_files import files_of
 from distributed.core.plan import Plan
+from distributed.runtime.session import Session
 from distributed.strategies.deepspeed_ops import ops_folder
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -27,12 +29,11 @@ def complete(plan: Plan) -> dict[str, Any]:
     """The plan's configuration with what depends on the number of ranks, and nothing that waits for a GPU or prints."""
     batch = plan.batch
     config: dict[str, Any] = copy.deepcopy(plan.engine["config"])
-    config.setdefault("steps_per_print", sys.maxsize)
     config.setdefault("timers", {"throughput": {"enabled": False}})
     for name in _OFFLOADS:  # two runs may have been given the same folder
         place = config["zero_optimization"].get(name) or {}
         if place.get("device") == "nvme":
-            place["nvme_path"] = str(_files_of(plan, place["nvme_path"]))
+            place["nvme_path"] = str(files_of(place["nvme_path"], plan.run_dir))
     return config | {
         "train_micro_batch_size_per_gpu": batch.per_device,
         "gradient_accumulation_steps": batch.accumulation,
@@ -40,22 +41,24 @@ def complete(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _files_of(plan: Plan, folder: str) -> Path:
-    """A run's own place in a folder; the same when it is started again, which writes over what is left of it."""
-    return Path(folder) / f"deepspeed-{hashlib.sha256(os.path.abspath(plan.run_dir).encode()).hexdigest()[:12]}"
-
-
 @contextmanager
-def files_on_disk(config: Mapping[str, Any], rank: int) -> Iterator[None]:
-    """What a rank puts onto a disk is taken away in the end, with the folders that are empty then."""
+def files_on_disk(config: Mapping[str, Any], session: Session) -> Iterator[None]:
+    """What a rank puts onto a disk is taken away in the end, with the folders that are empty then.
+
+    What an earlier world of this run has left goes before: it may have had ranks that are not here. Every rank comes.
+    """
     zero = config["zero_optimization"]
     roots = {Path(place["nvme_path"]) for name in _OFFLOADS if "nvme_path" in (place := zero.get(name) or {})}
+    if roots:
+        for root in roots if session.env.local_rank == 0 else ():  # of each node, whose disk it may be
+            shutil.rmtree(root, ignore_errors=True)
+        session.barrier("files of an earlier world")
     try:
         yield
     finally:
         for root in roots:
             for parent, _, _ in list(os.walk(root)):  # which does not mind that other ranks do the same
-                shutil.rmtree(Path(parent) / f"rank{rank}", ignore_errors=True)
+                shutil.rmtree(Path(parent) / f"rank{session.rank}", ignore_errors=True)
             for parent, _, _ in list(os.walk(root, topdown=False)):
                 with suppress(OSError):  # another rank's files are there, or it has taken the folder away
                     os.rmdir(parent)
@@ -67,16 +70,8 @@ def told(device: str, local_rank: int) -> Iterator[None]:
     variables = {"LOCAL_RANK": str(local_rank), "TORCH_EXTENSIONS_DIR": str(ops_folder(os.environ))}
     if device == "cpu":
         variables["DS_ACCELERATOR"] = "cpu"  # looked for when it is imported
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
+    with environ_with(variables):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

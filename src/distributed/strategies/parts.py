@@ -24,6 +24,7 @@ from distributed.strategies.context_parallel import ContextParallel
 from distributed.strategies.fully_sharded import accumulate, shard
 from distributed.strategies.gradient_norm import GradientNorm
 from distributed.strategies.gradient_sums import mean_gradients
+from distributed.strategies.in_parts import mark_parts
 from distributed.strategies.layout import Layout
 from distributed.strategies.lora import init_lora, is_adapter
 from distributed.strategies.materialize import is_meta, materialize, send_weights
@@ -36,15 +37,12 @@ from distributed.strategies.stages import cut
 from distributed.strategies.tensor_parallel import TensorParallel
 from distributed.strategies.tensor_plans import find_styles, styles_from
 
-_IN_PARTS = "_distributed_in_parts"
-
 
 class Parts:
     """Of one rank. Made of the whole model, in place."""
 
     def __init__(self, module: nn.Module, plan: Plan, session: Session) -> None:
         spec, device = plan.mesh, session.device
-        _refuse_twice(module)
         self.module, self._device, self._session, self._kind = module, device, session, plan.shard.kind
         self.layout = Layout(module)
         self.names = list(module.state_dict())
@@ -66,7 +64,7 @@ class Parts:
         if is_meta(module):
             make(module, plan, session, self.layout)
         if not all(self.layout.is_whole(name) for name in self.names):
-            module.__dict__[_IN_PARTS] = True
+            mark_parts(module)
         place = self.groups.place
         # Of the ranks that share the work on the same samples, the last stage's first one has the loss of all.
         self.counts = place["cp"] == place["tp"] == 0 and place["pp"] == spec.pp - 1
@@ -295,15 +293,6 @@ def prepare_blocks(module: nn.Module, plan: Plan) -> Callable[[], None]:
         undo_recompute(module)
 
     return undo
-
-
-def _refuse_twice(module: nn.Module) -> None:
-    if module.__dict__.get(_IN_PARTS):
-        raise TaskError(
-            "an earlier fit has cut this model into parts",
-            why="each rank holds a part of it only, which cannot be cut again",
-            do="make the model anew, and resume from the checkpoint of that fit",
-        )
 
 
 def _move(module: nn.Module, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
@@ -32,6 +33,21 @@ class Passes(Replica):
     _keeps_small = False  # whether gradients pass through a precision that does not hold large numbers
     _unit = 1.0  # a loss's weight is counted in these
     _batchnorms: Sequence[SyncBatchNorm] = ()
+
+    _buffers_differ = False  # whether those of the ranks may
+    _data_groups: Sequence[dist.ProcessGroup | None] = (None,)  # over which the samples are shared out; None: all ranks
+
+    def train(self, mode: bool) -> None:
+        if not mode:
+            self._agree_on_buffers()
+        super().train(mode)
+
+    def _agree_on_buffers(self) -> None:
+        """The first data rank's are those that count, for DDP, checkpoints and evaluation. Every rank comes here."""
+        if self._buffers_differ:
+            for buffer in self.module.buffers():
+                for group in self._data_groups if not buffer.is_meta else ():
+                    dist.broadcast(buffer, group=group, group_src=0)
 
     def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
         loss: torch.Tensor | float = 0.0

@@ -14,9 +14,10 @@ from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask
 from distributed.strategies.compute_clock import ComputeClock
+from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.optimizer_state import load_named_state, named_state
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def unless_empty(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -52,6 +53,7 @@ class Replica:
         self._checks_loss = plan.on_nan == "stop" and not self._moves  # on a GPU a look at the loss would wait for it
         self._clip_norm = plan.optimizer.clip_norm
         self.module = task.model
+        refuse_parts(self.module)
         self._prepare_model(task, plan, session)
         self.optimizer = self._make_optimizer(task, plan)
         self._stepper: Any = self.optimizer  # what steps in its name
@@ -60,7 +62,7 @@ class Replica:
             parameter.grad = None
         self._model: nn.Module = self.module  # what training calls
         self._buffers_before: list[_Kept] | None = None  # what the step in flight began with
-        dtype = _DTYPES.get(plan.precision.kind)
+        dtype = LOW_PRECISION.get(plan.precision.kind)
         self._autocast = torch.autocast(session.device.type, dtype) if dtype else None
         self._scaler = None
         if plan.precision.kind == "fp16" and not session.is_dry:
@@ -94,6 +96,9 @@ class Replica:
 
     def train(self, mode: bool) -> None:
         self._model.train(mode)
+
+    def finish(self) -> None:
+        """Nothing: the user's model has its new weights."""
 
     def state(self) -> StateTree:
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}

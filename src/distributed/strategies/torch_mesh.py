@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,6 +60,7 @@ class TorchMesh(Passes):
                 self._model = self._replicate(plan, session)
         else:
             self.counts, self.in_step = self._parts.counts, True
+            self._data_groups = self._parts.groups.data_groups
             self._verifies = self._parts.context is not None and not session.is_dry
             if plan.shard.kind == "optimizer":
                 self._stepper = self._parts.share_optimizer(self.optimizer)
@@ -233,19 +233,6 @@ class TorchMesh(Passes):
         """Those that may differ between ranks."""
         modules = (m for m in self.module.modules() if not isinstance(m, SyncBatchNorm))
         return [buffer for m in modules for buffer in m.buffers(recurse=False)]
-
-    def train(self, mode: bool) -> None:
-        if not mode:
-            self._agree_on_buffers()
-        super().train(mode)
-
-    def _agree_on_buffers(self) -> None:
-        """The first data rank's are those that count, for DDP, checkpoints and evaluation. Every rank comes here."""
-        if self._buffers_differ:
-            groups = [None] if self._parts is None else self._parts.groups.data_groups
-            for buffer in self.module.buffers():
-                for group in groups if not buffer.is_meta else ():
-                    dist.broadcast(buffer, group=group, group_src=0)
 
     def close(self) -> None:
         """Give the user's model back as it was made, with its new weights; what was cut stays cut."""

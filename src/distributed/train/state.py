@@ -128,7 +128,10 @@ class RunState:
         self._saved_at = self._published_at = restored.step
         self.path = restored.path
         if "imported" in restored.manifest.meta:  # another program's weights, or state too; all else begins anew
+            rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
             self._strategy.load_state(restored.shared)
+            for group, rate in zip(self._strategy.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate  # this run's, as its schedule is
             self.progress = Progress(step=restored.step)
             return
         self._take(restored.shared)
