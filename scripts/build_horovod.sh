@@ -42,8 +42,8 @@ while [[ $# -gt 0 ]]; do
 done
 [[ $mpi =~ ^(auto|0|1)$ ]] || fail "--mpi takes auto, 0 or 1, not '$mpi'" 2
 [[ -x $python ]] || fail "there is no Python at $python; name one that has torch: --python PATH"
-tag=$("$python" -c 'import sys; from importlib.metadata import version
-print(sys.implementation.cache_tag + "-torch" + version("torch"))' 2>/dev/null) ||
+tag=$("$python" -c 'import platform, sys; from importlib.metadata import version
+print(sys.implementation.cache_tag, platform.machine(), "torch" + version("torch"), sep="-")' 2>/dev/null) ||
     fail "$python has no torch, which Horovod is built against: pip install torch, or name another with --python"
 
 if [[ $mpi != 0 ]]; then

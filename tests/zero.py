@@ -67,10 +67,10 @@ def make_tied() -> nn.Module:
     return Tied()
 
 
-def make_wide() -> nn.Module:
+def make_wide(width: int = 6000) -> nn.Module:
     """Large enough for DeepSpeed to move a rank's half of it to a disk, which it does with no less than 1 MiB."""
     torch.manual_seed(11)
-    return nn.Sequential(nn.Embedding(13, 64), nn.Linear(64, 6000), nn.ReLU(), nn.Linear(6000, 64), Turned(64))
+    return nn.Sequential(nn.Embedding(13, 64), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64), Turned(64))
 
 
 def make_normed() -> nn.Module:

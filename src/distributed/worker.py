@@ -93,17 +93,20 @@ def next_world(line: Line, attempt: int, message: str) -> WorkerEnv:
     return env
 
 
-def run_rank(job: Job, session: Session, *, shows_progress: bool, line: Line | None = None) -> History:
+def run_rank(
+    job: Job, session: Session, *, shows_progress: bool, line: Line | None = None, gives_back: bool = True
+) -> History:
     """Train this rank's part; what it returns is the same on every rank.
 
-    With a line to its launcher, a rank that loses a peer keeps what it holds and goes on in the next world.
+    With a line to its launcher, a rank that loses a peer keeps what it holds and goes on in the next world. Where
+    somebody here wants the model afterwards, `gives_back` has the ranks bring it together.
     """
     held: Held | None = None
     is_spent = False  # its model and optimizer are those of a run that is gone
     watchers = _Watchers(shows_progress)
     try:
         while True:
-            outcome = _live(job, session, held, is_spent, watchers, line)
+            outcome = _live(job, session, held, is_spent, watchers, line, gives_back)
             if isinstance(outcome, History):
                 return outcome
             assert line is not None
@@ -129,7 +132,13 @@ class Broken:
 
 
 def _live(
-    job: Job, session: Session, held: Held | None, is_spent: bool, watchers: _Watchers, line: Line | None
+    job: Job,
+    session: Session,
+    held: Held | None,
+    is_spent: bool,
+    watchers: _Watchers,
+    line: Line | None,
+    gives_back: bool,
 ) -> History | Broken:
     """One world of this rank, from joining it to the end of the run or of the world."""
     plan, task, env = job.plan, job.task, session.env
@@ -176,6 +185,8 @@ def _live(
             held = inherited = None  # a second copy of the state on every rank that was given it
             history = loop.run()
         _settle(session, line)
+        if gives_back:
+            strategy.finish()
         if session.is_main:
             history.save(Path(plan.run_dir) / HISTORY)
         return history
@@ -301,7 +312,7 @@ def main() -> None:
     line = line_for(job.plan)
     session = open_session(job.plan, env, line)
     job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
-    history = run_rank(job, session, shows_progress=False, line=line)
+    history = run_rank(job, session, shows_progress=False, line=line, gives_back=False)
     leave_world()
     if history.interrupted:
         raise KeyboardInterrupt

@@ -7,8 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 from distributed.chaos import disk
 from distributed.chaos.hosts import Hosts
 from tests.conftest import clean_environ
+from tests.e2e.survival import wait_until
 
 SCRIPT = Path(__file__).with_name("soak_train.py")
 
@@ -59,14 +58,6 @@ def processes_of(folder: Path) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
-
-
-def wait_until(true: Callable[[], object], what: str) -> None:
-    for _ in range(600):
-        if true():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"not within 30 s: {what}")
 
 
 def test_kills(tmp_path):

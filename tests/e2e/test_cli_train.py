@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.e2e.survival import wait_until
 
 ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
 
@@ -83,14 +85,6 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         # A shell's background job ignores Ctrl-C, and so would all that it starts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-
-
-def wait_until(true: Callable[[], object], what: str) -> None:
-    for _ in range(600):
-        if true():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"not within 30 s: {what}")
 
 
 def pids_of_ranks(folder: Path, ranks: int = 2) -> list[int]:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distributed.core.errors import TaskError
+from distributed.core.offload_files import files_of
 from distributed.runtime.portions import Portion
 from distributed.testing import run_ranks
 from tests.meshes import make_model
@@ -38,6 +40,7 @@ FEATURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "batchnorm": (make_normed, {"gradient_accumulation_steps": 2}),
 }
 WIDE = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "learning_rate": 0.001}
+WIDER = 17000  # a rank's half of each of its two matrices in bf16 has more than 1 MiB
 
 
 def train(kind: str, model: nn.Module, steps: int = STEPS, **settings: Any) -> dict[str, Any]:
@@ -81,11 +84,15 @@ def train_special(folder: str) -> dict[str, Any]:
     return {
         "wide": train("plain", make_wide(), **WIDE),
         "wide_disk": train("z3", make_wide(), **WIDE | disk),
+        "wide_bf16": train("z3", make_wide(WIDER), 3, **WIDE | low),
+        "wide_bf16_disk": train("z3", make_wide(WIDER), 3, **WIDE | low | disk),
         "bf16": train("plain", make_tied(), **low),
         "bf16_z1": train("z1", make_tied(), **low),
         "bf16_z2": train("z2", make_tied(), **low),
         "bf16_z3": train("z3", make_tied(), **low),
-        "files_after": [folder for folder, _, _ in os.walk(folder) if folder.endswith(f"rank{dist.get_rank()}")],
+        "files_after": files_after(folder),
+        "given_back": {kind: give_back(kind) for kind in ("z2_bf16", "z3", "z3_bf16", "z3_cpu")},
+        "kept": refusals(),
         "begins": {kind: begins_with(kind) for kind in ("z1", "z3", "z2_bf16")},
         "features": {
             (feature, kind): train(kind, FEATURES[feature][0](), 6, **FEATURES[feature][1])
@@ -94,6 +101,37 @@ def train_special(folder: str) -> dict[str, Any]:
         },
         "bytes": {kind: held_bytes(kind) for kind in ("plain", "z3")},
     }
+
+
+def files_after(folder: str) -> list[str]:
+    """What is there once every rank has taken its own away."""
+    dist.barrier()
+    return os.listdir(folder)
+
+
+def give_back(kind: str) -> dict[str, Any]:
+    """What a script has of its model after a run that ended well, and whether another one can begin with it."""
+    model = make_tied()
+    rank = Rank(kind, model)
+    first, *_ = rank.steps(3)
+    masters = {name: pieces(value) for name, value in rank.strategy.state()["model"].items()}
+    rank.strategy.finish()
+    rank.strategy.close()
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    return {"masters": masters, "model": found, "losses": (first[0], Rank("plain", model).steps(1)[0][0])}
+
+
+def refusals() -> list[str]:
+    """What is said of a model that a failed run has left in parts."""
+    model, said = make_tied(), []
+    rank = Rank("z3", model)
+    rank.steps(1)
+    rank.strategy.close()
+    for kind in ("plain", "fsdp", "z1", "z3"):
+        with pytest.raises(TaskError) as refused:
+            Rank(kind, model)
+        said.append(refused.value.problems[0].what)
+    return said
 
 
 def begins_with(kind: str) -> bool:
@@ -162,7 +200,11 @@ def together() -> list[dict[tuple[str, str], Any]]:
 
 @pytest.fixture(scope="module")
 def special(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(train_special, 2, str(tmp_path_factory.mktemp("disk")))
+    folder = tmp_path_factory.mktemp("disk")
+    left = files_of(str(folder), "unused") / "zero_stage_3" / "rank7"  # of a larger world that was killed
+    left.mkdir(parents=True)
+    (left / "exp_avg-0.swp").touch()
+    return run_ranks(train_special, 2, str(folder))
 
 
 SHAPES = {name: value.shape for name, value in make_tied().state_dict().items()}
@@ -191,6 +233,33 @@ def test_state_on_a_disk_trains_the_same(special: Any) -> None:
     assert disk[0]["curve"] == [pytest.approx(step, rel=1e-5) for step in plain[0]["curve"]]
     for name in found:
         assert torch.allclose(found[name], expected[name], rtol=1e-5, atol=2e-6), name
+
+
+def test_bf16_parameters_in_files_train_the_same(special: Any) -> None:
+    shapes = {name: value.shape for name, value in make_wide(WIDER).state_dict().items()}
+    memory, disk = ([rank[kind] for rank in special] for kind in ("wide_bf16", "wide_bf16_disk"))
+    expected, found = (assemble([rank["weights"] for rank in ranks], shapes) for ranks in (memory, disk))
+    assert any("param" in name for name in disk[0]["files"])
+    assert disk[0]["curve"] == [pytest.approx(step, rel=1e-5) for step in memory[0]["curve"]]
+    for name in found:
+        assert torch.allclose(found[name], expected[name], rtol=1e-5, atol=2e-6), name
+
+
+@pytest.mark.parametrize("kind", ["z2_bf16", "z3", "z3_bf16", "z3_cpu"])
+def test_a_script_has_its_whole_model_with_the_master_values_after_a_run(kind: str, special: Any) -> None:
+    ended = [rank["given_back"][kind] for rank in special]
+    expected = assemble([rank["masters"] for rank in ended], SHAPES)
+    for rank in ended:
+        assert rank["model"].keys() == expected.keys()
+        for name, value in rank["model"].items():
+            assert value.shape == SHAPES[name], name
+            assert torch.equal(value.double(), expected[name]), name
+    before, after = ended[0]["losses"]  # of the same batch, the second in a run with another engine
+    assert after < before
+
+
+def test_what_a_failed_run_left_in_parts_is_refused_by_every_engine(special: Any) -> None:
+    assert [rank["kept"] for rank in special] == [["an earlier fit has cut this model into parts"] * 4] * 2
 
 
 @pytest.mark.parametrize("kind", ["bf16_z1", "bf16_z2", "bf16_z3"])

@@ -150,6 +150,22 @@ def equivalence(folder: str) -> dict[str, Any]:
     return found
 
 
+def long_sequences(folder: str) -> dict[str, list[float]]:
+    """Losses of gradients that go over the wire in fp16, which ends at 65504, and of others: 8 × 4096 positions."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(32, 6, 4096, generator=generator)
+    data = DataLoader(TensorDataset(100 * x, x[:, :5].argmax(1)), batch_size=1)
+    found: dict[str, list[float]] = {}
+    for compression in ("fp16", "none"):
+        trainer = Trainer(
+            make_model("tokens", torch.float32), loss_fn=nn.CrossEntropyLoss(), backend="horovod", batch_size=8,
+            compression=compression, learning_rate=1e-3, optimizer="sgd", progress=False, epochs=4,
+            run_dir=f"{folder}/long-{compression}",
+        )  # fmt: skip
+        found[compression] = trainer.fit(data)["loss"]
+    return found
+
+
 def traps(folder: str) -> dict[str, Any]:
     """AdamW's counter and weights around setup, and an optimizer that comes with state and a scheduler of its own."""
     import horovod.torch as hvd
@@ -262,6 +278,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     def all_of_it() -> dict[str, Any]:
         return {
             "equivalence": equivalence(folder),
+            "long": long_sequences(folder),
             "traps": traps(folder),
             "script": script_with_horovod(folder),
             "checkpoints": checkpoints(folder),
@@ -300,6 +317,13 @@ def test_compressed_gradients_come_close_and_are_not_the_same(found: list[dict[s
     assert not torch.equal(compressed["0.weight"], exact["0.weight"])
     for key in make_model().state_dict():
         torch.testing.assert_close(compressed[key], exact[key], rtol=2e-2, atol=2e-3)
+
+
+def test_compressed_gradients_of_many_targets_are_finite(found: list[dict[str, Any]]) -> None:
+    losses = found[0]["long"]
+    assert len(losses["none"]) == 4
+    assert losses["none"][-1] < 0.9 * losses["none"][0], "it does not train at all"
+    assert losses["fp16"] == pytest.approx(losses["none"], rel=1e-2)
 
 
 def test_a_parameter_that_no_rank_uses_is_left_alone(found: list[dict[str, Any]]) -> None:

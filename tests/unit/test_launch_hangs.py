@@ -141,6 +141,12 @@ compiling | compiling
     triton/compiler/compiler.py:3:compile FIT
 user code | net.py:3 in forward
     /src/net.py:3:forward torch/_dynamo/eval_frame.py:3:compile_wrapper FIT RANK
+collective | the collective 'synchronize'
+    horovod/torch/mpi_ops.py:1300:synchronize FIT RANK
+collective | the collective 'allreduce_bucket'
+    deepspeed/runtime/zero/stage_1_and_2.py:7:allreduce_bucket deepspeed/runtime/engine.py:9:backward FIT RANK
+user code | net.py:3 in forward
+    /src/net.py:3:forward torch/nn/modules/module.py:1:_call_impl deepspeed/runtime/engine.py:9:forward FIT RANK
 collective | the lock of an extension that another process builds
     torch/utils/file_baton.py:3:wait torch/utils/cpp_extension.py:3:load /src/train.py:3:forward
 """  # what is found, and below it the frames that say so, the innermost first

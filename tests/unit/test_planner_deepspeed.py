@@ -211,6 +211,20 @@ def test_an_auto_that_nothing_says_is_refused_by_name() -> None:
     assert ["aio.block_size" in problems[0].what, "optimizer.params.foreach" in problems[1].what] == [True, True]
 
 
+def test_an_auto_in_a_list_is_refused_by_its_place() -> None:
+    given = {
+        "aio": {"x": ["auto"]},
+        "optimizer": {"type": "AdamW", "params": {"betas": ["auto", 0.9]}},
+        "zero_optimization": {"leaf_module": {"classes": [["auto"]]}},
+    }
+    found = {problem.what.removeprefix("deepspeed_config: ") for problem in refusals(given)}
+    assert found == {
+        'aio.x[0]="auto"',
+        'optimizer.params.betas[0]="auto"',
+        'zero_optimization.leaf_module.classes[0][0]="auto"',
+    }
+
+
 def test_the_users_own_keys_stay() -> None:
     content = {
         "wall_clock_breakdown": True,

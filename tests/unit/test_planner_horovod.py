@@ -83,6 +83,14 @@ def test_mpi_without_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "apt-get install libopenmpi-dev openmpi-bin" in told
 
 
+def test_ranks_that_are_there_need_no_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the compute nodes of a cluster, where srun starts them."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, value in {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert plan(communication_backend="mpi").engine["controller"] == "mpi"
+
+
 def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
     assert "no folder" in refusal(timeline=str(tmp_path / "missing" / "timeline.json"))
     assert "it is a folder" in refusal(timeline=str(tmp_path))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from distributed.core.env import WorkerEnv
+from distributed.core.env_horovod import DriverAddress
 from distributed.core.errors import LaunchError
 from distributed.core.failure import is_collateral
-from distributed.runtime.horovod_world import find_meeting
+from distributed.runtime.horovod_world import Driver, find_meeting
 
 http_server = pytest.importorskip("horovod.runner.http.http_server", reason="no Horovod: make horovod")
 
@@ -65,6 +68,24 @@ def test_a_rank_that_waits_in_vain_says_for_whom(monkeypatch: pytest.MonkeyPatch
 def test_in_a_later_world_it_takes_rank_0_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match="rank 0 did not say") as failed:
         find_meeting(replace(RANKS[1], restarts=1), "", 0.2)
+    assert is_collateral(failed.value)
+
+
+def test_a_driver_that_does_not_take_what_it_is_told_is_named() -> None:
+    class Refuses(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            self.send_error(503)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        driver = Driver(DriverAddress("127.0.0.1", server.server_address[1], "localhost:0"))
+        with pytest.raises(LaunchError, match="does not answer") as failed:
+            driver.write("meeting-0", "here")
+        server.shutdown()
+    assert "did not take meeting-0" in str(failed.value)
     assert is_collateral(failed.value)
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import nn
 
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError, PlanError, TaskError
+from distributed.core.plan import Plan
 from distributed.runtime.portions import Portion, box_size
+from distributed.runtime.session import Session
 from distributed.strategies.deepspeed_engine import DeepSpeedEngine
 from distributed.strategies.deepspeed_ops import check_ops, needed_ops, ops_folder
 from distributed.strategies.flat_ranges import fill_range, range_boxes, range_portion
@@ -131,6 +134,52 @@ def test_what_zero_cannot_hold_is_refused_by_name() -> None:
     with pytest.raises(TaskError, match="Adagrad with several"):
         check(model, torch.optim.Adagrad(halves))
     check(model, torch.optim.AdamW(trained))
+
+
+def with_zero(plan: Plan, source: str, **values: Any) -> Plan:
+    config = plan.engine["config"]
+    zero = config["zero_optimization"] | values
+    return replace(plan, engine={"config": config | {"zero_optimization": zero}, "source": source})
+
+
+def test_values_that_deepspeed_refuses_are_named_before_anything_starts() -> None:
+    wrong = {
+        "zero_optimization": {"reduce_bucket_size": "x", "overlap_comm": "perhaps"},
+        "comms_logger": {"enabled": "maybe"},
+        "flops_profiler": 3,
+    }
+    with pytest.raises(PlanError) as refused:
+        check(make_tied(), deepspeed_config=wrong)
+    assert {problem.what.removeprefix("deepspeed_config: ") for problem in refused.value.problems} == {
+        'zero_optimization.reduce_bucket_size="x"',
+        'zero_optimization.overlap_comm="perhaps"',
+        'comms_logger.enabled="maybe"',
+        "flops_profiler=3",
+    }
+    assert "valid integer" in str(refused.value)
+    check(make_tied(), deepspeed_config={"zero_optimization": {"reduce_bucket_size": 1000}})
+
+
+@pytest.mark.parametrize(("source", "error"), [("", ValueError), ("ds.json", PlanError)])
+def test_a_setup_that_fails_leaves_the_users_optimizer_as_it_was(source: str, error: type[Exception]) -> None:
+    model = make_tied()
+    fixed, inner = list(model.fixed.parameters()), list(model.inner.parameters())
+    optimizer = torch.optim.AdamW([*fixed, *inner], lr=0.01)
+    model.inner(torch.ones(7)).sum().backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = {parameter: state["exp_avg"].clone() for parameter, state in optimizer.state.items()}
+    assert len(moments) == 2
+    plan = with_zero(plan_for(WorkerEnv(), model, backend="deepspeed"), source, reduce_bucket_size="x")
+    session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
+    engine = DeepSpeedEngine()
+    with pytest.raises(error, match="reduce_bucket_size"):
+        engine.setup(Task(model, nn.CrossEntropyLoss(), optimizer=optimizer), plan, session)
+    engine.close()
+    assert optimizer.param_groups[0]["params"] == [*fixed, *inner]
+    assert optimizer.state.keys() == moments.keys()
+    assert all(torch.equal(optimizer.state[parameter]["exp_avg"], value) for parameter, value in moments.items())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_models_that_it_cannot_train_are_refused() -> None:

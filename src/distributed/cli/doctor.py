@@ -21,6 +21,7 @@ from rich.table import Table
 
 import distributed
 from distributed.core.engines import ENGINES, matrix
+from distributed.core.env import inherited_environ
 from distributed.core.registry import DISTRIBUTION, is_installed
 from distributed.launch.ports import free_port
 from distributed.planner.hardware import Hardware, probe_hardware
@@ -192,9 +193,17 @@ def _extras() -> Iterator[Finding]:
 def _engines() -> Iterator[Finding]:
     for name, engine in ENGINES.entries.items():
         if engine.needs:
-            has = is_installed(engine.needs)
-            what = engine.does if has else "not installed"
-            yield Finding(f"engine {name}", what, _state(has), "" if has else engine.brought_by)
+            error = _cannot_load(engine.needs) if is_installed(engine.needs) else "not installed"
+            yield Finding(f"engine {name}", error or engine.does, _state(not error), engine.brought_by if error else "")
+
+
+def _cannot_load(module: str) -> str:
+    """Why not: a library that was built for another torch is found, and breaks when it is imported."""
+    environ = inherited_environ() | {"DS_ACCELERATOR": "cpu"}
+    asked = subprocess.run([sys.executable, "-c", f"import {module}"], env=environ, capture_output=True, text=True)
+    if asked.returncode == 0:
+        return ""
+    return f"does not load: {(asked.stderr.strip().splitlines() or [f'exit code {asked.returncode}'])[-1]}"
 
 
 def _matrix() -> Table:

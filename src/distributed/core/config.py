@@ -151,7 +151,10 @@ class DistributedConfig(BaseModel):
         "average", description="how the gradients of the ranks become one"
     )
     fusion_threshold_mb: float | None = Field(
-        None, ge=0, description="for horovod: gradients are sent together up to this size; by default its own, 128"
+        None,
+        ge=0,
+        le=4096,
+        description="for horovod: gradients are sent together up to this; by default 128",
     )
     cycle_time_ms: float | None = Field(
         None, gt=0, description="for horovod: how often it looks for gradients to send; by default its own, 1"

@@ -247,10 +247,18 @@ def load_strategy(name: str, is_bitwise: bool = False) -> Any:
     return load_target(engine.bitwise if is_bitwise else engine.target)
 
 
-def choose(wanted: Wanted) -> tuple[str, str]:
-    """The engine of backend='auto', and why; what has the most special reason is declared last."""
+def choose(wanted: Wanted, device: str) -> tuple[str, str]:
+    """The engine of backend='auto', and why; what has the most special reason is declared last.
+
+    Where that one cannot do what is asked for, the first that can.
+    """
     claims = ((name, engine.claims(wanted)) for name, engine in reversed(list(ENGINES.entries.items())))
-    return next((name, why) for name, why in claims if why)
+    chosen, why = next((name, why) for name, why in claims if why)
+    missing = [asked for asked, _, _ in refused(chosen, wanted, device)]
+    for name in ENGINES.entries if missing else ():
+        if not any(refused(name, wanted, device)):
+            return name, f"it is the one for {' and '.join(missing)}"
+    return chosen, why
 
 
 def refused(name: str, wanted: Wanted, device: str) -> Iterator[tuple[str, str, list[str]]]:

@@ -256,7 +256,14 @@ def inherited_environ() -> dict[str, str]:
 
 @contextmanager
 def environ_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """While this lasts, these variables stand in the environment of this process: for a library that reads them."""
+    """While this lasts, these variables stand in the environment of this process: for a library that reads them.
+
+    >>> with environ_with({"A_LIBRARY_READS": "1"}):
+    ...     os.environ["A_LIBRARY_READS"]
+    '1'
+    >>> "A_LIBRARY_READS" in os.environ
+    False
+    """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

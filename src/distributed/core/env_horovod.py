@@ -10,6 +10,7 @@ from distributed.core.env import ATTEMPT, NOMINAL, RESTARTS, WorkerEnv
 
 _PLACE = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")  # in the order of a driver's answer
 _ELASTIC = "HOROVOD_ELASTIC"
+FUSION_THRESHOLD, CYCLE_TIME = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ def take_out_elastic() -> bool:
     for twice is one in the world after the next.
     """
     return os.environ.pop(_ELASTIC, "") not in ("", "0")
+
+
+def knobs_in_environ() -> dict[str, str]:
+    """What Horovod finds in the environment that it cannot be told twice: horovodrun has options for it."""
+    return {name: os.environ[name] for name in (FUSION_THRESHOLD, CYCLE_TIME) if name in os.environ}
 
 
 def meeting_patience_s() -> float:

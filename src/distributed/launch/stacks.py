@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from distributed.core.engines import ENGINES
+
 _HEADER = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[.*\])? \(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
+# Packages that train in the model's place: they call the user's code, and else wait for the other ranks.
+_ENGINES = sorted({engine.needs.partition(".")[0] for engine in ENGINES.entries.values() if engine.needs})
 _OWN = f"{Path(__file__).parents[1]}/"
 _LIBRARIES = re.compile(r".*/(?:site|dist)-packages/")
 _STANDARD = re.compile(r"<frozen |.*/lib/python3[.\d]*/")  # what is neither a library nor generated
-_TORCH = re.compile(r".*(?:(?:site|dist)-packages|pytorch)/(?=(?:torch|triton)/)|.*/(?=torchinductor_[^/]*/)")
+_TORCH = re.compile(
+    rf".*(?:(?:site|dist)-packages|pytorch)/(?=(?:torch|triton|{'|'.join(_ENGINES)})/)|.*/(?=torchinductor_[^/]*/)"
+)
 
 _COMPILERS = ("torch/_dynamo/", "torch/_inductor/", "torch/utils/cpp_extension.py", "triton/")
 # These are on the stack of every call of what was compiled before, too.
@@ -25,7 +31,12 @@ _BUILD_LOCK = "torch/utils/file_baton.py"
 # What torch puts between a call and what is called: whatever stands outside of it is meant.
 _PLUMBING = re.compile(r"torch/(_ops|_compile|utils/_contextlib|_dynamo/eval_frame|autograd/function)\.py")
 _DATA = ("torch/utils/data/", "distributed/data/")
-_WAITING = ("torch/distributed/", "distributed/comm/", "distributed/runtime/session.py")
+_WAITING = (
+    "torch/distributed/",
+    "distributed/comm/",
+    "distributed/runtime/session.py",
+    *(f"{name}/" for name in _ENGINES),
+)
 _DDP, _DDP_RUNS_THE_MODEL = "torch/nn/parallel/distributed.py", {"forward", "_run_ddp_forward", "inner"}
 _BACKWARD = "_engine_run_backward"
 _WORKER_WAITS = {"_try_get_data", "_get_data"}
@@ -39,7 +50,7 @@ class Frame:
 
     @property
     def module(self) -> str:
-        """The path from the package on for torch and for us, "" for the standard library; else the path."""
+        """From the package on for torch, for engines and for us; "" for the standard library; else the whole path."""
         if self.path.startswith(_OWN):
             return f"distributed/{self.path[len(_OWN) :]}"
         torch = _TORCH.match(self.path)
@@ -50,7 +61,7 @@ class Frame:
 
     @property
     def is_foreign(self) -> bool:
-        """Neither ours, nor torch's, nor Python's: the user's, or of a library that the user calls."""
+        """Neither ours, nor torch's or an engine's, nor Python's: the user's, or of a library that the user calls."""
         return self.module == self.path
 
     @property

@@ -107,7 +107,8 @@ def _check_folder(folder: str, needed: int, run_dir: str) -> list[Problem]:
             os.makedirs(folder, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
-        free = shutil.disk_usage(_existing(folder)).free + _left_behind(folder, run_dir)
+        free = _left_behind(folder, run_dir)  # before the rest, as another rank may be taking it away
+        free += shutil.disk_usage(_existing(folder)).free
     except OSError as error:
         return [Problem(f"offload_dir={folder!r} cannot be written to", why=error.strerror or str(error), do=do)]
     if free >= needed:
@@ -124,9 +125,10 @@ def _existing(folder: str) -> Path:
 def _left_behind(folder: str, run_dir: str) -> int:
     """Bytes that this run has there from before it was started again, when it takes them away."""
     total = 0
-    for file in files_of(folder, run_dir).rglob("*.swp"):
-        with suppress(FileNotFoundError):  # another rank has begun to make its own
-            total += file.stat().st_size
+    for parent, _, names in os.walk(files_of(folder, run_dir)):
+        for name in names:
+            with suppress(FileNotFoundError):  # another rank has begun
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 

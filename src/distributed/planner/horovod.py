@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.core.config import DistributedConfig
+from distributed.core.env import worker_env
 from distributed.core.errors import Problem
 from distributed.core.plan import Decision, Plan
 
@@ -27,7 +28,8 @@ def plan_engine(
                 do="set device='cpu', or backend='pytorch-ddp'",
             )
         )
-    if controller == "mpi" and shutil.which("mpirun") is None:
+    # Ranks that are there already may have been started from another host, or by srun.
+    if controller == "mpi" and worker_env() is None and shutil.which("mpirun") is None:
         problems.append(
             Problem(
                 f"communication_backend='mpi' ({config.source('communication_backend')}), but there is no mpirun here",

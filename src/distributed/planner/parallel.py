@@ -47,7 +47,7 @@ def plan_parallel(
 ) -> Parallel:
     asked = _sharding(config, problems)
     wanted = Wanted(config, asked or "none", is_stream, has_batchnorm, world_size)
-    name, why = (config.backend, "") if config.backend != "auto" else choose(wanted)
+    name, why = (config.backend, "") if config.backend != "auto" else choose(wanted, device)
     engine = ENGINES.entries[name]
     kind = asked or engine.shards
     problems += _refused(name, replace(wanted, sharding=kind), device)

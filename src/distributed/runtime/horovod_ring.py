@@ -9,17 +9,23 @@ fail there. Such a run goes on from its last checkpoint.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import socket
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import psutil
 
+from distributed.core.env import environ_with
+from distributed.core.env_horovod import CYCLE_TIME, FUSION_THRESHOLD, knobs_in_environ
 from distributed.core.errors import LaunchError, MissingExtraError, PlanError
+from distributed.core.failure import is_collateral
+from distributed.runtime.deadline import Deadline
 from distributed.runtime.session import CollectiveError, Session
 from distributed.runtime.sockets import open_sockets, shut_down
 
@@ -31,13 +37,18 @@ class _Made:
     """How this process made its ring, if it did: Horovod reads its knobs once."""
 
     knobs: dict[str, str] | None = None
+    cut: Callable[[], None] | None = None  # ends its connections
+    is_spent = False  # whether Horovod has ended, and cannot be initialised again here
+    ending = threading.Lock()
+    ended = 0  # how often it has
+    script_runs_it = False  # whether the script has initialised it, and may use it after a fit
 
 
 def import_horovod() -> Any:
     """Horovod for torch, or how to get one that fits this torch."""
     try:
         import horovod.torch as hvd
-    except ImportError as failed:
+    except (ImportError, OSError) as failed:
         raise MissingExtraError(
             "Horovod does not load",
             why=str(failed).strip().splitlines()[0],
@@ -49,17 +60,69 @@ def import_horovod() -> Any:
 class Ring:
     """Horovod's world as this rank is in it; made by `join_ring`."""
 
-    def __init__(self, hvd: Any, timeline: str, stays: bool, is_horovodruns: bool = False) -> None:
-        self._hvd, self._timeline, self._stays = hvd, timeline, stays
+    def __init__(self, hvd: Any, session: Session, timeline: str, timeout_s: float, *, stays: bool) -> None:
+        self._hvd, self._session, self._timeline, self._stays = hvd, session, timeline, stays
+        self._after = _Made.ended
+        self._deadline = Deadline(timeout_s, lambda: session.cut_more())
         # Whether this process can leave it and join another; horovodrun's are made anew by runtime/horovod_world.py.
-        self.can_rejoin = not stays or is_horovodruns
+        self.can_rejoin = not stays or (session.env.launcher == "horovodrun" and not _is_tuned())
 
-    def leave(self) -> None:
-        """Ends it on all ranks, also for one that waits in it; or leaves it to the script, or to the next fit."""
+    @contextmanager
+    def wait(self, name: str, missing: Sized) -> Iterator[None]:
+        """Around a wait for the other ranks, which has a name and the run's deadline; see `Deadline.begin`."""
+        try:
+            with self._session.enter(name):
+                self._deadline.begin(missing)
+                yield
+        except (RuntimeError, ValueError) as failed:  # the second where a handle has ended with Horovod
+            if _Made.ended == self._after and not self._deadline.has_passed and not is_collateral(failed):
+                raise
+            late = f"nothing came from the other ranks for {self._deadline.seconds:g} s (collective_timeout_s)"
+            why = late if self._deadline.has_passed else failed
+            raise CollectiveError(f"[r{self._session.rank}] in the collective {name!r}: {why}") from failed
+        finally:
+            self._deadline.end()
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Ends it on all ranks, also for one that waits in it; or leaves it to the script, or to the next fit.
+
+        A rank that has failed ends it in any case: the others would wait for what it will never send.
+        """
+        self._deadline.close()
         if self._timeline:
             self._hvd.stop_timeline()  # waits until all is written: what came later would go into a closed file
-        if not self._stays:
-            self._hvd.shutdown()
+        if failed or not (self._stays or _Made.script_runs_it):
+            end_horovod()
+
+
+def end_horovod(after: int | None = None) -> None:
+    """End Horovod in this process, if it runs, and with it whatever its ranks wait for. For any thread to call.
+
+    `after`: only the one that was made after so many had ended.
+    """
+    hvd = sys.modules.get("horovod.torch")
+    with _Made.ending:
+        if hvd is not None and hvd.is_initialized() and after in (None, _Made.ended):
+            # MPI can be initialised once in a process. Horovod can once its knobs are set: the second time it forgets
+            # that they are, and writes their values to where others are by then.
+            _Made.is_spent = _is_tuned() or hvd.mpi_enabled()
+            _Made.cut, _Made.ended = None, _Made.ended + 1
+            hvd.shutdown()
+
+
+def refuse_spent() -> None:
+    """Where Horovod would be initialised again, and cannot be."""
+    if _Made.is_spent:
+        raise LaunchError(
+            "Horovod has ended in this process and cannot begin again",
+            why="with MPI, a fusion threshold or a cycle time it can be initialised once",
+            do="start the script again; where it shall go on by itself, leave out HOROVOD_FUSION_THRESHOLD, "
+            "HOROVOD_CYCLE_TIME and the settings and options that stand for them",
+        )
+
+
+def _is_tuned() -> bool:
+    return bool(knobs_in_environ() or _Made.knobs)
 
 
 def join_ring(session: Session, wanted: Mapping[str, Any], timeout_s: float) -> Ring:
@@ -67,40 +130,60 @@ def join_ring(session: Session, wanted: Mapping[str, Any], timeout_s: float) -> 
     hvd = import_horovod()
     knobs, timeline = _knobs(wanted), wanted["timeline"]
     if hvd.is_initialized():
-        if (hvd.size(), hvd.rank()) == (session.world_size, session.rank):
+        is_kept_for_script = _Made.cut is not None and not _is_tuned()
+        is_ours = (hvd.size(), hvd.rank()) == (session.world_size, session.rank)
+        if is_ours and not (is_kept_for_script and knobs):
             _use_as_it_is(hvd, knobs, timeline)
-            return Ring(hvd, timeline, stays=True, is_horovodruns=session.env.launcher == "horovodrun")
-        _refuse_lonely_mpi(hvd, session)
-        hvd.shutdown()  # a script's `hvd.init()` that nobody told of the other ranks
+            session.cut_more = _Made.cut or functools.partial(_end_beside, _Made.ended)
+            return Ring(hvd, session, timeline, timeout_s, stays=True)
+        if not is_ours:
+            _refuse_lonely(hvd, session)
+        _Made.script_runs_it = True
+        end_horovod()  # a script's `hvd.init()` that nobody told of the other ranks
+    refuse_spent()
     variables = knobs | ({"HOROVOD_TIMELINE": timeline} if timeline else {})
     over_mpi = wanted["controller"] == "mpi"
     if over_mpi:
         _join_over_mpi(hvd, session, variables)
+        session.cut_more = functools.partial(_end_beside, _Made.ended)
     else:
         _join_over_gloo(hvd, session, variables | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(timeout_s))})
+        _Made.cut = session.cut_more
     _Made.knobs = knobs
-    # MPI can be initialised once in a process. Horovod can once its knobs are set: the second time it forgets that they
-    # are, and writes their values to where others are by then.
-    return Ring(hvd, timeline, stays=over_mpi or bool(knobs))
+    return Ring(hvd, session, timeline, timeout_s, stays=over_mpi or _is_tuned())
 
 
-def _refuse_lonely_mpi(hvd: Any, session: Session) -> None:
+def _end_beside(after: int) -> None:
+    """Where Horovod's connections are not known, and it has to end by itself, which it cannot if a peer is stopped."""
+    if not _Made.ending.locked():
+        threading.Thread(target=end_horovod, args=(after,), name="end-horovod", daemon=True).start()
+
+
+def _refuse_lonely(hvd: Any, session: Session) -> None:
+    """Horovod that was initialised for another world than this, and cannot be for this one."""
     if hvd.mpi_enabled():
-        raise LaunchError(
-            f"hvd.init() found {hvd.size()} rank over MPI, and this run has {session.world_size}",
-            why="MPI did not start these ranks, and once it is initialised Horovod cannot do without it",
-            do="leave hvd.init() out of the script (fit does it), or set HOROVOD_CONTROLLER=gloo and "
-            "HOROVOD_CPU_OPERATIONS=gloo where the ranks are started",
-        )
+        why = "MPI did not start these ranks, and once it is initialised Horovod cannot do without it"
+        do = "set HOROVOD_CONTROLLER=gloo and HOROVOD_CPU_OPERATIONS=gloo where the ranks are started"
+    elif _is_tuned():
+        names = " and ".join(knobs_in_environ() or _Made.knobs or ())
+        why, do = f"Horovod can be initialised once with {names}", f"leave {names} out"
+    else:
+        return
+    over = "over MPI" if hvd.mpi_enabled() else "over gloo"
+    raise LaunchError(
+        f"hvd.init() found {hvd.size()} rank{'s' * (hvd.size() > 1)} {over}, and this run has {session.world_size}",
+        why=why,
+        do=f"leave hvd.init() out of the script (fit does it), or {do}",
+    )
 
 
 def _knobs(wanted: Mapping[str, Any]) -> dict[str, str]:
     """Horovod's own words for the settings that are given."""
     found: dict[str, str] = {}
     if wanted["fusion_mb"] is not None:
-        found["HOROVOD_FUSION_THRESHOLD"] = str(round(wanted["fusion_mb"] * 2**20))
+        found[FUSION_THRESHOLD] = str(round(wanted["fusion_mb"] * 2**20))
     if wanted["cycle_ms"] is not None:
-        found["HOROVOD_CYCLE_TIME"] = str(wanted["cycle_ms"])
+        found[CYCLE_TIME] = str(wanted["cycle_ms"])
     return found
 
 
@@ -154,12 +237,11 @@ def no_mpi_in_wheel() -> PlanError:
 def _join_over_gloo(hvd: Any, session: Session, variables: dict[str, str]) -> None:
     """Between a first and a last meeting of all ranks, so that nobody waits in Horovod for one that comes late."""
     nodes = session.gather_texts("nodes of the ranks", str(session.env.node_rank))
-    is_local = len(set(nodes)) == 1
-    host = _LOOPBACK if is_local else socket.gethostbyname(session.env.master_addr)
+    own_host = _LOOPBACK if len(set(nodes)) == 1 else _own_address(session, nodes)
     before = set(open_sockets())
-    serves = _serve(_places(nodes), host if is_local else "") if session.is_main else nullcontext(0)
+    serves = _serve(_places(nodes), own_host) if session.is_main else nullcontext(0)
     with serves as port:
-        address = session.share_text("horovod", f"{host}:{port}" if session.is_main else None)
+        address = session.share_text("horovod", f"{own_host}:{port}" if session.is_main else None)
         host, _, port_text = address.rpartition(":")
         session.cut_more = lambda: shut_down(set(open_sockets()) - before)
         where = {
@@ -167,7 +249,7 @@ def _join_over_gloo(hvd: Any, session: Session, variables: dict[str, str]) -> No
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": port_text,
-            "HOROVOD_GLOO_IFACE": "lo" if is_local else _interface_to(host),
+            "HOROVOD_GLOO_IFACE": _interface_of(own_host),
         }
         quiet = {} if "HOROVOD_LOG_LEVEL" in os.environ else {"HOROVOD_LOG_LEVEL": "fatal"}  # lost peers are told of
         variables = variables | quiet | where | _places(nodes)[session.rank]
@@ -222,29 +304,45 @@ def _serve(places: list[dict[str, str]], host: str) -> Iterator[int]:
         thread.join()
 
 
-def _interface_to(host: str) -> str:
-    """The name of this machine's network interface that leads there, or that has this address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        own = probe.getsockname()[0]
+def _own_address(session: Session, nodes: list[str]) -> str:
+    """This host's address on the network of all nodes.
+
+    The node of rank 0 does not ask for its own name, which may well mean 127.0.1.1 there: it asks which way leads to
+    the others, and they know the way to it.
+    """
+    is_elsewhere = nodes[session.rank] != nodes[0]
+    mine = _address_towards(session.env.master_addr) if is_elsewhere else ""
+    theirs = session.gather_texts("addresses of the ranks", mine)
+    return mine or _address_towards(next(address for address in theirs if address))
+
+
+def _address_towards(host: str) -> str:
+    """The address from which this machine sends to that host."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as failed:
+        raise LaunchError(
+            f"no way from {socket.gethostname()} to {host}, where other ranks are",
+            why=str(failed),
+            do="check that the hosts know each other's names and share a network",
+        ) from failed
+
+
+def _interface_of(address: str) -> str:
+    """The name of this machine's network interface that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == own for address in addresses):
+        if any(one.address == address for one in addresses):
             return name
-    raise LaunchError(f"no network interface has the address {own}", why=f"it leads to {host}, where rank 0 is")
+    raise LaunchError(f"no network interface has the address {address}", why="Horovod is told an interface by its name")
 
 
 @contextmanager
 def _told(variables: dict[str, str]) -> Iterator[None]:
     """What Horovod is told, which is nothing to whatever else reads the environment."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
     try:
-        yield
+        with environ_with(variables):
+            yield
     except ValueError as failed:  # Horovod's own kind for a failure to initialise
         raise CollectiveError(f"Horovod did not connect: {failed}") from failed
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -29,6 +29,7 @@ from distributed.core.env_horovod import (
     take_place,
 )
 from distributed.core.errors import LaunchError
+from distributed.runtime.horovod_ring import end_horovod, refuse_spent
 
 _ANSWER_S = 10.0  # for one answer of a driver that has nothing to wait for
 _PLACE_S = 3600.0  # for one that waits for enough hosts: horovodrun gives up before, after its --elastic-timeout
@@ -57,7 +58,8 @@ class Driver:
         self.own_host = ""  # this host's address on the network that leads there
 
     def write(self, key: str, value: str) -> None:
-        self._ask("PUT", f"/distributed/{key}", _ANSWER_S, value)
+        if self._ask("PUT", f"/distributed/{key}", _ANSWER_S, value) is None:
+            raise DriverLost.at(self.address, f"it did not take {key}")
 
     def read(self, key: str) -> str | None:
         return self._ask("GET", f"/distributed/{key}", _ANSWER_S)
@@ -191,7 +193,8 @@ class HorovodLine:
         attempt = after_attempt
         while True:
             attempt += 1
-            _end_horovod()
+            end_horovod()
+            refuse_spent()
             self._hosts_changed.clear()  # what changes from here on may come too late for this answer
             if not take_place(self._driver.next_place(), attempt):
                 print("horovodrun has taken this host out of the run: this rank ends", file=sys.stderr, flush=True)
@@ -231,11 +234,6 @@ def _horovod() -> Any:
 def _runs_horovod() -> bool:
     hvd = _horovod()
     return hvd is not None and bool(hvd.is_initialized())
-
-
-def _end_horovod() -> None:
-    if _runs_horovod():
-        _horovod().shutdown()
 
 
 def _begin_horovod() -> bool:

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
@@ -19,16 +18,17 @@ from distributed.strategies.base import NonFiniteLoss, StateTree, StepOutput, St
 from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.deepspeed_checks import check_optimizer, check_task
-from distributed.strategies.deepspeed_flats import share_masters
+from distributed.strategies.deepspeed_flats import keep_unaligned_gradients, share_masters
 from distributed.strategies.deepspeed_loan import Loan
 from distributed.strategies.deepspeed_precision import compute_in
 from distributed.strategies.deepspeed_process import complete, files_on_disk, process_group, told
 from distributed.strategies.deepspeed_state import ZeroState
+from distributed.strategies.deepspeed_values import check_values
+from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.optimizer_state import named_state
 from distributed.strategies.passes import Passes
+from distributed.strategies.replica import LOW_PRECISION
 from distributed.strategies.replicated import buffers_can_differ
-
-_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DeepSpeedEngine(Passes):
@@ -38,15 +38,19 @@ class DeepSpeedEngine(Passes):
 
     def __init__(self) -> None:
         self._engine: Any = None
+        self._state: ZeroState | None = None
         self._until_closed = ExitStack()
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
         check_task(task, plan)
+        if plan.engine["source"]:  # what we have written ourselves needs no look, and DeepSpeed takes long to import
+            check_values(plan)
         deepspeed_ops.check_ops(deepspeed_ops.needed_ops(plan.engine["config"]))
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         check_task(task, plan)
+        refuse_parts(task.model)
         self._task, self._session = task, session
         self.clock = ComputeClock(session.device)
         self._moves = session.device.type != "cpu"
@@ -58,16 +62,22 @@ class DeepSpeedEngine(Passes):
         config = complete(plan)
         self.in_step = config["zero_optimization"]["stage"] == 3  # every forward pass gathers parameters from all ranks
         saved = self._prepare(task, plan, session)
-        self._until_closed.enter_context(files_on_disk(config, session.rank))
+        self._until_closed.enter_context(files_on_disk(config, session))
         self._until_closed.enter_context(process_group(session.device.type))
+        self._until_closed.enter_context(told(session.device.type, session.env.local_rank))
         self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module)
         self._agree_on_buffers()
-        dtype = _LOW.get(plan.precision.kind)
-        whole = self._whole_values() if dtype is not None else {}
+        dtype = LOW_PRECISION.get(plan.precision.kind)
+        self._rounds = dtype is not None
+        whole = self._whole_values() if self._rounds else {}
+        if plan.engine["source"]:
+            check_values(plan, session.env.local_rank)
         optimizer, groups, earlier = self._take_optimizer(task, plan, config)
-        self._engine = self._model = self._start(config, optimizer, session)
+        self._loan.values = whole
+        self._engine = self._model = self._loan.engine = self._start(config, optimizer, session)
         self._zero = self._engine.optimizer
         share_masters(self._zero)
+        keep_unaligned_gradients(self._zero)
         self.optimizer = self._zero.optimizer
         self._state = ZeroState(self.module, self._zero, saved, groups, whole, session.world_size == 1)
         for index, (options, _) in enumerate(self._loan.groups):
@@ -77,6 +87,7 @@ class DeepSpeedEngine(Passes):
             self._state.load(begun, is_partial=True)
         if dtype is not None:
             self._autocast = self._until_closed.enter_context(compute_in(self.module, dtype, session.device.type))
+        self._loan.begin()
         self._engine.set_gradient_accumulation_boundary(True)
 
     def _prepare(self, task: StepTask, plan: Plan, session: Session) -> list[str]:
@@ -103,7 +114,6 @@ class DeepSpeedEngine(Passes):
 
     def _start(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None, session: Session) -> Any:
         device = session.device.type
-        self._until_closed.enter_context(told(device, session.env.local_rank))
         deepspeed = deepspeed_ops.import_deepspeed(device)
         deepspeed_ops.load_ops(deepspeed_ops.needed_ops(config))
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -128,17 +138,21 @@ class DeepSpeedEngine(Passes):
     ) -> tuple[torch.optim.Optimizer | None, list[list[str]], StateTree | None]:
         """The optimizer, unless DeepSpeed makes it; the names of the parameters in each group; its state so far."""
         if "optimizer" in config:
-            self._loan = Loan(self.module, None)
+            self._lend(None)
             return None, [[name for name, parameter in self.module.named_parameters() if parameter.requires_grad]], None
         made = task.make_optimizer(self.module, plan)
         check_optimizer(made)
-        self._loan = Loan(self.module, made)
+        self._lend(made)
         state = named_state(made, self.module)
         groups = [group["params"] for group in state["param_groups"]]
         made.state.clear()  # of the parameters; DeepSpeed's own tensors will have it
         for group in made.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
         return made, groups, state if state["state"] else None
+
+    def _lend(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._loan = Loan(self.module, optimizer)
+        self._until_closed.callback(self._loan.take_back)
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
@@ -185,26 +199,18 @@ class DeepSpeedEngine(Passes):
         norm = self._engine.get_global_grad_norm()
         return norm if norm is None or isinstance(norm, torch.Tensor) else torch.tensor(norm)
 
-    def train(self, mode: bool) -> None:
-        if not mode:
-            self._agree_on_buffers()
-        self._engine.train(mode)
-
-    def _agree_on_buffers(self) -> None:
-        """The first rank's are those that count, for checkpoints and evaluation. Every rank comes here."""
-        if self._buffers_differ:
-            for buffer in self.module.buffers():
-                dist.broadcast(buffer, src=0)
-
     def state(self) -> StateTree:
+        assert self._state is not None
         self._agree_on_buffers()
         scaler = {"scaler": _scaler_state(self._zero)} if self._zero.dynamic_loss_scale else {}
         return self._state.state() | scaler
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+        assert self._state is not None
         return self._state.boxes(name, shape)
 
     def load_state(self, tree: StateTree) -> None:
+        assert self._state is not None
         self._state.load(tree)
         if self._zero.dynamic_loss_scale and "scaler" in tree:
             _load_scaler(self._zero, tree["scaler"])
@@ -212,15 +218,24 @@ class DeepSpeedEngine(Passes):
     def held_state(self) -> StateTree | None:
         return None
 
+    def finish(self) -> None:
+        """Bring the master values together, where the model here has a part of them, or less precise ones."""
+        if self._state is not None and (self.in_step or self._rounds):
+            device, add = self._session.device, self._session.sum
+            self._loan.values = self._state.whole_values(lambda name, part: add(name, part.to(device)))
+
     def close(self) -> None:
         """Give the user's model back as it was made, with its new weights, where this rank has all of them.
 
-        After a failure nobody may be left to ask for the rest: what is shared out stays so.
+        After a failure nobody may be left to ask for the rest: what is shared out stays so, and is marked.
         """
-        if self._engine is not None and (self._session.world_size == 1 or not self.in_step):
-            self._loan.take_back(self._engine, self._state.state() if self._session.world_size == 1 else None)
-        self._engine = self._model = None
-        self._until_closed.close()
+        try:
+            if self._state is not None and self._session.world_size == 1:
+                self.finish()
+                self._loan.state = self._state.state()["optimizer"]
+        finally:
+            self._engine = self._model = self._state = None
+            self._until_closed.close()
 
 
 def _scaler_state(zero: Any) -> dict[str, Any]:

@@ -126,6 +126,25 @@ def share_masters(zero: Any) -> None:
             master.data = computed.data
 
 
+def keep_unaligned_gradients(zero: Any) -> None:
+    """Where the optimizer's state is in files, gradients that do not begin where a disk's block does stay in memory.
+
+    DeepSpeed writes them, and reads them back to a place that the system cannot read to: it steps by something else.
+    """
+    swapper = getattr(zero, "optimizer_swapper", None)
+    if swapper is None:
+        return
+    swap_out = swapper.swap_out_gradients
+
+    def swap_out_aligned(parameter: Any, gradient_offsets: list[int], gradient_tensors: list[Any]) -> None:
+        for offset, gradient in zip(gradient_offsets, gradient_tensors, strict=True):
+            if offset % swapper.numel_alignment:
+                gradient.swappable = False
+        swap_out(parameter=parameter, gradient_offsets=gradient_offsets, gradient_tensors=gradient_tensors)
+
+    swapper.swap_out_gradients = swap_out_aligned
+
+
 def own_range(parameter: Any) -> tuple[int, int]:
     """Where this rank's part of a parameter of stage 3 begins, and its size without padding."""
     import deepspeed.comm

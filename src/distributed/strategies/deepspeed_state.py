@@ -6,7 +6,7 @@ parameters at once, so what an optimizer counts for each parameter is one number
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +74,27 @@ class ZeroState:
         groups = [self._read_options(index) | {"params": list(names)} for index, names in enumerate(self._groups)]
         ordered = {name: state[name] for names in self._groups for name in names if name in state}
         return {"model": made, "optimizer": {"state": ordered, "param_groups": groups}}
+
+    def whole_values(self, add: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of every parameter, in host memory; `add` adds a tensor up over all ranks, every one of which comes here."""
+        return {name: self._whole_value(name, part, add) for name, part in self._parts()}
+
+    def _parts(self) -> Iterator[tuple[str, torch.Tensor | Portion]]:
+        """What is here of each parameter, which is to be used before the next one is asked for."""
+        for index, (slots, names) in enumerate(zip(self._flats.members, self._names, strict=True)):
+            with self._flats.opened(index) as flat:
+                yield from ((name, self._portion(slot, flat.values)) for slot, name in zip(slots, names, strict=True))
+        yield from ((name, self._read_frozen(name)) for name in self._frozen)
+
+    def _whole_value(
+        self, name: str, part: torch.Tensor | Portion, add: Callable[[str, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        if isinstance(part, torch.Tensor):
+            return part.to("cpu", copy=True)
+        whole = torch.zeros(part.shape, dtype=part.dtype)
+        for box, piece in part.pieces:
+            whole[tuple(slice(start, stop) for start, stop in box)] = piece
+        return add(f"values of {name}", whole).cpu()
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         """Of a tensor in a checkpoint, what this rank needs; None: all of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -48,10 +49,12 @@ class HorovodEngine(TorchMesh):
         self._sent: dict[str, _Sent] = {}
         self._holds = False  # whether more micro-batches come before the gradients are whole
         self._is_adasum = False
+        self._handled: BaseException | None = None  # what the script handles while it calls us
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
         hvd = import_horovod()
+        _refuse_wrapped(task.optimizer)
         if plan.engine["controller"] == "mpi":
             if not hvd.mpi_built():
                 raise no_mpi_in_wheel()
@@ -59,7 +62,8 @@ class HorovodEngine(TorchMesh):
                 raise mpi_did_not_start(plan.world_size, "this process would start them")
 
     def _replicate(self, plan: Plan, session: Session) -> nn.Module:
-        self._hvd = import_horovod()
+        _refuse_wrapped(self.optimizer)
+        self._hvd, self._handled = import_horovod(), sys.exception()
         self._ring = join_ring(session, plan.engine, plan.collective_timeout_s)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._named = [(names[id(parameter)], parameter) for parameter in self._parameters]
@@ -108,7 +112,7 @@ class HorovodEngine(TorchMesh):
             raise TaskError(
                 f"the gradient of {name} is sparse",
                 why="this engine sends dense gradients",
-                do="make its layer with sparse=False, or use backend='pytorch-ddp'",
+                do="make its layer with sparse=False",
             )
         self._reduce(f"gradient.{name}", parameter.grad, self._hvd.Average)
 
@@ -139,8 +143,9 @@ class HorovodEngine(TorchMesh):
         return super()._finish_step(loss, total_weight, metrics, measure)
 
     def _finish_reduction(self) -> None:
+        assert self._ring is not None
         unused = self._send_rest() if len(self._sent) < len(self._named) or self._finds_unused else []
-        with torch.no_grad():
+        with torch.no_grad(), self._ring.wait("gradients", self._sent):
             for name, parameter in self._named:
                 assert parameter.grad is not None
                 self._receive(f"gradient.{name}", parameter.grad)
@@ -167,21 +172,25 @@ class HorovodEngine(TorchMesh):
                 self._send(name, parameter)
         if not self._finds_unused:
             return []
-        by_ranks = self._hvd.allreduce(used, name="used parameters", op=self._hvd.Sum)
+        assert self._ring is not None
+        with self._ring.wait("used parameters", ()):
+            by_ranks = self._hvd.allreduce(used, name="used parameters", op=self._hvd.Sum)
         return [parameter for (_, parameter), ranks in zip(self._named, by_ranks.tolist(), strict=True) if not ranks]
 
     def _update(self, measure: bool) -> torch.Tensor | None:
         if not self._is_adasum:
             return super()._update(measure)
+        assert self._ring is not None
         with torch.no_grad():
             before = [parameter.detach().clone() for parameter in self._parameters]
             norm = super()._update(measure)
             changes = [parameter - start for parameter, start in zip(self._parameters, before, strict=True)]
             for (name, _), change in zip(self._named, changes, strict=True):
                 self._reduce(f"step.{name}", change, self._hvd.Adasum)
-            for (name, parameter), start, change in zip(self._named, before, changes, strict=True):
-                self._receive(f"step.{name}", change)
-                parameter.copy_(start + change)
+            with self._ring.wait("steps", self._sent):
+                for (name, parameter), start, change in zip(self._named, before, changes, strict=True):
+                    self._receive(f"step.{name}", change)
+                    parameter.copy_(start + change)
         return norm
 
     def close(self) -> None:
@@ -190,9 +199,18 @@ class HorovodEngine(TorchMesh):
             hook.remove()
         self._hooks = []
         if self._ring is not None:
-            self._ring.leave()
+            self._ring.leave(failed=sys.exception() not in (None, self._handled))
         super().close()
 
     def held_state(self) -> StateTree | None:
         """None where this process cannot go on in another world: a new one then goes on from the checkpoint."""
         return super().held_state() if self._ring is None or self._ring.can_rejoin else None
+
+
+def _refuse_wrapped(optimizer: Any) -> None:
+    if hasattr(optimizer, "_requires_update"):  # what every hvd.DistributedOptimizer has
+        raise TaskError(
+            "the optimizer is an hvd.DistributedOptimizer",
+            why="it would reduce every gradient a second time, and its state is not that of the one it was made of",
+            do="pass the optimizer that you would wrap: this engine does the rest",
+        )

@@ -397,7 +397,8 @@ class Loop:
         where = f"the batch held the samples [{shown}]" if indices else "the batch came from a stream"
         return NonFiniteLossError(
             f"the loss is {found.value} at step {step} (epoch {epoch}) on rank {self._session.rank}",
-            why=f"{where} of this rank; a bad sample, too high a learning rate and fp16 overflow are the usual causes",
+            why=f"{where} of this rank; usual causes: a bad sample, too high a learning rate, fp16 overflow, also of "
+            "gradients that are sent compressed",
             do="look at these samples, lower learning_rate, set gradient_clipping; on_nan=continue goes on regardless",
         )
 

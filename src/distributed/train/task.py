@@ -122,8 +122,7 @@ class Task:
             if self.optimizer.state:  # of an earlier training: onto the device where the parameters are now
                 self.optimizer.load_state_dict(self.optimizer.state_dict())
             if wanted.lr_factor != 1.0:
-                for group in self.optimizer.param_groups:  # once, however often it is trained with
-                    group["lr"] = group.setdefault("unscaled_lr", group["lr"]) * wanted.lr_factor
+                self._scale_rates(self.optimizer, plan)
             return self.optimizer
         parameters = [p for p in model.parameters() if p.requires_grad]
         if self.optimizer is not None:
@@ -135,6 +134,14 @@ class Task:
         options = {"weight_decay": wanted.weight_decay, "momentum": wanted.momentum}
         given = {name: value for name, value in options.items() if value is not None}
         return _OPTIMIZERS[wanted.name](parameters, lr=wanted.learning_rate, **given)
+
+    def _scale_rates(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        """Once, however often it is trained with, unless the user has set another rate since."""
+        moves = self.scheduler is not None or not plan.schedule.is_constant  # then it is not the user who did
+        for group in optimizer.param_groups:
+            if "scaled_lr" not in group or (group["lr"] != group["scaled_lr"] and not moves):
+                group["unscaled_lr"] = group["lr"]
+            group["lr"] = group["scaled_lr"] = group["unscaled_lr"] * plan.optimizer.lr_factor
 
 
 def _split_mapping(batch: Mapping[str, Any], takes_target: bool) -> tuple[Mapping[str, Any], Any]:

@@ -42,10 +42,13 @@ class HorovodTrainer(Trainer):
     ) -> None:
         if not verbose:
             settings.setdefault("progress", False)
-        given = config.given_values() if isinstance(config, DistributedConfig) else dict(config or {})
-        if (given | settings).get("gradient_reduction") == "adasum":
-            self.preset = {"backend": "horovod"}
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn, **settings)
+
+    def _merge(self, settings: Mapping[str, Any]) -> DistributedConfig:
+        config, own = super()._merge(settings), type(self).__name__
+        if config.gradient_reduction == "adasum" and config.source("lr_scaling") == own:
+            config = config.merged({"lr_scaling": "none"}, own)
+        return config
 
     def metric_average(self, value: float | torch.Tensor, name: str = "metric") -> float:
         """The mean over the ranks of a value that each of them has; in a process that was started alone, the value.

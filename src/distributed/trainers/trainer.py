@@ -80,7 +80,7 @@ class Trainer:
         KeyboardInterrupt is raised. SIGTERM and SIGUSR1 do the same; a rank that srun, mpirun or torchrun started then
         ends with `requeue_exit_code`.
         """
-        config = _with_launch_settings(self.config.merged(_plain(settings), "fit(…)"))
+        config = self._merge(settings)
         check_task(self._task)
         check_metrics(self._task.metrics or {})
         train = read_source(train_loader, "train_loader")
@@ -102,6 +102,10 @@ class Trainer:
                 raise SystemExit(config.requeue_exit_code)  # for Slurm, which started this rank itself
             raise KeyboardInterrupt
         return self.history
+
+    def _merge(self, settings: Mapping[str, Any]) -> DistributedConfig:
+        """All settings of a `fit`, whoever gave them."""
+        return _with_launch_settings(self.config.merged(_plain(settings), "fit(…)"))
 
 
 def _with_launch_settings(config: DistributedConfig) -> DistributedConfig:

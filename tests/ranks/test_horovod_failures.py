@@ -1,0 +1,121 @@
+"""Horovod's ranks do not wait for ever: for one that is late, or for one that has failed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from distributed import DistributedError, Trainer
+from distributed.core.env import worker_env
+from distributed.core.registry import is_installed
+from distributed.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(not is_installed("horovod.torch"), reason="Horovod is not built: make horovod")
+
+TIMEOUT_S, PATIENCE_S = 3.0, 60.0
+
+
+def fit(run_dir: str, in_second_step: Callable[[], None] = lambda: None, **settings: Any) -> str:
+    """Trains four steps; what a rank fails with, or "". Rank 1 does something of its own in the second step."""
+    model, passes = nn.Linear(4, 2), []
+
+    def forward(*_: Any) -> None:
+        passes.append(1)
+        if len(passes) == 2 and worker_env().rank == 1:
+            in_second_step()
+
+    model.register_forward_pre_hook(forward)
+    data = TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
+    trainer = Trainer(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        backend="horovod",
+        batch_size=4,
+        progress=False,
+        run_dir=run_dir,
+        **settings,
+    )
+    try:
+        trainer.fit(DataLoader(data), max_steps=4)
+    except (RuntimeError, DistributedError) as failed:
+        return f"{type(failed).__name__}: {failed}"
+    return ""
+
+
+def wait_for(path: Path) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return path.exists()
+
+
+def late(folder: str) -> str:
+    """Rank 1 comes when rank 0 has given up."""
+    sign = Path(folder, "gave-up")
+    told = fit(f"{folder}/late", lambda: None if wait_for(sign) else os._exit(1), collective_timeout_s=TIMEOUT_S)
+    sign.touch()
+    return told
+
+
+def failing(folder: str) -> tuple[str, bool]:
+    """Rank 1 fails, and its script goes on; whether rank 0 noticed by then."""
+
+    def fail() -> None:
+        raise RuntimeError("of the model's own")
+
+    sign = Path(folder, "noticed")
+    told = fit(f"{folder}/failing", fail)
+    if worker_env().rank == 0:
+        sign.touch()
+    return told, wait_for(sign)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = str(tmp_path_factory.mktemp("horovod"))
+
+    def all_of_it() -> dict[str, Any]:
+        found: dict[str, Any] = {"late": late(folder), "after": fit(f"{folder}/after")}
+        os.environ["HOROVOD_CYCLE_TIME"] = "2"  # as horovodrun --cycle-time-ms 2 sets it
+        found["tuned"] = [fit(f"{folder}/tuned-{number}") for number in range(3)]
+        found["failing"] = failing(folder)
+        found["again"] = fit(f"{folder}/again")
+        return found
+
+    return run_ranks(all_of_it, 2)
+
+
+def test_a_rank_that_is_late_is_not_waited_for_longer_than_asked(found: list[dict[str, Any]]) -> None:
+    told = found[0]["late"]
+    assert told.startswith("CollectiveError"), told
+    assert "'gradients'" in told
+    assert "for 3 s (collective_timeout_s)" in told
+    assert "Error" in found[1]["late"]  # it cannot go on alone
+
+
+def test_another_fit_makes_a_ring_anew(found: list[dict[str, Any]]) -> None:
+    assert [rank["after"] for rank in found] == ["", ""]
+
+
+def test_knobs_from_the_environment_last_for_every_fit_of_a_process(found: list[dict[str, Any]]) -> None:
+    assert [rank["tuned"] for rank in found] == [["", "", ""]] * 2
+
+
+def test_a_rank_that_fails_ends_the_wait_of_the_others_though_its_script_goes_on(found: list[dict[str, Any]]) -> None:
+    assert "of the model's own" in found[1]["failing"][0]
+    assert found[1]["failing"][1], "rank 0 waited until the process of rank 1 had ended"
+    assert found[0]["failing"][0].startswith("CollectiveError")
+
+
+def test_what_cannot_begin_again_says_so(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert "cannot begin again" in rank["again"]
+        assert "HOROVOD_CYCLE_TIME" in rank["again"]
