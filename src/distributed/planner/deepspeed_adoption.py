@@ -251,7 +251,7 @@ def _schedule(content: Content, source: str, problems: list[Problem]) -> Iterato
             Problem(
                 f"{source}: the scheduler {json.dumps(asked.get('type'))} cannot be said in settings",
                 why="of DeepSpeed's, WarmupLR, WarmupDecayLR and WarmupCosineLR can, with warmup_type='linear' from 0",
-                do="leave it out, and set lr_schedule and warmup_steps or pass a scheduler to the Trainer",
+                do='write "warmup_type": "linear" there; or leave it out, and set lr_schedule and warmup_steps',
             )
         )
         return

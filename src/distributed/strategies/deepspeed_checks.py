@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -66,7 +67,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Problem]:
     name = type(optimizer).__name__
-    if name in _UNFIT and type(optimizer).__module__.startswith("torch.optim"):
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    if not is_torchs:
+        told = f"{name} steps parts of flat tensors under ZeRO: right only if it takes each element by itself, not by norms"
+        warnings.warn(told, stacklevel=2)
+    if name in _UNFIT and is_torchs:
         yield Problem(
             f"DeepSpeed's ZeRO cannot hold the state of {name}",
             why=_UNFIT[name],
@@ -82,6 +87,13 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Problem]:
 
 def _of_model(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     odd = next(((name, p) for name, p in model.named_parameters() if p.dtype != torch.float32), None)
+    scalar = next((name for name, p in model.named_parameters() if not p.dim()), None)
+    if scalar is not None and plan.world_size > 1:
+        yield Problem(
+            f"the parameter {scalar} is a single number without a dimension",
+            why="DeepSpeed cannot send such a tensor to the other ranks",
+            do="make it a tensor of one element: nn.Parameter(torch.tensor([1.0]))",
+        )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield Problem(
             "the model is on the meta device, and DeepSpeed begins with values",

@@ -115,6 +115,8 @@ def load_ops(names: tuple[str, ...], environ: Mapping[str, str] = os.environ, ve
 
     folder = ops_folder(environ)
     for name in names:
+        if not (folder / name / f"{name}.so").exists():
+            print(f"compiling DeepSpeed's op {name} into {folder}, once; it takes minutes", file=sys.stderr, flush=True)
         with _alone(folder, name):
             if name == "async_io":
                 _load(get_accelerator().create_op_builder("PinMemoryBuilder"), "pin_memory", folder, environ, verbose)
@@ -166,6 +168,8 @@ def _alone(folder: Path, name: str) -> Iterator[None]:
 
 def _remove_abandoned(lock: Path, is_ours: bool) -> None:
     """In our own folder nobody else builds. In the user's, one may, and is waited for as long as that can take."""
+    if not is_ours and lock.exists():
+        print(f"waiting for whoever holds {lock}; remove it if nobody compiles", file=sys.stderr, flush=True)
     while not is_ours and lock.exists() and time.time() - lock.stat().st_mtime < _ABANDONED_S:
         time.sleep(_LOOK_S)
     lock.unlink(missing_ok=True)
