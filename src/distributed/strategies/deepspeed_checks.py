@@ -69,7 +69,7 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Problem]:
     name = type(optimizer).__name__
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
     if not is_torchs:
-        told = f"{name} steps parts of flat tensors under ZeRO: right only if it takes each element by itself, not by norms"
+        told = f"{name} steps parts of flat tensors under ZeRO, which is right only if it takes each element by itself"
         warnings.warn(told, stacklevel=2)
     if name in _UNFIT and is_torchs:
         yield Problem(
