@@ -13,9 +13,9 @@ from distributed.checkpoint.manifest import FILE, Manifest, manifest_file, step_
 from distributed.checkpoint.parsing import NewerFormat
 from distributed.checkpoint.reading import open_checkpoint, read_manifest
 from distributed.checkpoint.storage import open_storage
-from distributed.core.config import parse_best
 from distributed.core.errors import CheckpointError
 from distributed.core.registry import nearest
+from distributed.core.values import parse_best
 
 _IN_A_RUN = "checkpoints"  # where a run directory has them
 

@@ -22,9 +22,10 @@ from distributed.chaos.runs import Order
 from distributed.chaos.schedule import parse_span
 from distributed.chaos.trial import Request, Screen, run_trial
 from distributed.cli.settings import gather, read_file, read_words
-from distributed.core.config import DistributedConfig, parse_frequency
+from distributed.core.config import DistributedConfig
 from distributed.core.errors import ConfigError, PlanError, Problem
 from distributed.core.registry import nearest_hint
+from distributed.core.values import parse_frequency
 from distributed.launch.preflight import check_script
 
 _STEPS, _MTBF, _GPUS = 500, "15s", 2

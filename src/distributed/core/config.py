@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
+from distributed.core.contradictions import contradictions
 from distributed.core.engines import ENGINES
 from distributed.core.errors import ConfigError, Problem
 from distributed.core.registry import nearest_hint
+from distributed.core.values import parse_best, parse_frequency
 
 Sources = dict[str, str]
 
@@ -239,7 +241,7 @@ class DistributedConfig(BaseModel):
             problems += _problems(invalid, _sources or {})
             wrong = {str(error["loc"][0]) for error in invalid.errors()}
             sound = type(self).model_construct(**{name: v for name, v in values.items() if name not in wrong})
-        problems += _contradictions(sound)
+        problems += contradictions(sound)
         if problems:
             raise ConfigError(problems)
         given = dict.fromkeys(values, "argument") if _sources is None else _sources
@@ -307,36 +309,6 @@ class DistributedConfig(BaseModel):
         return build_config([(self.given_values(), "", self._sources), (new, source, {})])
 
 
-def parse_frequency(value: int | str) -> tuple[float, str]:
-    """How often, and in what.
-
-    >>> parse_frequency(10), parse_frequency("500 steps"), parse_frequency("1.5 minutes")
-    ((10, 'epochs'), (500, 'steps'), (1.5, 'minutes'))
-    """
-    match = re.fullmatch(
-        r"(\d+(?:\.\d+)?)\s*(epoch|step|minute)s?", str(value).strip() + (" epochs" * isinstance(value, int))
-    )
-    count = float(match.group(1)) if match else 0.0
-    if not match or count <= 0 or (match.group(2) != "minute" and count != int(count)):
-        raise ValueError("should be a number of epochs, or like '2 epochs', '500 steps' or '10 minutes'")
-    unit = match.group(2) + "s"
-    return (count if unit == "minutes" else int(count)), unit
-
-
-def parse_best(value: str) -> tuple[str, str]:
-    """Whether the least or the most is best, and of which metric.
-
-    >>> parse_best("val_loss"), parse_best("val_accuracy"), parse_best("min:val_mae")
-    (('min', 'val_loss'), ('max', 'val_accuracy'), ('min', 'val_mae'))
-    """
-    direction, _, metric = value.rpartition(":")
-    if not direction:
-        direction = "min" if metric.endswith("loss") else "max" if metric.endswith("accuracy") else ""
-    if direction not in ("min", "max") or not metric:
-        raise ValueError(f"say which is best: 'min:{metric}' or 'max:{metric}'")
-    return direction, metric
-
-
 Layer = tuple[Mapping[str, Any], str, Mapping[str, str]]
 
 
@@ -348,88 +320,6 @@ def build_config(layers: list[Layer]) -> DistributedConfig:
         values |= layer
         sources |= {name: finer.get(name, source) for name in layer}
     return DistributedConfig(_sources=sources, **values)
-
-
-def _contradictions(config: DistributedConfig) -> list[Problem]:
-    """What no single value shows: settings that deny each other."""
-    found: list[Problem] = []
-    nodes, per_node, total = config.num_nodes, config.gpus_per_node, config.num_gpus
-    if total is not None and per_node is not None and nodes * per_node != total:
-        found.append(
-            Problem(
-                f"num_gpus={total}, but num_nodes={nodes} × gpus_per_node={per_node} is {nodes * per_node}",
-                why="num_gpus counts the devices of all nodes",
-                do=f"set num_gpus={nodes * per_node}, or leave it out",
-            )
-        )
-    elif total is not None and per_node is None and total % nodes:
-        fewer, more = total // nodes * nodes or nodes, (total // nodes + 1) * nodes
-        found.append(
-            Problem(
-                f"num_gpus={total} cannot be split over num_nodes={nodes}",
-                why="each node runs the same number of ranks",
-                do=f"set num_gpus={' or '.join(str(n) for n in sorted({fewer, more}))}",
-            )
-        )
-    if config.node_rank is not None and config.node_rank >= nodes:
-        found.append(
-            Problem(
-                f"node_rank={config.node_rank}, but there are num_nodes={nodes}",
-                why="they count from 0",
-                do=f"set node_rank to 0..{nodes - 1}",
-            )
-        )
-    found += _node_contradictions(config)
-    if config.keep_best and config.checkpoint_frequency and parse_frequency(config.checkpoint_frequency)[1] != "epochs":
-        found.append(
-            Problem(
-                f"keep_best={config.keep_best!r}, but checkpoint_frequency={config.checkpoint_frequency!r}",
-                why="metrics are known at the end of an epoch, and most of these checkpoints would have none",
-                do="set checkpoint_frequency to a number of epochs, or leave keep_best out",
-            )
-        )
-    if config.warmup_steps and config.warmup_epochs:
-        found.append(Problem("both warmup_steps and warmup_epochs are set", do="keep one of them"))
-    for name, needs, useless, do in (
-        ("scaler_init_scale", "mixed_precision", config.mixed_precision in (False, "bf16"), "mixed_precision='fp16'"),
-        (
-            "scaler_growth_interval",
-            "mixed_precision",
-            config.mixed_precision in (False, "bf16"),
-            "mixed_precision='fp16'",
-        ),
-        ("base_batch_size", "lr_scaling", config.lr_scaling == "none", "lr_scaling='linear' or 'sqrt'"),
-        ("momentum", "optimizer", config.optimizer != "sgd", "optimizer='sgd'"),
-        ("min_lr_ratio", "lr_schedule", config.lr_schedule == "constant", "lr_schedule='cosine' or 'linear'"),
-    ):
-        # A DeepSpeed configuration may still say what this one needs: the planner reads it, and looks again.
-        is_open = config.deepspeed_config is not None and needs not in config.model_fields_set
-        if useless and getattr(config, name) and not is_open:
-            found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))
-    bitwise = config.reproducible == "bitwise"
-    for name, useless, do in (
-        ("virtual_ranks", not bitwise, "reproducible='bitwise'"),
-        ("sync_batchnorm", bitwise and config.sync_batchnorm, "reproducible='off'"),
-        ("find_unused_parameters", bitwise and config.find_unused_parameters, "reproducible='off'"),
-        ("static_graph", bitwise and config.static_graph, "reproducible='off'"),
-        ("bucket_cap_mb", bitwise, "reproducible='off'"),
-    ):
-        if useless and name in config.model_fields_set:
-            found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))
-    return found
-
-
-def _node_contradictions(config: DistributedConfig) -> list[Problem]:
-    least, nodes, most = config.min_nodes, config.num_nodes, config.max_nodes
-    found = []
-    if least is not None and least > nodes:
-        found.append(Problem(f"min_nodes={least}, but num_nodes={nodes}", do=f"set min_nodes to 1..{nodes}"))
-    if most is not None and most < nodes:
-        found.append(Problem(f"max_nodes={most}, but num_nodes={nodes}", do=f"set max_nodes to {nodes} or more"))
-    if config.min_gpus and config.gpus_per_node and config.min_gpus > config.gpus_per_node:
-        do = f"set min_gpus to 1..{config.gpus_per_node}"
-        found.append(Problem(f"min_gpus={config.min_gpus}, but gpus_per_node={config.gpus_per_node}", do=do))
-    return found
 
 
 def _problems(invalid: ValidationError, sources: Mapping[str, str]) -> list[Problem]:

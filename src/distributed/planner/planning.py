@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from distributed.core.config import DistributedConfig, parse_best, parse_frequency
+from distributed.core.config import DistributedConfig
 from distributed.core.engines import ENGINES
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError, Problem
@@ -22,6 +22,7 @@ from distributed.core.plan import (
     SchedulePlan,
 )
 from distributed.core.registry import load_target
+from distributed.core.values import parse_best, parse_frequency
 from distributed.planner.deepspeed_adoption import adopt
 from distributed.planner.hardware import Hardware
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel

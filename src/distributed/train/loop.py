@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from distributed.checkpoint.publishing import Saved
-from distributed.core.errors import CheckpointError, NonFiniteLossError
+from distributed.core.errors import CheckpointError
 from distributed.core.events import (
     CheckpointSaved,
     EpochEnded,
@@ -33,6 +33,7 @@ from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
 from distributed.runtime.shutdown import StopRequest
 from distributed.strategies.base import NonFiniteLoss, Strategy
+from distributed.train.explanations import explain_nonfinite
 from distributed.train.handover import Held, Inherited
 from distributed.train.links import Links
 from distributed.train.meter import Meter, Reading
@@ -190,7 +191,9 @@ class Loop:
                     break
                 seed_step(seed, step)
         except NonFiniteLoss as found:
-            raise self._explain(found, epoch, step - found.steps_ago, before_epoch) from None
+            step -= found.steps_ago
+            indices = train.sample_indices(epoch, step - before_epoch - 1)
+            raise explain_nonfinite(found, self._session.rank, epoch, step, indices) from None
         if not meter.is_empty:
             self._log(epoch, meter.read())
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
@@ -390,17 +393,6 @@ class Loop:
             )
         )
         return history
-
-    def _explain(self, found: NonFiniteLoss, epoch: int, step: int, before_epoch: int) -> NonFiniteLossError:
-        indices = self._train.sample_indices(epoch, step - before_epoch - 1)
-        shown = ", ".join(str(index) for index in indices[:32]) + (" …" if len(indices) > 32 else "")
-        where = f"the batch held the samples [{shown}]" if indices else "the batch came from a stream"
-        return NonFiniteLossError(
-            f"the loss is {found.value} at step {step} (epoch {epoch}) on rank {self._session.rank}",
-            why=f"{where} of this rank; usual causes: a bad sample, too high a learning rate, fp16 overflow, also of "
-            "gradients that are sent compressed",
-            do="look at these samples, lower learning_rate, set gradient_clipping; on_nan=continue goes on regardless",
-        )
 
     def _emit(self, event: Event) -> None:
         if self._observer is not None:
