@@ -111,8 +111,9 @@ for name in ("setuptools", "packaging", "cffi", "cloudpickle", "psutil", "pyyaml
 }
 
 if [[ ! -d $cache/$key ]]; then
-    rm -rf "$cache/building-$key".*  # of a build that was killed: the lock is ours
-    work=$(mktemp -d "$cache/building-$key.XXXXXXXX")
+    safe=building-${key//[^A-Za-z0-9.-]/-}  # Horovod's CMake files take the path for a regular expression: no "+" in it
+    rm -rf "$cache/$safe".*  # of a build that was killed: the lock is ours
+    work=$(mktemp -d "$cache/$safe.XXXXXXXX")
     trap 'rm -rf "$work"' EXIT
     log=$cache/$key.log
     : >"$log"
@@ -132,6 +133,10 @@ pins=$(dirname "$0")/../constraints.txt constraint=()
 [[ ! -f $pins ]] || constraint=(--constraint "$pins")
 pip install --quiet "${constraint[@]}" "${needs[@]}"
 pip install --quiet --no-deps --force-reinstall "$cache/$key"/horovod-*.whl
-"$python" -c 'import horovod.torch' || fail "the wheel does not load; remove $cache/$key and run this again"
+# A package without its library is imported with a warning, and has nothing in it.
+if ! "$python" -c 'import horovod.torch as hvd; hvd.is_initialized()' 2>>"$cache/$key.log"; then
+    rm -rf "${cache:?}/$key"
+    fail "the wheel does not load, and was removed; see $cache/$key.log"
+fi
 echo "$key" >"$stamp"
 say "installed $key"

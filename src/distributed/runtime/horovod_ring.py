@@ -48,6 +48,9 @@ def import_horovod() -> Any:
     """Horovod for torch, or how to get one that fits this torch."""
     try:
         import horovod.torch as hvd
+
+        if not hasattr(hvd, "is_initialized"):  # all that it does where its library is missing is to warn
+            raise ImportError(f"{hvd.__file__} has no library beside it")
     except (ImportError, OSError) as failed:
         raise MissingExtraError(
             "Horovod does not load",
