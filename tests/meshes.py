@@ -13,6 +13,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from distributed import Trainer
+from distributed.checkpoint.restoring import Restored, restore
+from distributed.checkpoint.saving import Saver
+from distributed.runtime.session import Session
+from distributed.strategies.base import Strategy
 from distributed.testing import run_ranks
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 64, 32, 4, 16, 4
@@ -155,6 +159,21 @@ def train(mesh: str, run_dir: Path, model: nn.Module | None = None, **settings: 
     steps = [event for event in events if event["event"] == "StepEnded"]
     losses = [event["loss"] for event in steps]
     return Trained(losses, [event["gradient_norm"] for event in steps], history["val_loss"], history.checkpoint)
+
+
+def save_state(strategy: Strategy, session: Session, folder: str, step: int) -> None:
+    saver = Saver(folder, session, asynchronous=False)
+    saver.save(step, strategy.state(), {}, {})
+    saver.close()
+
+
+def load_state(strategy: Strategy, session: Session, folder: str) -> Restored:
+    restored = restore(folder, True, session, expected=strategy.state(), boxes=strategy.boxes)
+    assert restored is not None
+    assert not restored.report.missing
+    assert not restored.report.mismatched
+    strategy.load_state(restored.shared)
+    return restored
 
 
 @dataclass(frozen=True)

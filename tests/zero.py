@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
 from distributed.core.config import DistributedConfig
 from distributed.core.engines import load_strategy
 from distributed.core.env import WorkerEnv, worker_env
@@ -22,6 +20,7 @@ from distributed.planner.planning import JobProfile, make_plan
 from distributed.runtime.session import Session
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
+from tests.meshes import load_state, save_state
 
 GLOBAL_BATCH = 8
 SAMPLES = 33  # so that the last batch of an epoch has one, and leaves a rank without any
@@ -147,18 +146,11 @@ class Rank:
             yield next(iter(self.loader.epoch(epoch, at)))[0]
 
     def save(self, folder: str, step: int) -> None:
-        saver = Saver(folder, self.session, asynchronous=False)
-        saver.save(step, self.strategy.state(), {}, {})
-        saver.close()
+        save_state(self.strategy, self.session, folder, step)
 
     def load(self, folder: str) -> None:
-        strategy = self.strategy
-        restored = restore(folder, True, self.session, expected=strategy.state(), boxes=strategy.boxes)
-        assert restored is not None
-        assert not restored.report.missing
+        restored = load_state(self.strategy, self.session, folder)
         assert not restored.report.unexpected
-        assert not restored.report.mismatched
-        strategy.load_state(restored.shared)
         self.done = restored.step
 
 

@@ -19,8 +19,6 @@ from distributed.checkpoint.exchange_catalog import open_one
 from distributed.checkpoint.exchange_export import export_checkpoint
 from distributed.checkpoint.exchange_import import import_weights
 from distributed.checkpoint.reading import load
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
 from distributed.checkpoint.tree import flatten
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv, worker_env
@@ -33,7 +31,7 @@ from distributed.runtime.session import Session
 from distributed.strategies.torch_mesh import TorchMesh
 from distributed.testing import run_ranks
 from distributed.train.task import Task
-from tests.meshes import MESHES, make_data, make_model
+from tests.meshes import MESHES, load_state, make_data, make_model, save_state
 
 KINDS = ["one", "ddp", "fsdp", "zero1", "tp", "pp", "3d"]
 STEPS = 3
@@ -66,17 +64,10 @@ class Rank:
         return (total[0] / total[1]).item()
 
     def save(self, folder: str, step: int) -> None:
-        saver = Saver(folder, self.session, asynchronous=False)
-        saver.save(step, self.strategy.state(), {}, {})
-        saver.close()
+        save_state(self.strategy, self.session, folder, step)
 
     def load(self, folder: str) -> None:
-        strategy = self.strategy
-        restored = restore(folder, True, self.session, expected=strategy.state(), boxes=strategy.boxes)
-        assert restored is not None
-        assert not restored.report.missing
-        assert not restored.report.mismatched
-        strategy.load_state(restored.shared)
+        load_state(self.strategy, self.session, folder)
 
 
 def train_and_save(mesh: str, folder: str, tied: bool = False) -> float:

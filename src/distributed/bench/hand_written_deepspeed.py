@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
 
-from distributed.bench.work import BATCH, Batch, Work, make_model, make_optimizer
+from distributed.bench.hand_written import own_loader
+from distributed.bench.work import BATCH, Work, make_model, make_optimizer
 from distributed.strategies.deepspeed_ops import import_deepspeed
 
 
 def train(work: Work) -> None:
     deepspeed = import_deepspeed("cpu")
-    dataset = work.dataset()
-    sampler: DistributedSampler[Batch] = DistributedSampler(dataset, work.ranks, work.rank)
-    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler, collate_fn=work.clock)
     model = make_model()
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
@@ -27,8 +24,7 @@ def train(work: Work) -> None:
     )
     loss_fn = nn.CrossEntropyLoss()
     engine.train()
-    sampler.set_epoch(0)
-    for inputs, labels in loader:
+    for inputs, labels in own_loader(work):
         loss = loss_fn(engine(inputs), labels)
         engine.backward(loss)
         engine.step()

@@ -92,12 +92,11 @@ class DeepSpeedEngine(Passes):
 
     def _prepare(self, task: StepTask, plan: Plan, session: Session) -> list[str]:
         """What is done to a model before any engine sees it; returns the names of what is saved of it."""
-        lora = plan.memory.lora
-        if lora is not None:
-            from distributed.strategies.lora import adapter_names, add_lora  # an extra
+        alone: set[str] | None = None
+        if plan.memory.lora is not None:
+            from distributed.strategies.lora import ensure_lora  # an extra
 
-            if not adapter_names(self.module):  # as in a second fit
-                add_lora(self.module, lora, plan.seed)
+            alone = ensure_lora(self.module, plan.memory.lora, plan.seed)
         if plan.memory.recompute:
             from distributed.strategies.parts import prepare_blocks  # takes long to import
 
@@ -106,11 +105,7 @@ class DeepSpeedEngine(Passes):
             self._until_closed.callback(synchronize_batchnorm(self.module))
         self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
         task.move_to(session.device)
-        names = list(self.module.state_dict())
-        if lora is None or not lora.saves_alone:
-            return names
-        alone = adapter_names(self.module)
-        return [name for name in names if name in alone]
+        return [name for name in self.module.state_dict() if alone is None or name in alone]
 
     def _start(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None, session: Session) -> Any:
         device = session.device.type

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
 from distributed.runtime.horovod_ring import Ring, import_horovod, join_ring, mpi_did_not_start, no_mpi_in_wheel
 from distributed.runtime.session import Session
-from distributed.strategies.base import MetricSum, StateTree, StepOutput, StepTask
+from distributed.strategies.base import StateTree, StepOutput, StepTask
+from distributed.strategies.passes import Passed
 from distributed.strategies.torch_mesh import TorchMesh
 
 _ON_WIRE = {torch.bfloat16: torch.float32}  # Horovod has no sum of bf16
@@ -131,16 +132,10 @@ class HorovodEngine(TorchMesh):
         if wire is not tensor:
             tensor.copy_(wire)
 
-    def _finish_step(
-        self,
-        loss: torch.Tensor | float,
-        total_weight: torch.Tensor | None,
-        metrics: Mapping[str, MetricSum] | None,
-        measure: bool,
-    ) -> StepOutput:
+    def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
         if self._hooks:
             self._finish_reduction()
-        return super()._finish_step(loss, total_weight, metrics, measure)
+        return super()._finish_step(passed, measure)
 
     def _finish_reduction(self) -> None:
         assert self._ring is not None

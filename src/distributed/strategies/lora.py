@@ -25,6 +25,13 @@ _A, _B = f"lora_A.{ADAPTER}.weight", f"lora_B.{ADAPTER}.weight"
 _SAVED_PREFIX = "base_model.model."  # what peft calls the model in its wrappers
 
 
+def ensure_lora(module: nn.Module, lora: LoraPlan, seed: int) -> set[str] | None:
+    """Add adapters, unless a model that goes on has them. Returns the names that are saved, if it is these alone."""
+    if not adapter_names(module):
+        add_lora(module, lora, seed)
+    return adapter_names(module) if lora.saves_alone else None
+
+
 def add_lora(module: nn.Module, plan: LoraPlan, seed: int) -> list[str]:
     """Put adapters beside linear layers and freeze all else, in place; returns the paths of those layers.
 

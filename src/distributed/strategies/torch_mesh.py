@@ -18,7 +18,7 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from distributed.strategies.gradient_sums import local
-from distributed.strategies.passes import Passes
+from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.replicated import buffers_can_differ, replicate
 
 if TYPE_CHECKING:
@@ -77,11 +77,9 @@ class TorchMesh(Passes):
         lora = plan.memory.lora
         self._saved: set[str] | None = None
         if lora is not None:
-            from distributed.strategies.lora import adapter_names, add_lora
+            from distributed.strategies.lora import ensure_lora
 
-            if not adapter_names(self.module):  # a model that goes on in another world has them
-                add_lora(self.module, lora, plan.seed)
-            self._saved = adapter_names(self.module) if lora.saves_alone else None
+            self._saved = ensure_lora(self.module, lora, plan.seed)
         if plan.is_replicated:
             self._make_whole(plan, session)
             task.move_to(session.device)
@@ -125,7 +123,7 @@ class TorchMesh(Passes):
             self._verify(microbatches[0])
         if self._parts is not None and self._parts.pipeline is not None:
             return self._pipeline_step(self._parts.pipeline, microbatches, measure)
-        return self._finish_step(*self._pass_all(microbatches, measure), measure)
+        return self._finish_step(self._pass_all(microbatches, measure), measure)
 
     def _verify(self, micro: Microbatch) -> None:
         """Before the first step over parts of sequences: that the model allows it."""
@@ -135,19 +133,14 @@ class TorchMesh(Passes):
         self._parts.context.verify(lambda: self._forward(self.module, batch).loss)
         self._verifies = False
 
-    def _finish_step(
-        self,
-        loss: torch.Tensor | float,
-        total_weight: torch.Tensor | None,
-        metrics: Mapping[str, MetricSum] | None,
-        measure: bool,
-    ) -> StepOutput:
+    def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
+        loss = passed.loss
         if self._parts is not None:
             self._parts.finish_gradients()
-        if total_weight is not None:
-            factor = self._divide_gradients(total_weight)
+        if passed.weight is not None:
+            factor = self._divide_gradients(passed.weight)
             loss = loss * (factor if self._moves else factor.item())
-        return StepOutput(loss, self._update(measure), metrics)
+        return StepOutput(loss, self._update(measure), passed.metrics)
 
     def _pipeline_step(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """The same over a pipeline: the rank of the last stage knows the loss."""
@@ -177,7 +170,7 @@ class TorchMesh(Passes):
             is_weighted = torch.tensor([int(bool(weights))], device=device)
             self._is_weighted = bool(self._session.max("whether the loss has weights", is_weighted).item())
         total = sum(weights, torch.zeros((), device=device)) if self._is_weighted else None
-        return self._finish_step(sum(losses, 0.0), total, metrics if measure else None, measure)
+        return self._finish_step(Passed(sum(losses, 0.0), total, metrics if measure else None), measure)
 
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
         if self._parts is None or self._parts.pipeline is None:

@@ -162,10 +162,9 @@ def _bring_home(task: Task, plan: Plan, checkpoint: str) -> None:
     trained = load(checkpoint, ranks=()).shared
     lora = plan.memory.lora
     if lora is not None:
-        from distributed.strategies.lora import adapter_names, add_lora  # an extra
+        from distributed.strategies.lora import ensure_lora  # an extra
 
-        if not adapter_names(task.model):
-            add_lora(task.model, lora, plan.seed)
+        ensure_lora(task.model, lora, plan.seed)
     is_made = not any(tensor.is_meta for tensor in task.model.parameters())
     task.model.load_state_dict(trained["model"], strict=lora is None or not lora.saves_alone, assign=not is_made)
     if isinstance(task.optimizer, torch.optim.Optimizer):
