@@ -21,7 +21,7 @@ help:
 	@echo "make test       all tests that need no GPU"
 	@echo "make test-gpu   the tests that need one"
 	@echo "make horovod    build Horovod for this torch and install it; MPI=1 with MPI, MPI=0 without; minutes, once"
-	@echo "make soak       hundreds of kills, each compared with the undisturbed run; long"
+	@echo "make soak       hundreds of kills, each compared with the undisturbed run, and other long tests"
 	@echo "make check      lint, format, types, who may import whom"
 	@echo "make format     put the code into shape"
 	@echo "make bench      overhead, scaling, checkpoints and recovery, beside their peers; long"
@@ -34,7 +34,7 @@ test: .venv/installed-all
 	bash tests/system_tools.sh
 	@bash scripts/build_horovod.sh --mpi $(MPI) || test $$? -eq 3  # 3: no compiler here; the tests that need it say so
 	@$(BIN)/python -m distributed.strategies.deepspeed_ops || echo "the tests that need DeepSpeed's own operators say so"
-	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu" --durations=40
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not soak" --durations=40
 
 test-gpu: .venv/installed-all
 	$(PYTEST) -m gpu
@@ -43,6 +43,7 @@ horovod: .venv/installed-train
 	@bash scripts/build_horovod.sh --mpi $(MPI)
 
 soak: .venv/installed-all
+	$(PYTEST) -m soak
 	folder=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/kill_histories.py $$folder/kills --histories $(HISTORIES)
 	folder=$$(mktemp -d) && $(BIN)/distributed chaos --script tests/e2e/soak_train.py --faults kill --kills $(KILLS) \
 		--steps $$((15 * $(KILLS))) --run-dir $$folder/chaos
@@ -61,9 +62,12 @@ bench: .venv/installed-all horovod
 	$(BIN)/distributed bench overhead
 	$(BIN)/distributed bench overhead --engine deepspeed
 	$(BIN)/distributed bench overhead --engine horovod
+	$(BIN)/distributed bench overhead --engine ray
+	$(BIN)/distributed bench start
 	$(BIN)/distributed bench scaling
 	$(BIN)/distributed bench checkpoint
 	$(BIN)/distributed bench recovery
+	$(BIN)/distributed bench tune
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .grimp_cache build dist src/*.egg-info
@@ -81,5 +85,6 @@ clean:
 
 .venv/installed-all: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing what tests, checks and benchmarks need into .venv"
-	$(PIP) --editable ".[dev,examples,tensorboard,mlflow,notebook,peers,lora,deepspeed]"
+	$(PIP) --editable ".[dev,examples,tensorboard,mlflow,notebook,peers,lora,deepspeed,ray,tune]" tensorflow-cpu
+	$(PIP) --no-deps tf-keras  # legacy Keras; it names tensorflow, which tensorflow-cpu is not called
 	@touch $@ .venv/installed-train

@@ -8,8 +8,14 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from tests.warm_commands import warm_commands
+
+# TensorBoard's own switch: without it, whoever reads its files here imports TensorFlow, seconds and 500 MB of it.
+sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -49,8 +55,38 @@ def clean_environ(**more: str) -> dict[str, str]:
         "SLURM_",
         "OMPI_",
         "PYTEST_",
+        "OMP_NUM_THREADS",
     )
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | more
+
+
+def cli(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`distributed …` in a folder; variables that Python reads when it starts have no effect, see `fresh_cli`."""
+    return warm_commands().run(*arguments, folder=folder, environ=clean_environ(**environ))
+
+
+def fresh_cli(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`distributed …` in a process of its own."""
+    command = [sys.executable, "-m", "distributed.cli", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=clean_environ(**environ), capture_output=True, text=True, timeout=120
+    )
+
+
+def run_python(folder: Path, *command: str) -> str:
+    """Run Python in a folder and return what it printed; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def unstarted(tmp_path: Path) -> Path:
+    """A folder with a script that must not be started."""
+    (tmp_path / "train.py").write_text("raise AssertionError('was started')")
+    return tmp_path
 
 
 @pytest.fixture

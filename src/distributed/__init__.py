@@ -12,26 +12,38 @@ if TYPE_CHECKING:
     from distributed.core.config import DistributedConfig as DistributedConfig
     from distributed.core.errors import DistributedError as DistributedError
     from distributed.core.history import History as History
+    from distributed.data.ray_data import RayRows as RayRows
     from distributed.trainers.ddp import PyTorchDDPTrainer as PyTorchDDPTrainer
     from distributed.trainers.horovod import HorovodTrainer as HorovodTrainer
+    from distributed.trainers.ray import RayTrainer as RayTrainer
+    from distributed.trainers.tensorflow import TensorFlowDistributedTrainer as TensorFlowDistributedTrainer
     from distributed.trainers.trainer import Trainer as Trainer
+    from distributed.tune.tuner import DistributedTuner as DistributedTuner
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "DistributedConfig": "distributed.core.config",
     "DistributedError": "distributed.core.errors",
+    "DistributedTuner": "distributed.tune.tuner",
     "History": "distributed.core.history",
     "HorovodTrainer": "distributed.trainers.horovod",
     "PyTorchDDPTrainer": "distributed.trainers.ddp",
+    "RayRows": "distributed.data.ray_data",
+    "RayTrainer": "distributed.trainers.ray",
+    "TensorFlowDistributedTrainer": "distributed.trainers.tensorflow",
     "Trainer": "distributed.trainers.trainer",
 }
 __all__ = [
     "DistributedConfig",
     "DistributedError",
+    "DistributedTuner",
     "History",
     "HorovodTrainer",
     "PyTorchDDPTrainer",
+    "RayRows",
+    "RayTrainer",
+    "TensorFlowDistributedTrainer",
     "Trainer",
     "__version__",
 ]

@@ -20,6 +20,7 @@ from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import CannotGoOnError
 from distributed.core.failure import is_collateral
 from distributed.core.history import History
+from distributed.core.hosts import Host, host_of
 from distributed.core.plan import Plan
 from distributed.data.leaf_loader import LeafLoader
 from distributed.data.loader import EvalLoader, StreamLoader, TrainLoader
@@ -35,7 +36,8 @@ from distributed.runtime.shutdown import StopRequest, left_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.strategies.base import Strategy
 from distributed.train.handover import Held, hand_over, take_model
-from distributed.train.loop import LeftWorld, Loader, Loop
+from distributed.train.loaders import Loader
+from distributed.train.loop import LeftWorld, Loop
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
 
@@ -142,7 +144,7 @@ def _live(
 ) -> History | Broken:
     """One world of this rank, from joining it to the end of the run or of the world."""
     plan, task, env = job.plan, job.task, session.env
-    strategy = load_strategy(plan.strategy, plan.is_bitwise)()
+    strategy, host = load_strategy(plan.strategy, plan.is_bitwise)(), host_of(env)
     loop: Loop | None = None
     heartbeat: Heartbeat | None = None
     try:
@@ -167,6 +169,7 @@ def _live(
         with StopRequest(
             session.rank, session.world_size, session.store, asked, session.named, is_supervised=line is not None
         ) as stop:
+            host.on_stop(stop.request)
             loop = Loop(
                 plan,
                 strategy,
@@ -179,11 +182,13 @@ def _live(
                 heartbeat,
                 watchers.observer(plan, session),
                 UtilizationSampler(session.device.type, session.device.index or 0).percent,
-                _teller(line, env.attempt),
+                _teller(line, host, env.attempt),
+                host,
             )
             loop.begin(inherited)
             held = inherited = None  # a second copy of the state on every rank that was given it
             history = loop.run()
+        host.close()
         _settle(session, line)
         if gives_back:
             strategy.finish()
@@ -225,9 +230,9 @@ def _write_down(failed: Exception, path: Path) -> None:
         path.write_text("".join(traceback.format_exception(failed)), encoding="utf-8")
 
 
-def _teller(line: Line | None, attempt: int) -> Callable[[int, str], None]:
+def _teller(line: Line | None, host: Host, attempt: int) -> Callable[[int, str], None]:
     if line is None:
-        return lambda step, source: None
+        return host.resumed
     return lambda step, source: line.tell(Resumed(attempt, step, source))
 
 

@@ -20,6 +20,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which DDP imports: once here, and not in every rank
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from distributed.checkpoint.candidates import find
 from distributed.checkpoint.reading import load, verify
 from distributed.checkpoint.remote import RemoteStorage
-from distributed.checkpoint.restoring import find, restore
+from distributed.checkpoint.restoring import restore
 from distributed.checkpoint.saving import Saver
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError

@@ -21,14 +21,13 @@ from distributed.core.env import WorkerEnv
 from distributed.runtime.session import Session
 from distributed.testing import run_ranks
 from tests.conftest import clean_environ
+from tests.conftest import cli as any_cli
 
 COMMAND = [sys.executable, "-m", "distributed.cli", "checkpoint"]
 
 
 def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*COMMAND, *arguments], cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=120
-    )
+    done = any_cli(folder, "checkpoint", *arguments)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-
-
-def cli(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "distributed.cli", *arguments],
-        cwd=folder,
-        env=ENV | environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text("raise AssertionError('was started')")
-    return tmp_path
+from tests.conftest import clean_environ, cli, fresh_cli
 
 
 @pytest.mark.parametrize(
@@ -47,63 +28,65 @@ def folder(tmp_path: Path) -> Path:
         (["--script", "train.py", "--config", "no.yaml"], ["no.yaml"]),
     ],
 )
-def test_bad_input_is_told_before_anything_starts(folder, arguments, hints):
-    done = cli(folder, "train", *arguments)
+def test_bad_input_is_told_before_anything_starts(unstarted, arguments, hints):
+    done = cli(unstarted, "train", *arguments)
     assert done.returncode == 2
     for hint in hints:
         assert hint in done.stderr
     assert "Traceback" not in done.stderr
-    assert sorted(entry.name for entry in folder.iterdir()) == ["train.py"]
+    assert sorted(entry.name for entry in unstarted.iterdir()) == ["train.py"]
 
 
-def test_all_problems_are_told_at_once(folder):
-    (folder / "run.yaml").write_text("epochs: 0\nbatchsize: 3\nseed: 1\nseed: 2\n")
-    done = cli(folder, "train", "--script", "no.py", "--config", "run.yaml", "--backend", "x", "num_nodes=two")
+def test_all_problems_are_told_at_once(unstarted):
+    (unstarted / "run.yaml").write_text("epochs: 0\nbatchsize: 3\nseed: 1\nseed: 2\n")
+    done = cli(unstarted, "train", "--script", "no.py", "--config", "run.yaml", "--backend", "x", "num_nodes=two")
     assert done.returncode == 2
     for hint in ("no.py", "run.yaml:1", "batchsize", "run.yaml:3 and run.yaml:4", "backend", "num_nodes"):
         assert hint in done.stderr
 
 
-def test_a_port_in_use_and_a_used_run_directory_are_told_together(folder):
-    (folder / "run").mkdir()
-    (folder / "run" / "events.jsonl").touch()
+def test_a_port_in_use_and_a_used_run_directory_are_told_together(unstarted):
+    (unstarted / "run").mkdir()
+    (unstarted / "run" / "events.jsonl").touch()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        done = cli(folder, "train", "--script", "train.py", "--master-port", port, "--run-dir", "run")
+        done = cli(unstarted, "train", "--script", "train.py", "--master-port", port, "--run-dir", "run")
     assert done.returncode == 3
     assert f"port {port} is in use" in done.stderr
     assert "another run" in done.stderr
     assert "was started" not in done.stderr
 
 
-def test_a_dry_run_shows_all_and_does_nothing(folder):
-    done = cli(folder, "train", "--script", "train.py", "--num-gpus", "2", "--dry-run", "epochs=2", "--", "--x", "a b")
+def test_a_dry_run_shows_all_and_does_nothing(unstarted):
+    done = cli(
+        unstarted, "train", "--script", "train.py", "--num-gpus", "2", "--dry-run", "epochs=2", "--", "--x", "a b"
+    )
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"RANK={rank} " in done.stdout
     assert "distributed.launch.rank train.py --x 'a b'" in done.stdout
     assert "2 CPU processes" in done.stdout or "GPU" in done.stdout
-    assert sorted(entry.name for entry in folder.iterdir()) == ["train.py"]
+    assert sorted(entry.name for entry in unstarted.iterdir()) == ["train.py"]
 
 
-def test_a_dry_run_of_several_nodes_needs_no_other_node(folder):
+def test_a_dry_run_of_several_nodes_needs_no_other_node(unstarted):
     several = ["--num-nodes", "2", "--gpus-per-node", "2", "--node-rank", "1", "--master-addr", "n0", "--device", "cpu"]
-    done = cli(folder, "train", "--script", "train.py", "--dry-run", *several)
+    done = cli(unstarted, "train", "--script", "train.py", "--dry-run", *several)
     assert done.returncode == 0, done.stderr
     assert "RANK=3 " in done.stdout
     assert "n0:29400" in done.stdout
 
 
-def test_config_show_says_where_values_came_from(folder):
-    (folder / "run.yaml").write_text("# ours\nepochs: 3\nlearning_rate: 1e-2\nrun_dir: 2024\n")
-    shown = cli(folder, "config", "show", "--config", "run.yaml", "epochs=5", "mixed_precision=true", "--json")
+def test_config_show_says_where_values_came_from(unstarted):
+    (unstarted / "run.yaml").write_text("# ours\nepochs: 3\nlearning_rate: 1e-2\nrun_dir: 2024\n")
+    shown = cli(unstarted, "config", "show", "--config", "run.yaml", "epochs=5", "mixed_precision=true", "--json")
     settings = json.loads(shown.stdout)
     assert settings["epochs"] == {"value": 5, "source": "command line"}
     assert settings["learning_rate"] == {"value": 0.01, "source": "run.yaml:3"}
     assert settings["run_dir"] == {"value": "2024", "source": "run.yaml:4"}
     assert settings["mixed_precision"] == {"value": True, "source": "command line"}
     assert settings["seed"] == {"value": 0, "source": "default"}
-    given = cli(folder, "config", "show", "--config", "run.yaml", "--given")
+    given = cli(unstarted, "config", "show", "--config", "run.yaml", "--given")
     rows = [line.split() for line in given.stdout.splitlines()[1:]]
     assert [row[:3] for row in rows] == [
         ["epochs", "3", "run.yaml:2"],
@@ -121,17 +104,17 @@ def test_config_show_says_where_values_came_from(folder):
         ("a: !!x 1", "run.yaml:1"),
     ],
 )
-def test_bad_files_of_settings(folder, text, hint):
-    (folder / "run.yaml").write_text(text)
-    done = cli(folder, "config", "show", "--config", "run.yaml")
+def test_bad_files_of_settings(unstarted, text, hint):
+    (unstarted / "run.yaml").write_text(text)
+    done = cli(unstarted, "config", "show", "--config", "run.yaml")
     assert done.returncode == 2
     assert hint in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_an_empty_file_of_settings_is_none(folder):
-    (folder / "run.yaml").write_text("# nothing\n")
-    assert cli(folder, "config", "show", "--config", "run.yaml", "--given").returncode == 0
+def test_an_empty_file_of_settings_is_none(unstarted):
+    (unstarted / "run.yaml").write_text("# nothing\n")
+    assert cli(unstarted, "config", "show", "--config", "run.yaml", "--given").returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -143,30 +126,32 @@ def test_an_empty_file_of_settings_is_none(folder):
         ["train", "--script", "train.py", "--dry-run", "--num-gpus", "2"],
     ],
 )
-def test_no_torch_is_imported_to_answer(folder, arguments):
+def test_no_torch_is_imported_to_answer(unstarted, arguments):
     program = (
         "import sys\nfrom distributed.cli.main import main\n"
         f"sys.argv = ['distributed', *{arguments!r}]\n"
         "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=ENV, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=unstarted, env=clean_environ(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_package_imports_no_torch():
     program = "import sys, distributed, distributed.core.config; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], env=ENV, check=True)
+    subprocess.run([sys.executable, "-c", program], env=clean_environ(), check=True)
 
 
 @pytest.mark.parametrize("way", [["-m", "distributed"], ["-m", "distributed.cli"]])
 def test_both_modules_are_the_command(way):
-    done = subprocess.run([sys.executable, *way, "--version"], env=ENV, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *way, "--version"], env=clean_environ(), capture_output=True, text=True)
     assert done.stdout.startswith("distributed-training ")
 
 
-def test_doctor_reports_the_machine(folder):
-    done = cli(folder, "doctor", "--json")
+def test_doctor_reports_the_machine(unstarted):
+    done = cli(unstarted, "doctor", "--json")
     assert done.returncode == 0, done.stdout
     report = json.loads(done.stdout)
     found = {finding["name"]: finding for finding in report["findings"]}
@@ -176,14 +161,14 @@ def test_doctor_reports_the_machine(folder):
     assert all(finding["do"] for name, finding in found.items() if finding["state"] == "missing" and "extra" in name)
 
 
-def test_doctor_finds_dasks_package_and_a_broken_torch(folder):
-    fake = folder / "site"
+def test_doctor_finds_dasks_package_and_a_broken_torch(unstarted):
+    fake = unstarted / "site"
     (fake / "distributed-2024.1.0.dist-info").mkdir(parents=True)
     (fake / "distributed-2024.1.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: distributed\nVersion: 2024.1.0\n"
     )
     (fake / "torch.py").write_text("raise ImportError('libtorch.so is missing')")
-    done = cli(folder, "doctor", "--json", PYTHONPATH=str(fake))
+    done = fresh_cli(unstarted, "doctor", "--json", PYTHONPATH=str(fake))
     assert done.returncode == 1
     found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert found["import name"]["state"] == "broken"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+from tests.conftest import clean_environ, cli
+
 SHOWS_CONFIG = """
 import torch
 from torch.utils.data import TensorDataset
@@ -26,23 +25,6 @@ def look(request):
 trainer.fit_alone = look
 Trainer(torch.nn.Linear(2, 2), batch_size=2).fit(TensorDataset(torch.zeros(4, 2), torch.zeros(4, 2)))
 """
-
-
-def cli(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "distributed.cli", *arguments],
-        cwd=folder,
-        env=ENV | environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text("raise AssertionError('was started')")
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -68,25 +50,25 @@ def folder(tmp_path: Path) -> Path:
         (["--tensor-parallel", "2", "tensor_parallel=2"], ["tensor_parallel", "twice"]),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(folder, arguments, hints):
-    done = cli(folder, "train", "--script", "train.py", *arguments)
+def test_what_cannot_be_is_refused_before_anything_starts(unstarted, arguments, hints):
+    done = cli(unstarted, "train", "--script", "train.py", *arguments)
     assert done.returncode == 2
     for hint in hints:
         assert hint in done.stderr
     assert "Traceback" not in done.stderr
-    assert sorted(entry.name for entry in folder.iterdir()) == ["train.py"]
+    assert sorted(entry.name for entry in unstarted.iterdir()) == ["train.py"]
 
 
-def test_all_that_is_wrong_with_a_mesh_is_told_at_once(folder):
+def test_all_that_is_wrong_with_a_mesh_is_told_at_once(unstarted):
     wrong = ["--num-gpus", "6", "--tensor-parallel", "4", "--zero-stage", "1", "--sharding", "full"]
-    done = cli(folder, "train", "--script", "tran.py", *wrong, "pipeline_schedule=gpipe", "lora={rnk: 2}")
+    done = cli(unstarted, "train", "--script", "tran.py", *wrong, "pipeline_schedule=gpipe", "lora={rnk: 2}")
     assert done.returncode == 2
     for hint in ("tran.py", "6 ranks", "zero_stage=1", "pipeline_schedule", "'rnk'"):
         assert hint in done.stderr
 
 
-def test_options_are_the_settings_of_the_same_names(folder):
-    (folder / "train.py").write_text(SHOWS_CONFIG)
+def test_options_are_the_settings_of_the_same_names(unstarted):
+    (unstarted / "train.py").write_text(SHOWS_CONFIG)
     options = {
         "backend": "fsdp",
         "sharding": "full",
@@ -98,14 +80,14 @@ def test_options_are_the_settings_of_the_same_names(folder):
         "lora": "4",
     }
     words = [f"--{name}={value}" for name, value in options.items()]
-    shown = cli(folder, "train", "--script", "train.py", "--dry-run", "--cpu-offload", *words)
+    shown = cli(unstarted, "train", "--script", "train.py", "--dry-run", "--cpu-offload", *words)
     assert shown.returncode == 0, shown.stderr
     overrides = re.search(r"DISTRIBUTED_OVERRIDES='([^']*)'", shown.stdout)
     assert overrides
     script = subprocess.run(
         [sys.executable, "train.py"],
-        cwd=folder,
-        env=ENV | {"DISTRIBUTED_OVERRIDES": overrides.group(1)},
+        cwd=unstarted,
+        env=clean_environ(DISTRIBUTED_OVERRIDES=overrides.group(1)),
         capture_output=True,
         text=True,
         timeout=120,
@@ -115,14 +97,14 @@ def test_options_are_the_settings_of_the_same_names(folder):
     assert "cpu_offload=True" in script.stderr
 
 
-def test_a_mesh_is_shown_with_its_reason(folder):
-    done = cli(folder, "train", "--script", "train.py", "--dry-run", "--num-gpus", "8", "--tensor-parallel", "2")
+def test_a_mesh_is_shown_with_its_reason(unstarted):
+    done = cli(unstarted, "train", "--script", "train.py", "--dry-run", "--num-gpus", "8", "--tensor-parallel", "2")
     assert done.returncode == 0, done.stderr
     assert "mesh dp_replicate=4 × tp=2: 4 copies of the model, 2 ranks for each layer" in done.stdout
 
 
-def test_help_names_the_engines_that_there_are(folder):
-    text = " ".join(cli(folder, "train", "--help", COLUMNS="200").stdout.split())
+def test_help_names_the_engines_that_there_are(unstarted):
+    text = " ".join(cli(unstarted, "train", "--help", COLUMNS="200").stdout.split())
     assert "auto, pytorch-ddp, fsdp" in text
     assert "KEY=VALUE" in text
     assert "--dry-run [=N]" in text

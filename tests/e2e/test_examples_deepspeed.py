@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from distributed.launch.ports import free_port
-from tests.conftest import clean_environ
+from tests.conftest import run_python
 
 FOLDER = Path(__file__).parents[2] / "examples" / "03-deepspeed"
 CONFIGS = sorted((FOLDER / "configs").glob("*.json"))
-
-
-def run(folder: Path, *command: str) -> str:
-    """Run Python in a folder and return what it printed; it must succeed."""
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -38,17 +27,19 @@ def test_deepspeed_itself_takes_the_configurations(config: Path) -> None:
 def test_training_writes_a_checkpoint_that_deepspeed_computes_with_as_plain_torch_does(tmp_path: Path) -> None:
     small = ["--samples", "320", "--epochs", "2", "--run-dir", "run"]
     config = str(FOLDER / "configs" / "zero3_config.json")
-    trained = run(tmp_path, str(FOLDER / "deepspeed_train.py"), "--num-gpus", "2", "--deepspeed_config", config, *small)
+    trained = run_python(
+        tmp_path, str(FOLDER / "deepspeed_train.py"), "--num-gpus", "2", "--deepspeed_config", config, *small
+    )
     before, after = re.findall(r"loss on other text (\S+) to (\S+) in 20 steps", trained)[0]
     assert float(after) < float(before)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert (plan["strategy"], plan["shard"]["kind"], plan["precision"]["kind"]) == ("deepspeed", "full", "bf16")
 
     inference = [str(FOLDER / "deepspeed_inference.py"), "run/checkpoints", "--count", "8"]
-    alone = run(tmp_path, *inference)
+    alone = run_python(tmp_path, *inference)
     assert "InferenceEngine on one rank" in alone
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    shared = run(tmp_path, *torchrun, *inference)
+    shared = run_python(tmp_path, *torchrun, *inference)
     assert "DeepSpeedEngine on 2 ranks" in shared
     held = {tuple(int(n.replace(",", "")) for n in two) for two in re.findall(r"holds (\S+) of (\S+) bytes", shared)}
     ((part, whole),) = held
@@ -60,7 +51,7 @@ def test_training_writes_a_checkpoint_that_deepspeed_computes_with_as_plain_torc
 
 
 def test_offload_shows_where_the_state_is_and_trains_alike(tmp_path: Path) -> None:
-    printed = run(tmp_path, str(FOLDER / "zero_offload.py"), "--steps", "2", "--offload-dir", str(tmp_path))
+    printed = run_python(tmp_path, str(FOLDER / "zero_offload.py"), "--steps", "2", "--offload-dir", str(tmp_path))
     sections = re.split(r"^(?:on the device|in host memory|in files):$", printed, flags=re.MULTILINE)[1:]
     assert len(sections) == 3
     losses, states, files = [], [], []

@@ -19,16 +19,17 @@ from distributed.testing import run_ranks
 from tests.conftest import clean_environ
 
 
-def test_twenty_histories_of_kills_end_with_the_same_bytes(tmp_path: Path) -> None:
+def test_histories_of_kills_end_with_the_same_bytes(tmp_path: Path) -> None:
+    """Of each rank alone and of both at once, with and without data loader workers; many more are in `make soak`."""
     script = Path(__file__).with_name("kill_histories.py")
-    command = [sys.executable, str(script), str(tmp_path / "kills"), "--histories", "20"]
+    command = [sys.executable, str(script), str(tmp_path / "kills"), "--histories", "6"]
     result = subprocess.run(
         command, env=clean_environ(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=280
     )
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 20, result.stderr
+    assert len(rows) == 6, result.stderr
     assert [row for row in rows if not row["same"]] == []
-    assert sum(row["kills"] for row in rows) >= 20
+    assert sum(row["kills"] for row in rows) >= 8
     assert all(row["exactly once"] == "True" for row in rows)
 
 

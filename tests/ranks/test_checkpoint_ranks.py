@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from distributed.checkpoint.chunks import chunk_name
-from distributed.checkpoint.digests import digest_components
 from distributed.checkpoint.local import LocalStorage
 from distributed.checkpoint.reading import load, verify
 from distributed.checkpoint.restoring import restore
 from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.tensors import digest_components
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session

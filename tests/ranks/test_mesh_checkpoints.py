@@ -7,6 +7,8 @@ step in between, and takes one step.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,14 @@ from distributed.train.task import Task
 from tests.meshes import MESHES, load_state, make_data, make_model, save_state
 
 KINDS = ["one", "ddp", "fsdp", "zero1", "tp", "pp", "3d"]
+TIED = ["one", "pp"]  # that save tied weights
+IN = ["fsdp", "pp_tp"]  # that take in weights from another program
 STEPS = 3
 
 
 def plan_for(mesh: str, env: WorkerEnv) -> Plan:
     config = DistributedConfig(**MESHES[mesh].all_settings(), learning_rate=0.01)
-    profile = JobProfile(samples=40)
+    profile = JobProfile(samples=80)
     return make_plan(config, profile, Hardware(cpu_cores=2), run_dir="unused", world=env)
 
 
@@ -78,56 +82,14 @@ def train_and_save(mesh: str, folder: str, tied: bool = False) -> float:
     return rank.step(STEPS)
 
 
-def load_all(mesh: str, root: str, sources: list[str], tied: bool = False) -> list[float]:
-    losses = []
+def load_all(mesh: str, root: str, sources: list[str], tied: bool = False) -> dict[str, float]:
+    losses = {}
     for source in sources:
         rank = Rank(mesh, tied)
         rank.load(f"{root}/{source}")
         rank.save(f"{root}/{source}-{mesh}", STEPS)
-        losses.append(rank.step(STEPS))
+        losses[source] = rank.step(STEPS)
     return losses
-
-
-def on_mesh(function: Any, mesh: str, *args: Any) -> Any:
-    if MESHES[mesh].ranks == 1:
-        return function(mesh, *args)
-    return run_ranks(function, MESHES[mesh].ranks, mesh, *args)[0]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
-    """A checkpoint of each strategy after the same steps, and the loss of its next step."""
-    root = tmp_path_factory.mktemp("saved")
-    return root, {mesh: on_mesh(train_and_save, mesh, str(root / mesh)) for mesh in KINDS}
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return flatten(load(str(folder / f"step-{STEPS:06d}"), ranks=()).shared)[0]
-
-
-@pytest.mark.parametrize("mesh", KINDS)
-def test_every_strategy_loads_what_every_other_saved(mesh: str, saved: tuple[Path, dict[str, float]]) -> None:
-    root, next_losses = saved
-    assert_loads(mesh, root, KINDS, next_losses)
-
-
-def assert_loads(mesh: str, root: Path, sources: list[str], next_losses: dict[str, float], tied: bool = False) -> None:
-    found = on_mesh(load_all, mesh, str(root), sources, tied)
-    for source, loss in zip(sources, found, strict=True):
-        before, after = tensors_of(root / source), tensors_of(root / f"{source}-{mesh}")
-        assert before.keys() == after.keys()
-        assert all(before[name].dtype == after[name].dtype for name in before)
-        differing = [name for name in before if not torch.equal(before[name], after[name])]
-        assert not differing, f"{source} -> {mesh}"
-        assert loss == pytest.approx(next_losses[source], rel=1e-5), f"{source} -> {mesh}"
-
-
-def test_tied_weights_of_a_pipeline(tmp_path: Path) -> None:
-    """Both of its ends hold them, and the optimizer's state for them."""
-    kinds = ["one", "pp"]
-    losses = {mesh: on_mesh(train_and_save, mesh, str(tmp_path / mesh), True) for mesh in kinds}
-    for mesh in ("pp", "fsdp_grad_op"):
-        assert_loads(mesh, tmp_path, kinds, losses, tied=True)
 
 
 def weights_of(mesh: str, folder: str, to: str) -> None:
@@ -137,16 +99,79 @@ def weights_of(mesh: str, folder: str, to: str) -> None:
     rank.save(to, 0)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "pp_tp"])
-def test_safetensors_out_and_in(mesh: str, saved: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    root, _ = saved
-    trained = tensors_of(root / "3d")
-    file = tmp_path / "model.safetensors"
-    export_checkpoint(open_one(str(root / "3d" / f"step-{STEPS:06d}")), str(file))
+Job = tuple[Callable[..., Any], str, tuple[Any, ...]]  # a function, its mesh, and what else it is given
+
+
+def do_all(jobs: dict[str, Job]) -> dict[str, Any]:
+    return {name: function(mesh, *args) for name, (function, mesh, args) in jobs.items()}
+
+
+def do_by_size(jobs: dict[str, Job]) -> dict[str, Any]:
+    """All jobs for one number of ranks are done in one world, which costs its start."""
+    found: dict[str, Any] = {}
+    for ranks in sorted({MESHES[mesh].ranks for _, mesh, _ in jobs.values()}):
+        mates = {name: job for name, job in jobs.items() if MESHES[job[1]].ranks == ranks}
+        found |= do_all(mates) if ranks == 1 else run_ranks(do_all, ranks, mates)[0]
+    return found
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """By source, the loss of the step after its save; by mesh, those of this step after each source was loaded."""
+
+    root: Path
+    wanted: dict[str, float]
+    found: dict[str, dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Exchanged:
+    """A checkpoint of each strategy after the same steps, what each made of each, and weights that went out and in."""
+    root = tmp_path_factory.mktemp("saved")
+    saves: dict[str, Job] = {mesh: (train_and_save, mesh, (str(root / mesh),)) for mesh in KINDS}
+    saves |= {f"tied-{mesh}": (train_and_save, mesh, (str(root / f"tied-{mesh}"), True)) for mesh in TIED}
+    wanted = do_by_size(saves)
+    export_checkpoint(open_one(str(root / "3d" / f"step-{STEPS:06d}")), str(root / "model.safetensors"))
+    import_weights(str(root / "model.safetensors"), str(root / "imported"))
+    loads: dict[str, Job] = {mesh: (load_all, mesh, (str(root), KINDS)) for mesh in KINDS}
+    tied = [f"tied-{mesh}" for mesh in TIED]
+    loads |= {f"tied-{mesh}": (load_all, mesh, (str(root), tied, True)) for mesh in ("pp", "fsdp_grad_op")}
+    loads |= {f"again-{mesh}": (weights_of, mesh, (str(root / "imported"), str(root / f"again-{mesh}"))) for mesh in IN}
+    return Exchanged(root, wanted, do_by_size(loads))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return flatten(load(str(folder / f"step-{STEPS:06d}"), ranks=()).shared)[0]
+
+
+@pytest.mark.parametrize("mesh", KINDS)
+def test_every_strategy_loads_what_every_other_saved(mesh: str, exchanged: Exchanged) -> None:
+    assert_loaded(exchanged, mesh, mesh, KINDS)
+
+
+def assert_loaded(exchanged: Exchanged, name: str, mesh: str, sources: list[str]) -> None:
+    assert list(exchanged.found[name]) == sources
+    for source, loss in exchanged.found[name].items():
+        before, after = tensors_of(exchanged.root / source), tensors_of(exchanged.root / f"{source}-{mesh}")
+        assert before.keys() == after.keys()
+        assert all(before[name].dtype == after[name].dtype for name in before)
+        differing = [name for name in before if not torch.equal(before[name], after[name])]
+        assert not differing, f"{source} -> {mesh}"
+        assert loss == pytest.approx(exchanged.wanted[source], rel=1e-5), f"{source} -> {mesh}"
+
+
+@pytest.mark.parametrize("mesh", ["pp", "fsdp_grad_op"])
+def test_tied_weights_of_a_pipeline(mesh: str, exchanged: Exchanged) -> None:
+    """Both of its ends hold them, and the optimizer's state for them."""
+    assert_loaded(exchanged, f"tied-{mesh}", mesh, [f"tied-{source}" for source in TIED])
+
+
+@pytest.mark.parametrize("mesh", IN)
+def test_safetensors_out_and_in(mesh: str, exchanged: Exchanged) -> None:
+    trained = tensors_of(exchanged.root / "3d")
     model = make_model()
-    model.load_state_dict(load_file(file))
+    model.load_state_dict(load_file(exchanged.root / "model.safetensors"))
     assert all(torch.equal(value, trained[f"model/{name}"]) for name, value in model.state_dict().items())
-    import_weights(str(file), str(tmp_path / "imported"))
-    on_mesh(weights_of, mesh, str(tmp_path / "imported"), str(tmp_path / "again"))
-    again = load(str(tmp_path / "again" / "step-000000"), ranks=()).shared["model"]
+    again = load(str(exchanged.root / f"again-{mesh}" / "step-000000"), ranks=()).shared["model"]
+    assert again.keys() == model.state_dict().keys()
     assert all(torch.equal(value, trained[f"model/{name}"]) for name, value in again.items())

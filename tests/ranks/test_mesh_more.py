@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from distributed import PyTorchDDPTrainer, Trainer
+from distributed.testing import run_ranks
 from tests.meshes import LENGTH, MESHES, WIDTH, Transformer, make_data, make_model
 from tests.meshes import train as plain_train
 
@@ -121,7 +122,7 @@ def train(mesh: str, work: Work, run_dir: Path) -> Trained:
     quiet = {"epochs": EPOCHS, "log_every_n_steps": 1, "progress": False, "run_dir": str(run_dir)}
     trainer = Trainer(work.model, loss_fn=nn.CrossEntropyLoss(), **quiet, **options)
     history = trainer.fit(work.train, work.validation)
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (Path(history.run_dir) / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "StepEnded"]
     numbers = [
         {"loss": step["loss"], "norm": step["gradient_norm"], "rate": step["learning_rate"]} | step["metrics"]
@@ -138,18 +139,32 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_it_trains_what_one_process_trains(make: Any, tmp_path: Path) -> None:
-    wanted = train("one", make(), tmp_path / "one")
-    for mesh in CASES[make]:
-        found = train(mesh, make(), tmp_path / mesh)
-        assert len(found.steps) == len(wanted.steps)
-        for at, (one, other) in enumerate(zip(found.steps, wanted.steps, strict=True)):
-            assert one == pytest.approx(other, rel=1e-4), f"{mesh}, step {at + 1}"
-            assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert found.validation == pytest.approx(wanted.validation, rel=1e-5), mesh
-        for name, buffer in wanted.buffers.items():
-            torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-4, atol=1e-5, msg=f"{mesh}: {name}")
+def train_all(cases: list[tuple[Any, str]], folder: Path) -> dict[str, Trained]:
+    return {f"{make.__name__}/{mesh}": train(mesh, make(), folder / f"{make.__name__}-{mesh}") for make, mesh in cases}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    """All cases of one number of ranks are trained in one world, which costs its start."""
+    folder = tmp_path_factory.mktemp("more")
+    cases = [(make, mesh) for make, meshes in CASES.items() for mesh in meshes]
+    found = train_all([(make, "one") for make in CASES], folder)
+    for ranks in sorted({MESHES[mesh].ranks for _, mesh in cases}):
+        mates = [(make, mesh) for make, mesh in cases if MESHES[mesh].ranks == ranks]
+        found |= run_ranks(train_all, ranks, mates, folder)[0]
+    return found
+
+
+@pytest.mark.parametrize(("make", "mesh"), [(make.__name__, mesh) for make, meshes in CASES.items() for mesh in meshes])
+def test_it_trains_what_one_process_trains(make: str, mesh: str, trained: dict[str, Trained]) -> None:
+    wanted, found = trained[f"{make}/one"], trained[f"{make}/{mesh}"]
+    assert len(found.steps) == len(wanted.steps)
+    for at, (one, other) in enumerate(zip(found.steps, wanted.steps, strict=True)):
+        assert one == pytest.approx(other, rel=1e-4), f"step {at + 1}"
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert found.validation == pytest.approx(wanted.validation, rel=1e-5)
+    for name, buffer in wanted.buffers.items():
+        torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-4, atol=1e-5, msg=name)
 
 
 class Spare(Transformer):

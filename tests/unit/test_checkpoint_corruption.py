@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from distributed.checkpoint.chunks import chunk_name
-from distributed.checkpoint.digests import digest_components
 from distributed.checkpoint.reading import load
 from distributed.checkpoint.restoring import Restored, restore
 from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.tensors import digest_components
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
 
-INJECTIONS = 10_000
 STEPS = (10, 20)
 
 
@@ -168,19 +167,20 @@ INJECTORS: dict[Injection, int] = {  # with their share
 HARMLESS = {stale_files}
 
 
-def test_ten_thousand_injected_corruptions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("injections", [2_000, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_injected_corruptions(injections: int, tmp_path: Path) -> None:
     fast = Path("/dev/shm")
     root = tmp_path if not os.access(fast, os.W_OK) else fast / f"corruption-{os.getpid()}"
     try:
-        inject(Store(root), random.Random(0))
+        inject(Store(root), random.Random(0), injections)
     finally:
         if root != tmp_path:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def inject(store: Store, chance: random.Random) -> None:
+def inject(store: Store, chance: random.Random, injections: int) -> None:
     ended: dict[str, Counter[str]] = {injector.__name__: Counter() for injector in INJECTORS}
-    for _ in range(INJECTIONS):
+    for _ in range(injections):
         injector = chance.choices(list(INJECTORS), list(INJECTORS.values()))[0]
         touched = injector(store, chance)
         same = all(
@@ -202,7 +202,7 @@ def inject(store: Store, chance: random.Random) -> None:
         finally:
             store.repair(touched)
     print({name: dict(counts) for name, counts in ended.items()})
-    assert sum(sum(counts.values()) for counts in ended.values()) == INJECTIONS
+    assert sum(sum(counts.values()) for counts in ended.values()) == injections
     # A flip can turn an `e` of a number into `E`, or a space into another: the content is then the same.
     assert ended["flip_manifest"]["unaffected"] <= 0.01 * sum(ended["flip_manifest"].values())
     restored = store.restore()

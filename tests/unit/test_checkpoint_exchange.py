@@ -24,11 +24,11 @@ from distributed.checkpoint.exchange_diff import compare, compare_tensors
 from distributed.checkpoint.exchange_export import export_checkpoint
 from distributed.checkpoint.exchange_import import import_weights
 from distributed.checkpoint.exchange_verify import verify_all
-from distributed.checkpoint.layout import DTYPES
 from distributed.checkpoint.manifest import Part, Piece, TensorEntry
 from distributed.checkpoint.reading import load, verify
 from distributed.checkpoint.restoring import restore
 from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.tensors import DTYPES
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError, ConfigError
 from distributed.runtime.session import Session

@@ -22,14 +22,13 @@ from distributed.checkpoint.assembly import (
     StoredChunk,
     assemble,
     chunk_lengths,
-    outline,
     parse_rank_part,
     render_rank_part,
     stored_boxes,
 )
 from distributed.checkpoint.boxes import box_shape, find_fault
 from distributed.checkpoint.chunks import ChunkStore, Damaged, chunk_name
-from distributed.checkpoint.digests import digest_bytes, digest_components, digest_json
+from distributed.checkpoint.digests import digest_bytes, digest_json
 from distributed.checkpoint.exchange_catalog import open_one
 from distributed.checkpoint.exchange_diff import compare
 from distributed.checkpoint.exchange_export import export_checkpoint
@@ -38,11 +37,13 @@ from distributed.checkpoint.gathering import Boxes
 from distributed.checkpoint.layout import ChunkPlan, share
 from distributed.checkpoint.local import LocalStorage
 from distributed.checkpoint.manifest import Manifest, Part, manifest_file, render
+from distributed.checkpoint.outlining import outline
 from distributed.checkpoint.parsing import component_digests, parse_chunks, parse_part
 from distributed.checkpoint.reading import load, verify
 from distributed.checkpoint.restoring import Restored, restore
 from distributed.checkpoint.saving import Saver
 from distributed.checkpoint.staging import HostBuffer, copy_chunks
+from distributed.checkpoint.tensors import digest_components
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.runtime.portions import Box, Portion, whole_box
@@ -105,8 +106,7 @@ def save_as(root: Path, trees: Sequence[dict[str, Any]], step: int = 1) -> Manif
 
     def store(plan: Sequence[ChunkPlan], tensors: dict[str, torch.Tensor]) -> list[StoredChunk]:
         stored = []
-        for chunk, data in copy_chunks(plan, tensors, HostBuffer(pinned=False)):
-            content = data.numpy()
+        for chunk, content in copy_chunks(plan, tensors, HostBuffer(pinned=False)):
             found, _ = chunks.put(content)
             blocks = [digest_bytes(content[s.offset : s.offset + s.length]) for s in chunk.stretches]
             stored.append(StoredChunk(found, tuple(blocks)))
@@ -124,7 +124,7 @@ def save_as(root: Path, trees: Sequence[dict[str, Any]], step: int = 1) -> Manif
         part = RankPart(rank, whole.signature, shared, Part({}, {}), lengths, 0, stored_boxes(whole, in_boxes))
         parts.append(parse_rank_part(render_rank_part(part), "part"))
     assert isinstance(first, Outline)
-    manifest = assemble(step, first, parts, {}, None)
+    manifest = assemble(step, first, parts, {}, None, {})
     storage.write(manifest_file(step), render(manifest))
     return manifest
 

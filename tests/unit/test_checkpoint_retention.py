@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.checkpoint.candidates import find
 from distributed.checkpoint.chunks import ChunkStore, chunk_name
 from distributed.checkpoint.local import LocalStorage
 from distributed.checkpoint.reading import load, verify
-from distributed.checkpoint.restoring import find
 from distributed.checkpoint.retention import Collector, Known, Retention, choose
 from distributed.checkpoint.saving import Saver
 from distributed.core.env import WorkerEnv

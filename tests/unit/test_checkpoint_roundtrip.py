@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.checkpoint.candidates import find
 from distributed.checkpoint.chunks import ChunkStore, chunk_name
-from distributed.checkpoint.digests import digest_components
-from distributed.checkpoint.layout import DTYPES
 from distributed.checkpoint.local import LocalStorage
 from distributed.checkpoint.manifest import Part, Piece, Ref, TensorEntry
 from distributed.checkpoint.reading import load, load_parts, verify
-from distributed.checkpoint.restoring import find, restore
+from distributed.checkpoint.restoring import restore
 from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.tensors import DTYPES, digest_components
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session

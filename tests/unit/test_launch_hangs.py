@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -60,6 +60,9 @@ def ranks(folder: Path, script: str, count: int = 1, *more: str):
         ]
     finally:
         for process in started:
+            with suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
             process.kill()
             process.wait()
 

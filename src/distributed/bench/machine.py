@@ -10,7 +10,20 @@ from typing import Any
 
 from distributed.planner.hardware import probe_hardware
 
-_PACKAGES = ("distributed-training", "torch", "numpy", "tensorboard", "lightning", "accelerate")
+_PACKAGES = (
+    "distributed-training",
+    "torch",
+    "numpy",
+    "tensorboard",
+    "lightning",
+    "accelerate",
+    "deepspeed",
+    "horovod",
+    "ray",
+    "optuna",
+    "tensorflow",
+    "tensorflow-cpu",
+)
 
 
 def describe_machine() -> dict[str, Any]:

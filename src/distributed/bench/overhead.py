@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed.bench.contenders import BARE, BARE_AGAIN, SETUPS, Field
 from distributed.bench.machine import describe_machine, describe_versions, load_average
-from distributed.bench.turns import BLOCK, Reading, WaitingRanks
+from distributed.bench.turns import BLOCK, Reading, WaitingRanks, room_for
 from distributed.core.errors import ConfigError
 
 TARGET_US = 20.0  # what we allow ourselves over the bare loop
@@ -114,6 +114,8 @@ def measure_overhead(field: Field, *, processes: int, steps: int, rounds: int, n
     in_all = len(field.names) * (rounds + 2)
     done = 0
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
+        notify("starting", done, in_all)
+        stack.enter_context(room_for(field.engine, processes * len(field.names)))
         ranks: dict[str, WaitingRanks] = {}
         for name in field.names:
             notify(f"starting {name}", done, in_all)

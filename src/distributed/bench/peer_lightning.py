@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ class _Module(LightningModule):
 
 
 def train(work: Work) -> None:
+    # TensorBoard's own switch: where TensorFlow is installed, each rank would import all of it.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     logger = TensorBoardLogger if find_spec("tensorboard") else CSVLogger
     _fit(work, logs=True, logger=logger(work.scratch))
 

@@ -12,10 +12,11 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from distributed.bench.machine import load_average
+from distributed.bench.processes import ended_by_signals
 from distributed.bench.recovery_costs import measure_in_rank, watch_supervisors
 from distributed.bench.recovery_found import HANG_TIMEOUT_S, START_RANKS, Recoveries, RecoveryCost, StallFound
 from distributed.bench.recovery_runs import SIDES, Recovery, Run, Side, find_recovery
@@ -42,7 +43,7 @@ def measure_recovery(
         notify(text, done, in_all)
         done += 1
 
-    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         starts_s = _measure_starts(folder, starts, tell)
         recoveries = _measure_recoveries(folder, kills, ranks, rng, tell)
         supervision = {}
@@ -157,18 +158,3 @@ def _stalled_after(run: Run, moment: float) -> RankStalled | None:
 def _by_turns(number: int) -> tuple[Side, ...]:
     """Who goes second finds the machine as the first left it: each does in every other round."""
     return SIDES if number % 2 == 0 else SIDES[::-1]
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal end this as Ctrl-C does: everything that was started is killed first."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

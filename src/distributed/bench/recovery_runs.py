@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 import psutil
 
 from distributed.bench import recovery_work
-from distributed.core.env import inherited_environ
+from distributed.bench.processes import kill_all, start_command
 from distributed.core.errors import LaunchError
 
 Side = Literal["ours", "torchrun"]
@@ -80,20 +78,11 @@ class Run:
         shutil.copy(Path(__file__).with_name(f"recovery_{side}.py"), script)  # a folder of its own, as a user's has
         self._output = os.path.join(folder, "output.log")
         command = self._command(script, settings)
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         # Without it, torchrun's restarts read the addresses of dead peers on gloo, and some of them hang.
         fixed = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if side == "torchrun" else {}
         with open(self._output, "wb") as output:
             self.began_ns = time.monotonic_ns()
-            self._launcher = subprocess.Popen(
-                command,
-                env=inherited_environ() | threads | fixed,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C is the benchmark's business
-            )
+            self._launcher = start_command(command, folder, output, fixed)
 
     def _command(self, script: str, settings: Sequence[str]) -> list[str]:
         if self.side == "ours":
@@ -160,16 +149,8 @@ class Run:
         return {self._launcher.pid: "launcher"} | dict.fromkeys(children, "warm parent")
 
     def close(self) -> None:
-        """Kill all of it: torchrun, killed alone, would leave its ranks behind."""
-        with suppress(psutil.Error):
-            launcher = psutil.Process(self._launcher.pid)
-            launcher.suspend()  # it starts nothing more
-            for process in launcher.children(recursive=True):
-                with suppress(psutil.Error):
-                    process.kill()
-        with suppress(ProcessLookupError):
-            os.kill(self._launcher.pid, signal.SIGKILL)
-        self._launcher.wait()
+        """Kill all of it."""
+        kill_all(self._launcher)
 
     def _error(self, what: str) -> LaunchError:
         said = Path(self._output).read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]

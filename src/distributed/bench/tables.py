@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 
 from rich.console import Group
 from rich.table import Table
@@ -13,8 +14,11 @@ from distributed.bench.checkpoint import TARGET_SECOND, TARGET_STALL, TARGET_STA
 from distributed.bench.contenders import BARE_AGAIN, OURS
 from distributed.bench.overhead import TARGET_US, Overhead
 from distributed.bench.scaling import Scaling
+from distributed.bench.start import Starts
 from distributed.bench.strategies import BARE, TARGET, StrategyCosts
 from distributed.bench.strategies import OURS as OUR_STRATEGY
+from distributed.bench.tuning import TARGET as TUNING_TARGET
+from distributed.bench.tuning import TuningCost
 
 _BAR = 24  # columns
 
@@ -142,5 +146,49 @@ def strategies_table(found: StrategyCosts) -> Group:
         f"{found.precision}.",
         f"{OUR_STRATEGY} takes {ours.ratio:.3f} of the time of the {BARE}; our own limit is {TARGET}: {verdict}",
         "peak: of what was allocated on the device, measured for those that ran alone.",
+    ]
+    return Group(table, Text("\n".join(notes)))
+
+
+def start_table(found: Starts) -> Group:
+    """A row an engine with what it takes of a start by hand, then the starts by hand, then what is not installed."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("engine", no_wrap=True)
+    for name in ("first step s", "of by hand", "back after s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("beside", no_wrap=True)
+    for row in found.rows:
+        part = found.of_peer(row)
+        cells = [f"{row.first_step_s:.2f}", "" if part is None else f"{part:.2f}", f"{row.whole_s:.2f}"]
+        table.add_row(row.name if row.peer else f"by hand: {row.name}", *cells, row.peer)
+    notes = [
+        "",
+        f"{found.processes} CPU processes, one thread each; median of {found.repeats} starts, by turns.",
+        "first step: from the command until rank 0 has made it. of by hand: over the same by hand, by the one beside.",
+        *(f"{name} is not installed: {brought_by}" for name, brought_by in found.missing.items()),
+        f"load average {found.load_before} before, {found.load_after} after",
+    ]
+    return Group(table, Text("\n".join(notes)))
+
+
+def tuning_table(found: TuningCost) -> Group:
+    """A row a side: what its searches took over the ideal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("side", no_wrap=True)
+    for name in ("wall s", "trials s", "of ideal", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found.rows:
+        walls, sums = zip(*((search.wall_s, search.trials_s) for search in row.searches), strict=True)
+        is_ours = row.side.startswith("ours")
+        verdict = ("PASS" if row.ratio <= TUNING_TARGET else "MISS") if is_ours else ""
+        cells = [f"{median(walls):.1f}", f"{median(sums):.1f}", f"{row.ratio:.2f}", verdict]
+        table.add_row(row.side, *cells, style="bold" if is_ours else None)
+    notes = [
+        "",
+        f"{found.trials} trials of {found.steps} steps, {found.parallel} at a time; median of {found.repeats} runs.",
+        "trials: the sum of what the trials took by their own clocks. ideal: that by trials at a time.",
+        f"our own limit is {TUNING_TARGET} of the ideal. Ray's clusters were started before.",
+        *(f"{side} is not here: Ray is not installed" for side in found.missing),
+        f"load average {found.load_before} before, {found.load_after} after",
     ]
     return Group(table, Text("\n".join(notes)))

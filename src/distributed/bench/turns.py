@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
+from distributed.core.engines import ENGINES
 from distributed.core.errors import LaunchError
-from distributed.launch.local import LocalLauncher
+from distributed.core.registry import load_target
 from distributed.launch.request import LaunchRequest
 
 BLOCK = 50  # steps; one of them is logged, so that all blocks have the same work
 TURN_TIMEOUT_S = 300.0  # a turn takes about a second
+_END_S = 10.0  # for ranks to end when the benchmark does not go on
 _LOOK_S = 1.0  # how often to see whether a rank that should come has failed
 
 
@@ -26,6 +30,45 @@ class Reading(NamedTuple):
     wall_us: float
     python_us: float  # CPU time of its Python threads alone, without gloo's, which do the same for everybody
     best_python_us: float  # of the cheapest block of steps
+
+
+class RunInThread:
+    """A run by a launcher that only comes back when it is over."""
+
+    def __init__(self, run: Callable[[LaunchRequest], None], request: LaunchRequest) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(run, request), daemon=True)
+        self._thread.start()
+
+    def _run(self, run: Callable[[LaunchRequest], None], request: LaunchRequest) -> None:
+        try:
+            run(request)
+        except BaseException as error:  # raised where somebody waits for it
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._thread.join(_END_S)  # the ranks end when nobody tells them anything any more
+
+
+def room_for(engine: str, ranks: int) -> AbstractContextManager[object]:
+    """What the ranks of several contenders share while they wait: for Ray, a cluster on this machine."""
+    if hasattr(_launcher(engine), "submit"):
+        return nullcontext()
+    return load_target("distributed.launch.ray_cluster:connected")(None, ranks, "cpu")  # type: ignore[no-any-return]
+
+
+def _launcher(engine: str) -> Any:
+    return load_target(ENGINES.require(engine).starts)()
+
+
+def _submit(engine: str, request: LaunchRequest) -> Any:
+    launcher = _launcher(engine)
+    return launcher.submit(request) if hasattr(launcher, "submit") else RunInThread(launcher.run, request)
 
 
 class WaitingRanks:
@@ -42,7 +85,7 @@ class WaitingRanks:
             env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
         self._ranks, self._attempt_dir = ranks, Path(request.run_dir, "attempts", "0")
-        self._job = LocalLauncher().submit(request)
+        self._job = _submit(engine, request)
         self._channels: list[TextIO] = []
 
     def __enter__(self) -> WaitingRanks:

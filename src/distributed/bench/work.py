@@ -53,8 +53,9 @@ class Clock:
 
 def python_threads_s() -> float:
     """CPU seconds of the Python threads that live now: the training, progress bars, writers of logs."""
-    threads = [thread.ident for thread in threading.enumerate() if thread.ident is not None]
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads)
+    # A thread of C that once called Python stays in that list when it has ended, and its clock must not be asked for.
+    ours = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(t.ident)) for t in ours if t.ident is not None)
 
 
 class Rows(Dataset[Batch]):

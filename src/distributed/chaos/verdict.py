@@ -10,8 +10,9 @@ from distributed.chaos.report import Samples, Weights
 from distributed.checkpoint.exchange import Leaf, TensorReader, leaf_tree, walk
 from distributed.checkpoint.exchange_catalog import open_all, open_one
 from distributed.checkpoint.exchange_diff import compare_tensors
+from distributed.checkpoint.fetching import read_manifest
 from distributed.checkpoint.manifest import Manifest, step_name
-from distributed.checkpoint.reading import read_manifest, verify
+from distributed.checkpoint.reading import verify
 from distributed.core.errors import CheckpointError
 from distributed.data.ledger import read_ledger
 

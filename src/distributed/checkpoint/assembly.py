@@ -14,16 +14,13 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
-
-from distributed.checkpoint.boxes import box_shape, find_fault, fits
+from distributed.checkpoint.boxes import find_fault
 from distributed.checkpoint.digests import canonical, combine_blocks, combine_boxes, digest_json
-from distributed.checkpoint.layout import DTYPES, ChunkPlan, byte_size, check_dtype, dtype_name, plan_chunks
+from distributed.checkpoint.layout import ITEM_BYTES, ChunkPlan
 from distributed.checkpoint.manifest import FORMAT, SHARD, Manifest, Part, Piece, Ref, TensorEntry, render_part
 from distributed.checkpoint.parsing import component_digests, parse_chunks, parse_json, parse_part
-from distributed.checkpoint.tree import flatten, free_name
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box, Portion, whole_box
+from distributed.runtime.portions import Box, whole_box
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Outline:
     @property
     def nbytes(self) -> int:
         """Of the whole state, on however many ranks."""
-        return sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in self.specs.values())
+        return sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.specs.values())
 
 
 @dataclass(frozen=True)
@@ -78,49 +75,6 @@ class RankPart:
     chunks: Mapping[str, int]  # of its boxes and its own tree
     written_bytes: int
     boxes: tuple[StoredBox, ...] = ()
-
-
-def outline(tree: Mapping[str, Any], before: Outline | None = None) -> tuple[Outline, dict[str, torch.Tensor]]:
-    """A tree's outline, and its tensors and boxes by name. The plans of the one `before` are taken over if they fit."""
-    leaves, skeleton = flatten(dict(tree))
-    tensors: dict[str, torch.Tensor] = {}
-    pieces: dict[str, torch.Tensor] = {}
-    boxes: dict[str, tuple[str, Box]] = {}
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, Portion):
-            byte_size(name, leaf)  # refuses what cannot be stored
-            tensors[name] = leaf
-            continue
-        check_portion(name, leaf)
-        for number, (box, piece) in enumerate(leaf.pieces if leaf.stores else ()):
-            label = free_name(f"{name}[{number}]", leaves)
-            boxes[label], pieces[label] = (name, box), piece
-    specs = {name: (dtype_name(leaf), tuple(leaf.shape)) for name, leaf in leaves.items()}
-    if not all(isinstance(key, str) for key in tree):
-        raise CheckpointError("the keys of a state must be texts", do="name its components: model, optimizer, …")
-    split = frozenset(leaves.keys() - tensors.keys())
-    if (
-        before is not None
-        and (before.split, before.boxes) == (split, boxes)
-        and list(before.specs.items()) == list(specs.items())
-    ):
-        plans = before.plan, before.box_plan
-    else:
-        plans = tuple(plan_chunks(tensors)), tuple(plan_chunks(pieces))
-    return Outline(skeleton, specs, plans[0], split, boxes, plans[1]), tensors | pieces
-
-
-def check_portion(name: str, portion: Portion) -> None:
-    """Raises unless its pieces are what it says."""
-    check_dtype(name, portion)
-    for box, piece in portion.pieces:
-        byte_size(name, piece)
-        if not fits(box, portion.shape) or tuple(piece.shape) != box_shape(box) or piece.dtype != portion.dtype:
-            raise CheckpointError(
-                f"a part of {name} does not fit: {piece.dtype} {list(piece.shape)} for {list(box)}",
-                why=f"the whole is {portion.dtype} {list(portion.shape)}",
-                do="give every box a tensor of its own shape, and of the type of the whole",
-            )
 
 
 def build_part(
@@ -190,9 +144,14 @@ def parse_rank_part(text: bytes, where: str) -> RankPart:
 
 
 def assemble(
-    step: int, shared: Outline, parts: Sequence[RankPart], meta: Mapping[str, Any], metric: float | None
+    step: int,
+    shared: Outline,
+    parts: Sequence[RankPart],
+    meta: Mapping[str, Any],
+    metric: float | None,
+    frameworks: Mapping[str, str],
 ) -> Manifest:
-    """The manifest of a checkpoint whose parts are all stored."""
+    """The manifest of a checkpoint whose parts are all stored; `frameworks` are versions of what made the state."""
     for part in parts:
         if part.signature != shared.signature:
             raise CheckpointError(
@@ -215,7 +174,7 @@ def assemble(
         own=own,
         chunks=chunks,
         digests=component_digests(whole, own),
-        versions=versions(),
+        versions=versions_with(frameworks),
         meta=meta,
         metric=metric,
     )
@@ -250,9 +209,10 @@ def _join(name: str, dtype: str, shape: tuple[int, ...], boxes: Iterable[StoredB
     return TensorEntry(dtype, shape, tuple(Piece(done.refs, done.box) for done in ordered), digest, SHARD)
 
 
-def versions() -> dict[str, str]:
+def versions_with(frameworks: Mapping[str, str]) -> dict[str, str]:
+    """Of Python, of what made the state, and of this library."""
     try:
         library = version("distributed-training")
     except PackageNotFoundError:  # run from a source tree that is not installed
         library = "unknown"
-    return {"python": platform.python_version(), "torch": torch.__version__, "distributed-training": library}
+    return {"python": platform.python_version(), **frameworks, "distributed-training": library}

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from distributed.checkpoint.digests import as_bytes
 from distributed.runtime.portions import Box, box_size, overlap, whole_box, within
 
 MAX_BOXES = 4096  # of one tensor
@@ -82,8 +80,8 @@ class Target:
     memory: np.ndarray[Any, Any]
 
     @staticmethod
-    def of(box: Box, tensor: torch.Tensor, itemsize: int) -> Target:
-        return Target(box, as_bytes(tensor).numpy().reshape(*box_shape(box), itemsize))
+    def of(box: Box, flat: np.ndarray[Any, Any], itemsize: int) -> Target:
+        return Target(box, flat.reshape(*box_shape(box), itemsize))
 
 
 def touches(outer: Box, start: int, stop: int, boxes: Sequence[Box]) -> bool:

@@ -15,12 +15,12 @@ import torch
 
 from distributed.checkpoint.boxes import slabs
 from distributed.checkpoint.chunks import ChunkStore, Damaged
-from distributed.checkpoint.digests import as_bytes
 from distributed.checkpoint.files import Storage
 from distributed.checkpoint.gathering import Gathering
 from distributed.checkpoint.layout import CHUNK_BYTES
 from distributed.checkpoint.manifest import Manifest, Part, TensorEntry
-from distributed.checkpoint.tree import unflatten
+from distributed.checkpoint.skeleton import unflatten
+from distributed.checkpoint.tensors import TensorMemory, as_bytes
 from distributed.core.errors import CheckpointError
 from distributed.runtime.portions import Box, Portion
 
@@ -61,7 +61,7 @@ class TensorReader:
 
     def runs(self, leaf: Leaf) -> Iterator[torch.Tensor]:
         """A tensor's elements in row-major order, 64 MiB at a time: the same cuts however it is stored."""
-        entry, itemsize = leaf.entry, leaf.entry.torch_dtype.itemsize
+        entry, itemsize = leaf.entry, leaf.entry.item_bytes
         if all(piece.ranges is None for piece in entry.pieces):
             entry = replace(entry, shape=(entry.nbytes // itemsize,))
         count, most = entry.nbytes // itemsize, _RUN_BYTES // itemsize
@@ -78,11 +78,12 @@ class TensorReader:
 
     def _gather(self, leaf: Leaf, entry: TensorEntry, boxes: tuple[Box, ...] | None) -> torch.Tensor | Portion:
         with _belongs_to(leaf):
-            gathering = Gathering(leaf.stored, entry, boxes)
+            gathering = Gathering(leaf.stored, entry, boxes, TensorMemory())
             gathering.allocate()
             for run in gathering.runs:
                 gathering.take(run, self._chunk(run.ref.chunk))
-        return gathering.result
+        found: torch.Tensor | Portion = gathering.result
+        return found
 
     def _chunk(self, digest: str) -> bytes:
         if digest not in self._recent:

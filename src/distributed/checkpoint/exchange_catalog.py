@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from distributed.checkpoint.chunks import FOLDER, Damaged
+from distributed.checkpoint.fetching import open_checkpoint, read_manifest
 from distributed.checkpoint.files import Storage
 from distributed.checkpoint.manifest import FILE, Manifest, manifest_file, step_name, step_of
 from distributed.checkpoint.parsing import NewerFormat
-from distributed.checkpoint.reading import open_checkpoint, read_manifest
 from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError
 from distributed.core.registry import nearest

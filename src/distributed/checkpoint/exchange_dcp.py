@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from distributed.checkpoint.exchange_pt import load_weights
 from distributed.checkpoint.files import check_name
-from distributed.checkpoint.layout import DTYPES
+from distributed.checkpoint.tensors import DTYPES
 from distributed.core.errors import CheckpointError
 
 METADATA = ".metadata"

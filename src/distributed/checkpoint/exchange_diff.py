@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.digests import as_bytes
 from distributed.checkpoint.exchange import Leaf, TensorReader, leaf_tree, walk
 from distributed.checkpoint.exchange_catalog import Opened
+from distributed.checkpoint.fetching import Progress
 from distributed.checkpoint.manifest import Manifest
-from distributed.checkpoint.reading import Progress
+from distributed.checkpoint.tensors import as_bytes
 
 _SLICE = 2**20  # elements that are compared at once
 

@@ -19,8 +19,9 @@ from distributed.checkpoint.chunks import ChunkStore
 from distributed.checkpoint.exchange import Leaf, TensorReader, component
 from distributed.checkpoint.exchange_catalog import Opened
 from distributed.checkpoint.exchange_files import Counting, Files, check_space
+from distributed.checkpoint.fetching import Progress
 from distributed.checkpoint.manifest import Manifest, Part
-from distributed.checkpoint.reading import Progress, load_parts
+from distributed.checkpoint.reading import load_parts
 from distributed.core.errors import CheckpointError, ConfigError
 
 FORMATS = ("safetensors", "pt")
@@ -266,7 +267,7 @@ def _is_shard_of(name: str, stem: str) -> bool:
 
 
 def _itemsize(leaf: Leaf) -> int:
-    return leaf.entry.torch_dtype.itemsize
+    return leaf.entry.item_bytes
 
 
 def _adder(progress: Progress, total: int) -> Notify:

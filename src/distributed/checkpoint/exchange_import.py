@@ -18,17 +18,19 @@ import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
-from distributed.checkpoint.assembly import Outline, RankPart, StoredChunk, assemble, outline
+from distributed.checkpoint.assembly import Outline, RankPart, StoredChunk, assemble
 from distributed.checkpoint.chunks import ChunkStore
-from distributed.checkpoint.digests import as_bytes, digest_bytes
+from distributed.checkpoint.digests import digest_bytes
 from distributed.checkpoint.exchange_dcp import METADATA, DcpTensor, read_dcp
 from distributed.checkpoint.exchange_deepspeed import Gathered, placeholders, read_deepspeed
 from distributed.checkpoint.exchange_deepspeed_files import is_deepspeed, is_part
 from distributed.checkpoint.exchange_pt import read_pt
+from distributed.checkpoint.fetching import Progress
 from distributed.checkpoint.files import Storage, check_name
 from distributed.checkpoint.manifest import Part, manifest_file, render, step_name
-from distributed.checkpoint.reading import Progress
+from distributed.checkpoint.outlining import outline
 from distributed.checkpoint.storage import check_writable, open_storage
+from distributed.checkpoint.tensors import as_bytes
 from distributed.core.errors import CheckpointError, ConfigError
 from distributed.core.registry import nearest
 
@@ -213,7 +215,7 @@ def _publish(
         written, done = written + more, done + chunk.length
         progress(done, tree.nbytes)
     part = RankPart(0, tree.signature, dict(enumerate(stored)), Part({}, {}), {}, written)
-    manifest = assemble(step, tree, [part], meta, None)
+    manifest = assemble(step, tree, [part], meta, None, {"torch": str(torch.__version__)})
     chunks.check_sizes(dict(manifest.chunks))
     storage.write(manifest_file(step), render(manifest))
     return written

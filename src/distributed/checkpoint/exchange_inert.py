@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distributed.checkpoint.exchange_dcp import as_sizes
-from distributed.checkpoint.layout import DTYPES
+from distributed.checkpoint.tensors import DTYPES
 from distributed.core.errors import CheckpointError
 
 _MAX_PICKLE_BYTES = 256 * 2**20

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from distributed.checkpoint.chunks import ChunkStore, Damaged
+from distributed.checkpoint.fetching import Progress, read_manifest
 from distributed.checkpoint.files import Storage
 from distributed.checkpoint.manifest import Manifest
 from distributed.checkpoint.parsing import NewerFormat
-from distributed.checkpoint.reading import Progress, Verified, read_manifest
+from distributed.checkpoint.reading import Verified
 from distributed.core.errors import CheckpointError
 
 _READERS = 4

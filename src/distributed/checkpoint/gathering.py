@@ -7,18 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from distributed.checkpoint.boxes import Target, box_shape, fits, scatter, touches
 from distributed.checkpoint.chunks import Damaged
 from distributed.checkpoint.manifest import Ref, TensorEntry
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box, Portion, box_size, overlap, whole_box
+from distributed.runtime.portions import Box, box_size, overlap, whole_box
 
 Boxes = Callable[[str, tuple[int, ...]], tuple[Box, ...] | None]  # by name and whole shape; None: all of it
+
+
+class Memory(Protocol):
+    """What a stored tensor becomes in memory: torch's, or another library's."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Any, np.ndarray[Any, Any]]:
+        """A tensor whose elements are to come, and its bytes, of one dimension, to write them to."""
+
+    def portion(self, shape: tuple[int, ...], dtype: str, pieces: tuple[tuple[Box, Any], ...]) -> Any:
+        """These boxes of a tensor of that whole shape."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +42,14 @@ class Run:
 class Gathering:
     """What is wanted of one tensor. `runs` says which chunks are needed, before any memory is taken for it."""
 
-    def __init__(self, name: str, entry: TensorEntry, boxes: tuple[Box, ...] | None) -> None:
-        self._name, self._entry, self._wanted = name, entry, boxes
+    def __init__(self, name: str, entry: TensorEntry, boxes: tuple[Box, ...] | None, memory: Memory) -> None:
+        self._name, self._entry, self._wanted, self._memory = name, entry, boxes, memory
         is_flat = boxes is None and all(piece.ranges is None for piece in entry.pieces)
-        self._itemsize = 1 if is_flat else entry.torch_dtype.itemsize
+        self._itemsize = 1 if is_flat else entry.item_bytes
         self._shape = (entry.nbytes,) if is_flat else entry.shape
         self._boxes = (whole_box(self._shape),) if boxes is None else boxes
         self._targets: list[Target] = []
-        self._tensors: list[torch.Tensor] = []
+        self._tensors: list[Any] = []
         for box in self._boxes:
             if not fits(box, self._shape):
                 raise CheckpointError(
@@ -57,10 +66,9 @@ class Gathering:
 
     def allocate(self) -> None:
         shapes = [self._entry.shape] if self._wanted is None else [box_shape(box) for box in self._boxes]
-        self._tensors = [torch.empty(shape, dtype=self._entry.torch_dtype) for shape in shapes]
-        self._targets = [
-            Target.of(box, tensor, self._itemsize) for box, tensor in zip(self._boxes, self._tensors, strict=True)
-        ]
+        made = [self._memory.empty(shape, self._entry.dtype) for shape in shapes]
+        self._tensors = [tensor for tensor, _ in made]
+        self._targets = [Target.of(box, flat, self._itemsize) for box, (_, flat) in zip(self._boxes, made, strict=True)]
 
     def take(self, run: Run, chunk: Any) -> None:
         """Copy what is wanted of one of the runs out of its chunk."""
@@ -68,11 +76,11 @@ class Gathering:
         scatter(data, run.outer, run.start, self._targets)
 
     @property
-    def result(self) -> torch.Tensor | Portion:
+    def result(self) -> Any:
         if self._wanted is None:
             return self._tensors[0]
         pieces = tuple(zip(self._wanted, self._tensors, strict=True))
-        return Portion(self._entry.shape, self._entry.torch_dtype, pieces)
+        return self._memory.portion(self._entry.shape, self._entry.dtype, pieces)
 
     def _find_runs(self) -> Iterator[Run]:
         for piece in self._entry.pieces:

@@ -10,40 +10,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Portion
 
 CHUNK_BYTES = 4 * 2**20
 PACK_BYTES = 2**20  # smaller tensors share chunks of up to this
 PACK_BELOW = 2**18
 
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2fnuz,
-        torch.complex64,
-        torch.complex128,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.bool,
-    )
+# The types that a checkpoint can hold, by their names in torch, which are those of numpy too; bytes of an element.
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "bool": 1,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -64,18 +58,17 @@ class ChunkPlan:
     length: int
 
 
-def plan_chunks(tensors: Mapping[str, torch.Tensor]) -> list[ChunkPlan]:
-    """Large tensors are cut every 4 MiB; small ones of the same component share a chunk.
+def plan_chunks(sizes: Mapping[str, int]) -> list[ChunkPlan]:
+    """From the tensors' sizes in bytes: large ones are cut every 4 MiB; small ones of one component share a chunk.
 
-    >>> plan = plan_chunks({"model/w": torch.zeros(2**21), "model/b": torch.zeros(3), "model/c": torch.zeros(5)})
+    >>> plan = plan_chunks({"model/w": 2**23, "model/b": 12, "model/c": 20})
     >>> [(chunk.length, len(chunk.stretches)) for chunk in plan]
     [(4194304, 1), (4194304, 1), (32, 2)]
     """
     large: list[ChunkPlan] = []
     packs: dict[str, list[Stretch]] = {}
     full: list[ChunkPlan] = []
-    for name, tensor in tensors.items():
-        size = byte_size(name, tensor)
+    for name, size in sizes.items():
         if size >= PACK_BELOW:
             cuts = range(0, size, CHUNK_BYTES)
             lengths = [min(CHUNK_BYTES, size - start) for start in cuts]
@@ -94,7 +87,7 @@ def plan_chunks(tensors: Mapping[str, torch.Tensor]) -> list[ChunkPlan]:
 def share(plan: list[ChunkPlan], rank: int, world_size: int) -> list[ChunkPlan]:
     """What one rank writes: a run of the chunks with about its share of the bytes; every chunk belongs to one rank.
 
-    >>> plan = plan_chunks({"w": torch.zeros(2**22)})
+    >>> plan = plan_chunks({"w": 2**24})
     >>> [len(share(plan, rank, 3)) for rank in range(3)]
     [1, 2, 1]
     """
@@ -107,28 +100,10 @@ def share(plan: list[ChunkPlan], rank: int, world_size: int) -> list[ChunkPlan]:
     return mine
 
 
-def byte_size(name: str, tensor: torch.Tensor) -> int:
-    """How many bytes a tensor takes in a checkpoint; raises for one that a checkpoint cannot hold."""
-    check_dtype(name, tensor)
-    if tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "to_local"):
-        raise _not_storable(name, f"{type(tensor).__name__}: {tensor.layout}, on {tensor.device}")
-    return tensor.numel() * tensor.element_size()
-
-
-def check_dtype(name: str, tensor: torch.Tensor | Portion) -> None:
-    """Raises for a type that a checkpoint cannot hold."""
-    if tensor.dtype not in _NAMES:
-        raise _not_storable(name, f"{type(tensor).__name__}: {str(tensor.dtype).removeprefix('torch.')}")
-
-
-def dtype_name(tensor: torch.Tensor | Portion) -> str:
-    return _NAMES[tensor.dtype]
-
-
-def _not_storable(name: str, kind: str) -> CheckpointError:
+def not_storable(name: str, kind: str) -> CheckpointError:
     return CheckpointError(
         f"the tensor {name!r} ({kind}) cannot be stored",
-        why=f"a checkpoint holds dense tensors of the types {', '.join(DTYPES)}",
+        why=f"a checkpoint holds dense tensors of the types {', '.join(ITEM_BYTES)}",
         do="let state_dict() return it in such a form",
     )
 

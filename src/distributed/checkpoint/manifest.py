@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from distributed.checkpoint.digests import digest_json
-from distributed.checkpoint.layout import DTYPES
+from distributed.checkpoint.layout import ITEM_BYTES
 
 FORMAT = 2
 FILE = "manifest.json"
@@ -46,12 +44,12 @@ class TensorEntry:
     placement: str = REPLICATE
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        size = self.torch_dtype.itemsize
+        size = self.item_bytes
         for length in self.shape:
             size *= length
         return size

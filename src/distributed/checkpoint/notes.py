@@ -9,28 +9,49 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-
-import torch.distributed as dist
+from typing import Any, Protocol
 
 from distributed.core.errors import CheckpointError
-from distributed.runtime.session import Session
 
 _PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
 
 
+class Ranks(Protocol):
+    """Those who write a checkpoint together, as one of them sees it: a Session, or a process that writes alone."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def is_main(self) -> bool: ...
+
+    @property
+    def store(self) -> Any:
+        """Where several have met."""
+
+    def number(self) -> int:
+        """The same on all ranks, another at each call."""
+
+    def share_text(self, key: str, text: str | None) -> str:
+        """The text that one of them passed, on all."""
+
+
 class Notes:
     """A board of one saver; `token` is the same on all its ranks and differs from that of any earlier attempt."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Ranks) -> None:
         key = f"checkpoint-{session.number()}"
         self.token = session.share_text(key, uuid.uuid4().hex if session.is_main else None)
         self._own: dict[str, str] = {}
         self._given_up = threading.Event()
-        self._store: dist.Store | None = None
+        self._store: Any = None
         if session.world_size > 1:
             assert session.store is not None, "a world of several ranks has met at a store"
-            self._store = session.store.clone()  # type: ignore[attr-defined]
+            self._store = session.store.clone()
 
     def give_up(self) -> None:
         """Nobody waits here any more; whoever does, is told so."""
@@ -46,7 +67,7 @@ class Notes:
         if self._store is None:
             return self._own.get(key)
         name = f"{self.token}/{key}"
-        return self._store.get(name).decode() if self._store.check([name]) else None
+        return str(self._store.get(name).decode()) if self._store.check([name]) else None
 
     def wait(self, keys: list[str], timeout_s: float, on_late: Callable[[list[str]], CheckpointError]) -> list[str]:
         """The texts under all these keys; raises `on_late(keys that are missing)` after the deadline."""

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from distributed.checkpoint.boxes import MAX_DIMS, find_fault
 from distributed.checkpoint.chunks import Damaged
 from distributed.checkpoint.digests import digest_json, digest_skeletons
-from distributed.checkpoint.layout import CHUNK_BYTES, DTYPES
+from distributed.checkpoint.layout import CHUNK_BYTES, ITEM_BYTES
 from distributed.checkpoint.manifest import FORMAT, REPLICATE, SHARD, Manifest, Part, Piece, Ref, TensorEntry
-from distributed.checkpoint.tree import check_skeleton
+from distributed.checkpoint.skeleton import check_skeleton
 from distributed.core.errors import CheckpointError
 
 MAX_TEXT_BYTES = 256 * 2**20
@@ -148,7 +148,7 @@ def _tensor(name: str, document: Any, chunks: Mapping[str, int], check: _Checks)
     if "\0" in name or name.startswith("/") or ".." in name.split("/"):
         check.fail(f"{what} has a name that could be taken for a path elsewhere")
     check.keys(document, {"dtype", "shape", "placement", "digest", "pieces"}, what)
-    if not isinstance(document["dtype"], str) or document["dtype"] not in DTYPES:
+    if not isinstance(document["dtype"], str) or document["dtype"] not in ITEM_BYTES:
         check.fail(f"{what} has the type {str(document['dtype'])[:40]!r}, which is not one of a tensor")
     if document["placement"] not in (REPLICATE, SHARD):
         check.fail(f"{what} has an unknown placement")
@@ -157,7 +157,7 @@ def _tensor(name: str, document: Any, chunks: Mapping[str, int], check: _Checks)
     if len(document["shape"]) > _MAX_DIMS:
         check.fail(f"{what} has {len(document['shape'])} dimensions")
     shape = tuple(check.number(length, f"the shape of {what}", 0, _MAX_NUMBER) for length in document["shape"])
-    itemsize = DTYPES[document["dtype"]].itemsize
+    itemsize = ITEM_BYTES[document["dtype"]]
     if math.prod(length for length in shape if length) * itemsize > _MAX_NUMBER:
         check.fail(f"{what} has an absurd shape")
     check.kind(document["pieces"], list, f"the pieces of {what}")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from distributed.checkpoint.assembly import (
     Outline,
@@ -30,11 +30,11 @@ from distributed.checkpoint.digests import digest_bytes
 from distributed.checkpoint.files import NotThere, Storage
 from distributed.checkpoint.layout import ChunkPlan
 from distributed.checkpoint.manifest import manifest_file, render, step_name
-from distributed.checkpoint.notes import Notes
+from distributed.checkpoint.notes import Notes, Ranks
 from distributed.checkpoint.retention import PARTS, Collector
 from distributed.core.errors import CheckpointError, DistributedError
-from distributed.runtime.session import Session
 
+Bytes = np.ndarray[Any, Any]  # in host memory
 _VISIBLE_S = 60.0  # how long a file that another host wrote may take to show here
 _WRITERS = 2
 
@@ -60,9 +60,9 @@ class Job:
     step: int
     shared: Outline
     own: Outline
-    shared_bytes: list[tuple[int, ChunkPlan, torch.Tensor]]
-    box_bytes: list[tuple[ChunkPlan, torch.Tensor]]  # of what is shared in parts
-    own_bytes: list[tuple[ChunkPlan, torch.Tensor]]
+    shared_bytes: list[tuple[int, ChunkPlan, Bytes]]
+    box_bytes: list[tuple[ChunkPlan, Bytes]]  # of what is shared in parts
+    own_bytes: list[tuple[ChunkPlan, Bytes]]
     meta: dict[str, Any]
     metric: float | None
     begun: float
@@ -73,12 +73,13 @@ class Publisher:
     """The background half of one rank's saver."""
 
     storage: Storage
-    session: Session
+    session: Ranks
     chunks: ChunkStore
     notes: Notes
     collector: Collector
     timeout_s: float
     at: Callable[[str], None]
+    frameworks: Mapping[str, str]  # versions of what makes the state
 
     def run(self, job: Job) -> Saved | DistributedError:
         """Store this rank's part, then publish or hear how it ended."""
@@ -121,8 +122,7 @@ class Publisher:
         self.at("part written")
         self.notes.leave(f"{job.number}/part-{self.session.rank}", digest_bytes(text))
 
-    def _store_chunk(self, chunk: ChunkPlan, data: torch.Tensor) -> tuple[StoredChunk, int]:
-        content = data.numpy()
+    def _store_chunk(self, chunk: ChunkPlan, content: Bytes) -> tuple[StoredChunk, int]:
         digest, written = self.chunks.put(content)
         self.at("chunk written")
         if len(chunk.stretches) == 1:
@@ -134,7 +134,7 @@ class Publisher:
         ranks = range(self.session.world_size)
         digests = self._await_parts(job)
         parts = [self._read_part(job, rank, digest) for rank, digest in zip(ranks, digests, strict=True)]
-        manifest = assemble(job.step, job.shared, parts, job.meta, job.metric)
+        manifest = assemble(job.step, job.shared, parts, job.meta, job.metric, self.frameworks)
         self.chunks.check_sizes(dict(manifest.chunks))
         self.at("before the manifest")
         self.storage.write(manifest_file(job.step), render(manifest))

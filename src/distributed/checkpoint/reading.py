@@ -1,26 +1,16 @@
-"""Reading: a stored checkpoint back into memory, chunk by chunk into tensors made once; and its verification."""
+"""Reading: a stored checkpoint as trees of torch's tensors; and its verification."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import psutil
 
 from distributed.checkpoint.chunks import ChunkStore, Damaged
-from distributed.checkpoint.files import NotThere, Storage
-from distributed.checkpoint.gathering import Boxes, Gathering, Run
-from distributed.checkpoint.manifest import FILE, Manifest, Part, manifest_file, step_of
-from distributed.checkpoint.parsing import MAX_TEXT_BYTES, parse_manifest
-from distributed.checkpoint.storage import open_storage
-from distributed.checkpoint.tree import unflatten
+from distributed.checkpoint.fetching import Progress, StateTree, fetch_parts, open_checkpoint, read_manifest
+from distributed.checkpoint.gathering import Boxes
+from distributed.checkpoint.manifest import Manifest, Part
+from distributed.checkpoint.tensors import TensorMemory
 from distributed.core.errors import CheckpointError
-
-StateTree = dict[str, Any]
-Progress = Callable[[int, int], None]  # bytes read, bytes to read
-_READERS = 4
 
 
 @dataclass(frozen=True)
@@ -75,32 +65,6 @@ def verify(path: str, *, progress: Progress = lambda done, total: None) -> Verif
     return Verified(path, len(manifest.chunks), manifest.nbytes, tuple(problems))
 
 
-def open_checkpoint(path: str) -> tuple[Storage, int]:
-    """The storage that a checkpoint's folder lies in, and its step."""
-    trimmed = path.rstrip("/").removesuffix(f"/{FILE}")
-    root, _, name = trimmed.rpartition("/")
-    step = step_of(name)
-    if step is None:
-        raise CheckpointError(f"{path} is not a checkpoint", why="its name is not step-…", do="pass …/step-000500")
-    return open_storage(root or ("/" if trimmed.startswith("/") else ".")), step
-
-
-def read_manifest(storage: Storage, step: int) -> Manifest:
-    """The manifest of one step; Damaged when it is missing, of another step, or unsound."""
-    name = manifest_file(step)
-    where = storage.locate(name)
-    try:
-        text = storage.read(name, 0, MAX_TEXT_BYTES + 1)
-    except NotThere as missing:
-        raise Damaged(f"{where} is missing", why="the checkpoint is not complete", do="use another one") from missing
-    manifest = parse_manifest(text, where)
-    if manifest.step != step:
-        raise Damaged(
-            f"{where} is of step {manifest.step}", why="it lies in another step's folder", do="use another one"
-        )
-    return manifest
-
-
 def load_parts(
     manifest: Manifest,
     parts: Sequence[Part],
@@ -109,59 +73,8 @@ def load_parts(
     *,
     boxes: Boxes = lambda name, shape: None,
 ) -> list[StateTree]:
-    """These parts as trees. Nothing is allocated before the chunks are known to be there and the sum to fit.
-
-    Of a tensor for which `boxes` names some, these alone are read, and stand in the tree as a Portion.
-    """
-    wanted = [
-        {name: Gathering(name, entry, boxes(name, entry.shape)) for name, entry in part.tensors.items()}
-        for part in parts
-    ]
-    runs: dict[str, list[tuple[Gathering, Run]]] = {}
-    everything = [gathering for by_name in wanted for gathering in by_name.values()]
-    for gathering in everything:
-        for run in gathering.runs:
-            runs.setdefault(run.ref.chunk, []).append((gathering, run))
-    lengths = {digest: manifest.chunks[digest] for digest in runs}
-    chunks.check_sizes(lengths)
-    _check_memory(sum(gathering.nbytes for gathering in everything))
-    for gathering in everything:
-        gathering.allocate()
-    _fill(runs, lengths, chunks, progress)
-    results = [{name: gathering.result for name, gathering in by_name.items()} for by_name in wanted]
-    return [dict(unflatten(part.skeleton, found)) for part, found in zip(parts, results, strict=True)]
-
-
-def _fill(
-    runs: dict[str, list[tuple[Gathering, Run]]], lengths: dict[str, int], chunks: ChunkStore, progress: Progress
-) -> None:
-    """Read every chunk once, verify it, and copy from it to wherever its bytes belong."""
-
-    def fetch(digest: str) -> int:
-        data = chunks.get(digest, lengths[digest])
-        for gathering, run in runs[digest]:
-            gathering.take(run, data)
-        return lengths[digest]
-
-    total, done = sum(lengths.values()), 0
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-reader") as readers:
-        try:
-            for length in readers.map(fetch, runs):
-                done += length
-                progress(done, total)
-        except BaseException:
-            readers.shutdown(cancel_futures=True)
-            raise
-
-
-def _check_memory(needed: int) -> None:
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise CheckpointError(
-            f"loading the checkpoint takes {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free",
-            why="a chunk can be used many times, so a small checkpoint can become a large state",
-            do="load it on a larger machine; if it should be small, do not trust it",
-        )
+    """These parts as trees of torch's tensors; boxes of a tensor stand in them as a Portion."""
+    return fetch_parts(manifest, parts, chunks, TensorMemory(), progress, boxes=boxes)
 
 
 def _users(manifest: Manifest, digest: str) -> list[str]:

@@ -13,61 +13,20 @@ from typing import Any
 
 import torch
 
+from distributed.checkpoint.candidates import Candidate, RestoreReport, find, none_usable, report_on
 from distributed.checkpoint.chunks import ChunkStore, Damaged
+from distributed.checkpoint.fetching import StateTree, read_manifest
 from distributed.checkpoint.files import Storage
 from distributed.checkpoint.gathering import Boxes
-from distributed.checkpoint.layout import dtype_name
-from distributed.checkpoint.manifest import Manifest, manifest_file, step_name, step_of
-from distributed.checkpoint.reading import StateTree, load_parts, open_checkpoint, read_manifest
+from distributed.checkpoint.manifest import Manifest
+from distributed.checkpoint.reading import load_parts
 from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.tensors import dtype_name
 from distributed.checkpoint.tree import flatten
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
 
 _DAMAGED, _FAILED = 1, 2
-_MADE_LATER = "optimizer/state/"  # an optimizer has no state before its first step
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A checkpoint that could be resumed from; whether it is sound is not known yet."""
-
-    root: str
-    step: int
-
-    @property
-    def path(self) -> str:
-        return f"{self.root.rstrip('/')}/{step_name(self.step)}"
-
-
-@dataclass(frozen=True)
-class RestoreReport:
-    """What was loaded, what differs from what this run expected, and which checkpoints had to be passed over."""
-
-    path: str
-    step: int
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...] = ()  # expected by this run, not in the checkpoint
-    unexpected: tuple[str, ...] = ()  # in the checkpoint, not expected
-    mismatched: tuple[str, ...] = ()  # of another type or shape
-    saved_ranks: int = 1
-    ranks: int = 1
-    skipped: tuple[tuple[str, str], ...] = ()  # path, what is wrong with it
-
-    @property
-    def resharded(self) -> bool:
-        return self.saved_ranks != self.ranks
-
-    def __str__(self) -> str:
-        lines = [f"restored {self.path}: {len(self.loaded)} tensors at step {self.step}"]
-        lines += [f"  passed over {path}: {why}" for path, why in self.skipped]
-        if self.resharded:
-            lines.append(f"  saved by {self.saved_ranks} ranks, loaded by {self.ranks}")
-        for label, names in (("missing", self.missing), ("unexpected", self.unexpected), ("differs", self.mismatched)):
-            if names:
-                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                lines.append(f"  {label}: {', '.join(names[:5])}{more}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -84,22 +43,6 @@ class Restored:
     @property
     def path(self) -> str:
         return self.report.path
-
-
-def find(url: str | Storage, resume: bool | str) -> list[Candidate]:
-    """Checkpoints to resume from, newest first: those of `url`, or the one or those at the path that `resume` names."""
-    if resume is False:
-        return []
-    if resume is True:
-        return _list(open_storage(url))
-    if step_of(resume.rstrip("/").rpartition("/")[2]) is not None:
-        storage, step = open_checkpoint(resume)
-        found = [Candidate(storage.root, step)] if storage.size(manifest_file(step)) is not None else []
-    else:
-        found = _list(open_storage(resume))
-    if not found:
-        raise CheckpointError(f"there is no checkpoint at {resume}", do="pass a checkpoint's folder, or one with some")
-    return found
 
 
 def restore(
@@ -134,15 +77,17 @@ def restore(
             continue
         assert found is not None
         manifest, shared, own = found
-        report = _report(candidate, manifest, expected, session, skipped)
+        report = report_on(candidate, manifest, _specs(expected), session.world_size, skipped)
         return Restored(manifest.step, shared, own, report, manifest, chunks.known)
     if not skipped:
         return None
-    raise CheckpointError(
-        "no checkpoint can be used" if len(skipped) > 1 else f"the checkpoint {skipped[0][0]} cannot be used",
-        why="; ".join(f"{path}: {why}" for path, why in skipped),
-        do="resume from another one, or set resume_from_checkpoint=false and another checkpoint_dir to begin anew",
-    )
+    raise none_usable(skipped)
+
+
+def _specs(expected: StateTree | None) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+    if expected is None:
+        return None
+    return {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in flatten(expected)[0].items()}
 
 
 def _load(
@@ -154,12 +99,6 @@ def _load(
         return manifest, shared, None
     (own,) = load_parts(manifest, [manifest.own[session.rank]], chunks)
     return manifest, shared, own
-
-
-def _list(storage: Storage) -> list[Candidate]:
-    steps = {step for name in storage.children() if (step := step_of(name)) is not None and name == step_name(step)}
-    whole = [step for step in steps if storage.size(manifest_file(step)) is not None]
-    return [Candidate(storage.root, step) for step in sorted(whole, reverse=True)]
 
 
 def _agreed_candidates(
@@ -201,35 +140,3 @@ def _agree(session: Session, key: str, error: CheckpointError | None) -> str | N
     if level == _FAILED:
         raise CheckpointError(what, why=why, do=do)
     return f"{what} ({why})" if why else str(what)
-
-
-def _report(
-    candidate: Candidate,
-    manifest: Manifest,
-    expected: StateTree | None,
-    session: Session,
-    skipped: list[tuple[str, str]],
-) -> RestoreReport:
-    stored = {name: (entry.dtype, entry.shape) for name, entry in manifest.shared.tensors.items()}
-    live = stored
-    if expected is not None:
-        live = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in flatten(expected)[0].items()}
-    return RestoreReport(
-        path=candidate.path,
-        step=manifest.step,
-        loaded=tuple(name for name in stored if name in live),
-        missing=tuple(name for name in live if name not in stored),
-        unexpected=tuple(name for name in stored if name not in live and not name.startswith(_MADE_LATER)),
-        mismatched=tuple(
-            f"{name} is {_kind(stored[name])} in the checkpoint and {_kind(live[name])} here"
-            for name in live
-            if name in stored and stored[name] != live[name]
-        ),
-        saved_ranks=manifest.world_size,
-        ranks=session.world_size,
-        skipped=tuple(skipped),
-    )
-
-
-def _kind(spec: tuple[str, tuple[int, ...]]) -> str:
-    return f"{spec[0]} {list(spec[1])}"

@@ -1,35 +1,23 @@
-"""Saver: the loop waits for a copy into host memory; hashing, writing and publishing go on behind it.
-
-Every rank stores its share of what all hold, its boxes of what they hold in parts, and all of what is its own. At most
-one save is in flight; what goes wrong in it is raised on every rank by the next call.
-"""
+"""Saver: the writer of a state of torch's tensors."""
 
 from __future__ import annotations
 
-import json
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from distributed.checkpoint.assembly import Outline, outline
-from distributed.checkpoint.chunks import ChunkStore
+import torch
+
+from distributed.checkpoint.assembly import Outline
 from distributed.checkpoint.files import Storage
-from distributed.checkpoint.layout import share
-from distributed.checkpoint.notes import Notes
-from distributed.checkpoint.publishing import Job, Publisher, Saved
-from distributed.checkpoint.retention import Collector, Retention
+from distributed.checkpoint.layout import ChunkPlan
+from distributed.checkpoint.outlining import outline
+from distributed.checkpoint.publishing import Bytes, Saved
 from distributed.checkpoint.staging import HostBuffer, copy_chunks
-from distributed.checkpoint.storage import check_writable, open_storage
-from distributed.core.errors import DistributedError
+from distributed.checkpoint.writing import StateTree, Writer
 from distributed.runtime.session import Session
 
-StateTree = dict[str, Any]
-_ABANDON_S = 2.0
 
-
-class Saver:
+class Saver(Writer):
     """One rank's writer of checkpoints; every rank makes one and calls it after the same steps.
 
     >>> import tempfile, torch
@@ -57,103 +45,34 @@ class Saver:
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
         """`known` are chunks that a restore has verified; `at` is called at each named point of a save, for tests."""
-        self._storage, self._session, self._asynchronous = open_storage(url), session, asynchronous
-        retention = Retention(keep_last, keep_every, best, frozenset(pinned))
-        self._publisher = Publisher(
-            self._storage,
+        staging = TensorStaging(pinned=session.device.type == "cuda")
+        super().__init__(
+            url,
             session,
-            ChunkStore(self._storage, known),
-            Notes(session),
-            Collector(self._storage, retention, guard_s, at),
-            timeout_s,
-            at,
+            staging,
+            asynchronous=asynchronous,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            best=best,
+            pinned=pinned,
+            known=known,
+            on_saved=on_saved,
+            timeout_s=timeout_s,
+            guard_s=guard_s,
+            at=at,
         )
-        self._buffer = HostBuffer(pinned=session.device.type == "cuda")
-        self._on_saved, self._at = on_saved, at
-        self._thread: threading.Thread | None = None
-        self._outcome: Saved | DistributedError | None = None
-        self._stall_s, self._count = 0.0, 0
-        self._whole: Outline | None = None  # of the last save: the next one is mostly cut alike
-        self._mine: Outline | None = None
-        self.last_saved: Saved | None = None
 
-    def prepare(self, shared: StateTree, own: StateTree) -> None:
-        """Before the first save: check that one of this size can be written, and take the host memory for it."""
-        whole, mine = outline(shared)[0], outline(own)[0]
-        self._whole, self._mine = whole, mine
-        if self._session.is_main:
-            check_writable(self._storage, whole.nbytes + self._session.world_size * mine.nbytes)
-        part = share(list(whole.plan), self._session.rank, self._session.world_size)
-        self._finish()
-        self._buffer.reserve(chunk.length for chunk in (*part, *whole.box_plan, *mine.plan, *mine.box_plan))
 
-    def save(
-        self,
-        step: int,
-        shared: StateTree,
-        own: StateTree,
-        meta: Mapping[str, Any] | None = None,
-        *,
-        metric: float | None = None,
-        wait: bool = False,
-    ) -> None:
-        """Copy the state and return; raises what went wrong in the save before this one. `wait` for the last one."""
-        begun = time.perf_counter()
-        self._finish()  # at most one save is in flight
-        whole, shared_tensors = outline(shared, self._whole)
-        mine, own_tensors = outline(own, self._mine)
-        self._whole, self._mine = whole, mine
-        places = {id(chunk): index for index, chunk in enumerate(whole.plan)}
-        part = share(list(whole.plan), self._session.rank, self._session.world_size)
-        self._buffer.clear()
-        copied = copy_chunks(part, shared_tensors, self._buffer)
-        box_copied = copy_chunks(whole.box_plan, shared_tensors, self._buffer)
-        own_copied = copy_chunks((*mine.plan, *mine.box_plan), own_tensors, self._buffer)
-        frozen = json.loads(json.dumps(dict(meta or {})))
-        shared_bytes = [(places[id(chunk)], chunk, data) for chunk, data in copied]
-        job = Job(self._count, step, whole, mine, shared_bytes, box_copied, own_copied, frozen, metric, begun)
-        self._count += 1
-        self._at("copied")
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{step}", daemon=True)
-        self._thread.start()
-        self._stall_s = time.perf_counter() - begun
-        if wait or not self._asynchronous:
-            self._thread.join()
-            self._stall_s = time.perf_counter() - begun
-            self._finish()
+class TensorStaging:
+    """Tensors are copied into memory that the next save uses again."""
 
-    def poll(self) -> None:
-        """Raise or report the outcome of the save in flight if there is one, without waiting."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._finish()
+    def __init__(self, *, pinned: bool) -> None:
+        self.frameworks: Mapping[str, str] = {"torch": str(torch.__version__)}
+        self._buffer = HostBuffer(pinned=pinned)
+        self.reserve, self.clear = self._buffer.reserve, self._buffer.clear
 
-    def wait(self) -> str | None:
-        """The path of the last checkpoint that was published, when the save in flight has ended."""
-        self._finish()
-        return None if self.last_saved is None else self.last_saved.path
+    def outline(self, tree: StateTree, before: Outline | None) -> tuple[Outline, Mapping[str, Any]]:
+        return outline(tree, before)
 
-    def close(self) -> None:
-        """Wait for the save in flight; raises what went wrong in it."""
-        self._finish()
-
-    def abandon(self) -> None:
-        """Forget the save in flight, without waiting for other ranks, which may be gone."""
-        self._publisher.notes.give_up()
-        if self._thread is not None:
-            self._thread.join(_ABANDON_S)  # it may hang in a connection that is dead
-            self._thread = None
-
-    def _finish(self) -> None:
-        if self._thread is None:
-            return
-        self._thread.join()
-        self._thread = None
-        outcome, self._outcome = self._outcome, None
-        if isinstance(outcome, DistributedError):
-            raise outcome
-        assert outcome is not None
-        self.last_saved = replace(outcome, stall_s=self._stall_s)
-        self._on_saved(self.last_saved)
-
-    def _run(self, job: Job) -> None:
-        self._outcome = self._publisher.run(job)
+    def copy(self, plan: Iterable[ChunkPlan], leaves: Mapping[str, Any]) -> list[tuple[ChunkPlan, Bytes]]:
+        return copy_chunks(plan, leaves, self._buffer)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from distributed.checkpoint.digests import as_bytes
 from distributed.checkpoint.layout import CHUNK_BYTES, ChunkPlan, Stretch
+from distributed.checkpoint.tensors import as_bytes
 
 _SEGMENT_BYTES = 16 * CHUNK_BYTES  # a power of two: pinned memory is handed out in those
 _ALIGNMENT = 4096
@@ -57,9 +58,9 @@ class HostBuffer:
 
 def copy_chunks(
     plan: Iterable[ChunkPlan], tensors: Mapping[str, torch.Tensor], buffer: HostBuffer
-) -> list[tuple[ChunkPlan, torch.Tensor]]:
+) -> list[tuple[ChunkPlan, np.ndarray[Any, Any]]]:
     """The chunks' bytes as they are now, whatever happens to the tensors afterwards."""
-    copied: list[tuple[ChunkPlan, torch.Tensor]] = []
+    copied: list[tuple[ChunkPlan, np.ndarray[Any, Any]]] = []
     flat: dict[str, torch.Tensor] = {}
     on_host: list[tuple[torch.Tensor, torch.Tensor]] = []
     devices: set[torch.device] = set()
@@ -67,7 +68,7 @@ def copy_chunks(
     made = 0
     for chunk in plan:
         segment, at = buffer.place(chunk.length)
-        copied.append((chunk, segment[at : at + chunk.length]))
+        copied.append((chunk, segment[at : at + chunk.length].numpy()))
         for stretch in chunk.stretches:
             if not (runs and runs[-1].extend(stretch, segment, at + stretch.offset)):
                 runs.append(_Run(stretch.tensor, stretch.start, stretch.length, segment, at + stretch.offset))

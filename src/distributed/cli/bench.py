@@ -150,6 +150,33 @@ def recovery(
     _show(recovery_table(found), found.to_dict(), json_file)
 
 
+@app.command("start")
+def start(
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Only this engine; may be repeated.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="CPU processes of each run.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Starts of each; their median counts.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """How long it takes until training begins: seconds from the command to the end of the first step, by engine.
+
+    `distributed train` starts every engine that is installed. Beside them, in the same run and by turns, the same
+    training is started by hand: a DDP loop under torchrun, Ray's own TorchTrainer, TensorFlow's own strategy.
+
+    \b
+    Examples:
+      distributed bench start
+      distributed bench start --only pytorch-ddp --only ray --repeats 5 --json start.json
+    """
+    from distributed.bench.start import measure_starts
+    from distributed.bench.tables import start_table
+
+    with _progress() as notify:
+        found = measure_starts(only, processes=processes, repeats=repeats, notify=notify)
+    _show(start_table(found), found.to_dict(), json_file)
+
+
 @app.command("strategies")
 def strategies(
     size: Annotated[str, typer.Option(metavar="NAME", help="tiny, 124m or 1.3b: the GPT that is trained.")] = "tiny",
@@ -176,6 +203,31 @@ def strategies(
     with _progress() as notify:
         found = measure_strategies(size, steps=steps, rounds=rounds, notify=notify)
     _show(strategies_table(found), found.to_dict(), json_file)
+
+
+@app.command("tune")
+def tune(
+    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Trials of a search.")] = 16,
+    parallel: Annotated[int, typer.Option(min=1, metavar="N", help="Trials at a time, each on one core.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0.05, metavar="S", help="Of CPU time that a trial takes, about.")] = 3.0,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Searches of each side; their median counts.")] = 2,
+    json_file: JsonFile = None,
+) -> None:
+    """What a search costs beside its trials: wall time over the sum of the trials' times by trials at a time.
+
+    Our tuner on this machine, our tuner on Ray, and plain Ray Tune run the same trials in turns.
+
+    \b
+    Examples:
+      distributed bench tune
+      distributed bench tune --trials 32 --seconds 1 --json tune.json
+    """
+    from distributed.bench.tables import tuning_table
+    from distributed.bench.tuning import measure_tuning
+
+    with _progress() as notify:
+        found = measure_tuning(trials=trials, parallel=parallel, seconds=seconds, repeats=repeats, notify=notify)
+    _show(tuning_table(found), found.to_dict(), json_file)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def contents(opened: Opened, tensors: bool) -> dict[str, Any]:
     for name, known in components.items():
         known["digest"] = manifest.digests[name]
     model = list(_tensors(manifest.shared, "model").values())
-    parameters = sum(leaf.entry.nbytes // leaf.entry.torch_dtype.itemsize for leaf in model) if model else None
+    parameters = sum(leaf.entry.nbytes // leaf.entry.item_bytes for leaf in model) if model else None
     places = walk(leaf_tree(manifest.shared).get("progress", {}))
     progress = {name: value for name, value in places if not isinstance(value, Leaf)}
     found: dict[str, Any] = {

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Annotated, Any
@@ -191,14 +192,17 @@ def _extras() -> Iterator[Finding]:
 
 
 def _engines() -> Iterator[Finding]:
-    for name, engine in ENGINES.entries.items():
-        if engine.needs:
-            error = _cannot_load(engine.needs) if is_installed(engine.needs) else "not installed"
-            yield Finding(f"engine {name}", error or engine.does, _state(not error), engine.brought_by if error else "")
+    needed = {name: engine for name, engine in ENGINES.entries.items() if engine.needs}
+    with ThreadPoolExecutor() as pool:  # each takes seconds to import
+        errors = pool.map(lambda engine: _cannot_load(engine.needs), needed.values())
+    for (name, engine), error in zip(needed.items(), errors, strict=True):
+        yield Finding(f"engine {name}", error or engine.does, _state(not error), engine.brought_by if error else "")
 
 
 def _cannot_load(module: str) -> str:
     """Why not: a library that was built for another torch is found, and breaks when it is imported."""
+    if not is_installed(module):
+        return "not installed"
     environ = inherited_environ() | {"DS_ACCELERATOR": "cpu"}
     asked = subprocess.run([sys.executable, "-c", f"import {module}"], env=environ, capture_output=True, text=True)
     if asked.returncode == 0:

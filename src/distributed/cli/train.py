@@ -16,10 +16,11 @@ from typer.core import TyperCommand
 
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES
+from distributed.core.engines import ENGINES, Engine
 from distributed.core.env import DRY_RUN, OVERRIDES, WorkerEnv, inherited_environ, worker_env
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
+from distributed.core.registry import load_target
 from distributed.launch.local import LocalLauncher
 from distributed.launch.nodes import News, Nodes, Round
 from distributed.launch.ports import free_port
@@ -29,7 +30,7 @@ from distributed.launch.stops import Stopped
 from distributed.launch.supervisor import Patience
 from distributed.observe.live import RunScreen
 from distributed.planner.deepspeed_adoption import adopt
-from distributed.planner.hardware import Hardware, probe_hardware
+from distributed.planner.hardware import Hardware, probe_for, probe_hardware
 from distributed.planner.parallel import plan_parallel
 from distributed.planner.planning import plan_resources
 
@@ -59,6 +60,10 @@ def train(
         str | None, typer.Option(metavar="HOST", help="Where the nodes meet: the address of node 0, the same on all.")
     ] = None,
     master_port: Annotated[str | None, typer.Option(metavar="PORT", help="The port there; 29400 unless given.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="WHERE", help="The Ray cluster that runs the ranks: auto, host:port or ray://host:port."),
+    ] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = None,
     sharding: Annotated[
         str | None, typer.Option(metavar="KIND", help="Share out the model's state: none, grad_op, full or hybrid.")
@@ -116,6 +121,7 @@ def train(
       distributed train --script train.py --num-gpus 4
       distributed train --script train.py --num-gpus 2 epochs=3 mixed_precision=true -- --data-dir /data
       distributed train --script train.py --num-nodes 2 --gpus-per-node 8 --master-addr node0   (on both nodes)
+      distributed train --script train.py --num-nodes 4 --gpus-per-node 8 --backend ray --address auto   (on one)
       distributed train --script train.py --num-gpus 8 --backend fsdp --tensor-parallel 2 sequence_parallel=true
       distributed train --script train.py --dry-run=1024 --backend fsdp
     """
@@ -129,6 +135,7 @@ def train(
         "node_rank": node_rank,
         "master_addr": master_addr,
         "master_port": master_port,
+        "address": address,
         "device": device,
         "sharding": sharding,
         "zero_stage": zero_stage,
@@ -172,6 +179,7 @@ class TrainJob:
     config: DistributedConfig
     request: LaunchRequest
     decisions: tuple[Decision, ...]
+    engine: Engine
 
 
 def _prepare(
@@ -183,7 +191,7 @@ def _prepare(
         config = gather(config_path, words, options)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    hardware = probe_hardware()
+    hardware = probe_for(config) if worker_env() is None else probe_hardware()
     resources, decisions, obstacles = plan_resources(config, hardware)
     ranks, nodes = resources.world_size, resources.num_nodes
     whole = adopt(config, problems, ranks if worker_env() is None else None)  # the ranks adopt for themselves
@@ -200,18 +208,21 @@ def _prepare(
         node_rank=config.node_rank,
         master_addr=config.master_addr,
         master_port=config.master_port,
-        threads_per_rank=_threads(hardware, resources.ranks_per_node),
         env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
         attempt=next_attempt(target) if config.resume_from_checkpoint else 0,
         device=resources.device,
         warm=config.warm_start,
-    )
+        address=config.address,
+    ).for_engine(parallel.engine, config)
+    request = replace(request, threads_per_rank=_threads(hardware, request.ranks_per_node))
     launch_problems = check_port(request)
-    if request.most_nodes == 1:  # several nodes know only when they have met whether one of them begins a run
+    engine = ENGINES.entries[parallel.engine]
+    # Several nodes know only when they have met whether one of them begins a run.
+    if request.most_nodes == 1 or engine.spans:
         launch_problems += check_run_dir(target, resume=bool(config.resume_from_checkpoint))
     _refuse(problems, obstacles, launch_problems)
     ENGINES.require(parallel.engine)
-    return TrainJob(config, request, tuple(decisions))
+    return TrainJob(config, request, tuple(decisions), engine)
 
 
 def _try_out(
@@ -274,6 +285,10 @@ def _show_dry_run(job: TrainJob) -> None:
     request = job.request
     for decision in job.decisions:
         typer.echo(f"{decision}")
+    if job.engine.spans:
+        typer.echo(f"run directory {request.run_dir}")
+        typer.echo(load_target(job.engine.starts)().describe(request, Patience.of(job.config)))
+        return
     port = request.master_port or free_port()
     if request.num_nodes == 1:
         place = NodePlace.alone(request, port)
@@ -290,6 +305,7 @@ def _show_dry_run(job: TrainJob) -> None:
             host,
             port,
             request.ranks_per_node,
+            ((host, request.ranks_per_node),) * request.num_nodes,
         )
         typer.echo(
             f"the nodes meet at {host}:{meeting_port}; shown is node {node}"
@@ -302,7 +318,7 @@ def _show_dry_run(job: TrainJob) -> None:
 
 def _launch(job: TrainJob) -> None:
     request, nodes, first = job.request, None, None
-    if request.most_nodes > 1:
+    if request.most_nodes > 1 and not job.engine.spans:
         nodes, first = _meet(job)
         request = replace(request, run_dir=first.run_dir, attempt=first.attempt)
     attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
@@ -312,9 +328,10 @@ def _launch(job: TrainJob) -> None:
         _write_config(job, request)
     told = [str(decision) for decision in job.decisions]
     screen = RunScreen(request.run_dir, request.attempt, shows_progress=job.config.progress, told=told)
-    how = {"nodes": nodes, "first": first, "patience": Patience.of(job.config)}
+    how = {} if nodes is None else {"nodes": nodes, "first": first}
     try:
-        LocalLauncher().run(request, screen, on_stop=screen.stopping, **how)
+        launcher = load_target(job.engine.starts)()
+        launcher.run(request, screen, patience=Patience.of(job.config), on_stop=screen.stopping, **how)
     except Stopped as stopped:
         typer.echo(f"{stopped}; logs and what was saved: {request.run_dir}", err=True)
         is_preempted = stopped.signal in (signal.SIGTERM, signal.SIGUSR1)

@@ -40,6 +40,18 @@ class DistributedConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what to train on")
 
     backend: str = Field("auto", description="the engine that trains: " + ", ".join(["auto", *ENGINES.entries]))
+    address: str | None = Field(
+        None,
+        description="for ray: its cluster, as auto, ray://host:port or host:port; by default one on this machine alone",
+    )
+    tensorflow_strategy: Literal["auto", "mirrored", "multi_worker", "parameter_server", "tpu"] = Field(
+        "auto",
+        description="for tensorflow: how replicas are kept alike; auto: mirrored in one process on one machine, "
+        "multi_worker over several",
+    )
+    parameter_servers: int = Field(
+        1, ge=1, description="for tensorflow_strategy=parameter_server: processes that hold the parameters"
+    )
 
     # Training
     batch_size: int | None = Field(
@@ -214,6 +226,10 @@ class DistributedConfig(BaseModel):
     sample_ledger: bool = Field(False, description="write down which samples each step used")
     resume_from_checkpoint: bool | str = Field(
         False, description="True: the newest in checkpoint_dir, if any; or a checkpoint's path"
+    )
+    resume_hyperparameters: Literal["checkpoint", "config"] = Field(
+        "checkpoint",
+        description="whose learning rate, weight decay and the like a resumed run goes on with; config: its own",
     )
 
     # Monitoring

@@ -49,8 +49,17 @@ class Engine(Entry):
     bitwise: str = ""  # what trains under reproducible='bitwise'
     shards: str = "none"  # what data-parallel ranks share out when nothing is said
     offloads: tuple[str, ...] = ()  # the kinds of sharding under which it can keep state in host memory
+    starts: str = "distributed.launch.local:LocalLauncher"  # who starts and watches its ranks
+    spans: bool = False  # whether that one starts the ranks of all machines; else each machine starts its own
+    counts: str = ""  # module:function (address) → GPUs and CPUs of the largest machine there; "": of this one
+    checks: str = ""  # module:function (config) → problems of settings that only it knows
+    processes: str = ""  # module:function (config, nodes, devices of a node) → processes of a node; "": one a device
+    roles: str = ""  # module:function of the same → what ranks are to each other and find; see launch/request.py
+    preloads: tuple[str, ...] = ()  # what the process that ranks are forked from imports; (): torch and ours
     plans: str = ""  # module:function that makes its own part of the plan; see planner/planning.py
     bare: str = ""  # module:function that trains with it by hand, for `distributed bench overhead`
+    models: str = "torch"  # whose models it trains: "torch" or "keras"
+    peer: str = "torchrun"  # who starts the same by hand, for `distributed bench start`
     claims: Callable[[Wanted], str] = lambda wanted: ""  # why backend='auto' is this one; "": it is not
 
 
@@ -123,6 +132,10 @@ FEATURES: dict[str, Feature] = {
     "timeline": Feature("timeline of the collectives", _setting("timeline")),
     "mpi": Feature("collectives over MPI", _value("communication_backend", "mpi")),
     "config_file": Feature("a DeepSpeed configuration", _setting("deepspeed_config")),
+    "cluster": Feature("ranks placed on a Ray cluster", _setting("address")),
+    "parameter_server": Feature(
+        "asynchronous workers around a parameter server", _value("tensorflow_strategy", "parameter_server")
+    ),
     # Not asked for by a setting: these say what a run on this engine has.
     "save": Feature("checkpoints that every engine and number of ranks can load"),
     "load": Feature("checkpoints of every engine and number of ranks"),
@@ -237,8 +250,53 @@ ENGINES: Registry[Engine] = Registry(
             plans="distributed.planner.horovod:plan_engine",
             bare="distributed.bench.hand_written_horovod:train",
         ),
+        "ray": Engine(
+            "distributed.strategies.torch_mesh:TorchMesh",
+            needs="ray.train",
+            extra="ray",
+            does="PyTorch's own, on ranks that Ray places on its cluster",
+            can=_MESH | {"bitwise": Can(), "cluster": Can()},
+            offloads=("grad_op", "full", "hybrid"),
+            starts="distributed.launch.ray:RayLauncher",
+            spans=True,
+            counts="distributed.launch.ray_cluster:largest_node",
+            checks="distributed.planner.ray:problems_of",
+            plans="distributed.planner.ray:plan_engine",
+            bare="distributed.bench.hand_written_ray:train",
+            peer="ray",
+            bitwise="distributed.strategies.bitwise:BitwiseReplicas",
+            claims=lambda wanted: "a Ray cluster's address is given" * (wanted.config.address is not None),
+        ),
+        "tensorflow": Engine(
+            "distributed.tensorflow.worker:main",
+            needs="tensorflow",
+            extra="tensorflow",
+            does="TensorFlow's own strategies, for Keras models",
+            can={
+                "bf16": Can(),
+                "fp16": Can(),
+                "accumulation": Can(),
+                "clipping": Can(),
+                "stream": Can("tf.data"),
+                "batchnorm": Can(),
+                "restart": Can(),
+                "parameter_server": Can("a worker that dies is replaced alone"),
+            },
+            processes="distributed.planner.tensorflow:processes",
+            roles="distributed.tensorflow.cluster:roles",
+            preloads=("tensorflow", "keras", "distributed.tensorflow.worker"),
+            plans="distributed.planner.tensorflow:plan_engine",
+            models="keras",
+            peer="tensorflow",
+        ),
     },
 )
+
+
+def engine_of(config: Any) -> Engine:
+    """The engine that a config asks for, as far as that is known before its model and its data are."""
+    name = config.backend if config.backend != "auto" else choose(Wanted(config), "cpu")[0]
+    return ENGINES.entries[name]
 
 
 def load_strategy(name: str, is_bitwise: bool = False) -> Any:

@@ -17,11 +17,15 @@ from distributed.core.errors import ConfigError
 
 RUN_DIR = "DISTRIBUTED_RUN_DIR"  # set by our launchers: the run directory that all ranks share
 ATTEMPT = "DISTRIBUTED_ATTEMPT"
+LAUNCHER = "DISTRIBUTED_LAUNCHER"  # which of our launchers it was, where it is not the one of this machine
+RAY_RUN = "DISTRIBUTED_RAY_RUN"  # what the ranks of a run that Ray placed and its driver find each other by
 LAUNCHER_PID = "DISTRIBUTED_LAUNCHER_PID"  # the process whose end a rank does not outlive
 CONTROL_FD = "DISTRIBUTED_CONTROL_FD"  # a rank's end of the line to its launcher
 RESTARTS = "DISTRIBUTED_RESTARTS"  # worlds of this run before this one, since it was launched
 NOMINAL = "DISTRIBUTED_NOMINAL_RANKS"  # ranks that were asked for: the global batch is made for so many
 OVERRIDES = "DISTRIBUTED_OVERRIDES"  # JSON: settings given where the run was launched; they win over the script's
+TRIAL = "DISTRIBUTED_TRIAL"  # the file that says which trial of a search this process belongs to
+TENSORFLOW = "DISTRIBUTED_TENSORFLOW"  # JSON: the strategy to set up before a script makes use of TensorFlow
 DRY_RUN = "DISTRIBUTED_DRY_RUN"  # ranks of a world that `fit` is to try out in this process alone
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
 
@@ -38,7 +42,8 @@ class WorkerEnv:
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    launcher: str = "none"  # "distributed", "torchrun", "deepspeed", "horovodrun", "srun", "mpirun"; "none": alone
+    # "distributed", "ray", "torchrun", "deepspeed", "horovodrun", "srun", "mpirun"; "none": alone
+    launcher: str = "none"
     run_dir: str = ""
     attempt: int = 0
     restarts: int = 0
@@ -47,6 +52,11 @@ class WorkerEnv:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a launcher of ours started it, which shows the progress and answers for the end of the run."""
+        return self.launcher in ("distributed", "ray")
 
     def attempt_dir(self, run_dir: str) -> str:
         return os.path.join(run_dir, "attempts", str(self.attempt))
@@ -123,12 +133,18 @@ def _from_torch(env: Mapping[str, str]) -> WorkerEnv:
         num_nodes=int(env.get(nodes, "1")),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=int(env.get("MASTER_PORT", "0")),
-        launcher="distributed" if env.get(RUN_DIR) else "deepspeed" if is_deepspeed else "torchrun",
+        launcher=_launcher(env, is_deepspeed),
         run_dir=env.get(RUN_DIR, ""),
         attempt=int(env.get(ATTEMPT, env.get("TORCHELASTIC_RESTART_COUNT", "0"))),
         restarts=int(env.get(RESTARTS, "0")),
         nominal_ranks=int(env.get(NOMINAL, "0")),
     )
+
+
+def _launcher(env: Mapping[str, str], is_deepspeed: bool) -> str:
+    if env.get(RUN_DIR):
+        return env.get(LAUNCHER, "distributed")
+    return "deepspeed" if is_deepspeed else "torchrun"
 
 
 def _from_horovodrun(env: Mapping[str, str]) -> WorkerEnv:
@@ -229,9 +245,24 @@ def control_fd() -> int | None:
     return int(fd) if fd else None
 
 
+def ray_run() -> str:
+    """What this run is called among the ranks that Ray placed."""
+    return os.environ.get(RAY_RUN, "")
+
+
 def overrides_in_env() -> str:
     """The settings that were given where this run was launched, as JSON."""
     return os.environ.get(OVERRIDES, "")
+
+
+def trial_in_env() -> str:
+    """The file of the trial that this process belongs to; "": it is no part of a search."""
+    return os.environ.get(TRIAL, "")
+
+
+def tensorflow_in_env() -> str:
+    """The strategy that this process shall set up first, as JSON. Taken out: it is not for this rank's own children."""
+    return os.environ.pop(TENSORFLOW, "")
 
 
 def dry_ranks() -> int | None:
@@ -252,6 +283,11 @@ def visible_devices() -> str | None:
 def inherited_environ() -> dict[str, str]:
     """A copy of this process's environment, for the ranks that a launcher starts."""
     return dict(os.environ)
+
+
+def announce(variables: Mapping[str, str]) -> None:
+    """Set them in the environment of this process for good: for a library that reads them whenever it likes."""
+    os.environ.update(variables)
 
 
 @contextmanager

@@ -166,6 +166,7 @@ class CheckpointPlan:
     every: float | None = None
     unit: str = "epochs"  # of `every`: "epochs", "steps" or "minutes"
     resume: bool | str = False
+    own_rates: bool = False  # a resumed run goes on with its own learning rate and the like
     asynchronous: bool = True
     keep_last: int | None = None
     keep_every: int | None = None

@@ -52,9 +52,14 @@ class Registry(Generic[E_]):
         if name not in self.entries:
             raise ConfigError(f"{self.kind} {name!r} is not known", do=nearest_hint(name, self.entries))
         entry = self.entries[name]
-        if not is_installed(entry.needs):
-            raise _missing(entry.needs, f"{self.kind} {name!r}", entry.brought_by)
+        require_installed(entry, f"{self.kind} {name!r}")
         return entry
+
+
+def require_installed(entry: Entry, wanted_by: str) -> None:
+    """An error that names the extra, unless what an entry needs can be imported."""
+    if not is_installed(entry.needs):
+        raise _missing(entry.needs, wanted_by, entry.brought_by)
 
 
 def load_target(target: str) -> Any:

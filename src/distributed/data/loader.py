@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
+from distributed.data.drawn import drawn_order
 from distributed.data.leaves import Leaf, LeafIndices, LeafReader, as_read
-from distributed.data.order import derive_seed, drawn_order, shuffled_order
+from distributed.data.order import derive_seed, shuffled_order
 from distributed.data.shares import EpochCut, share, stream_weights
 from distributed.data.source import Source
 from distributed.data.stream import OwnStream, SharedStream, StreamBatch

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from distributed.core.errors import DataError
+from distributed.data.ray_data import RayRows, is_ray_dataset
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,11 @@ class WorkerStart:
 
 
 def read_source(data: object, role: str) -> Source:
-    """The Source of a DataLoader or a Dataset; `role` names it in errors."""
+    """The Source of a DataLoader, a Dataset or a Ray dataset; `role` names it in errors."""
     if isinstance(data, Source):
         return data
+    if is_ray_dataset(data):
+        return Source(RayRows(data))
     if isinstance(data, DataLoader):
         return _read_loader(data, role)
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
@@ -111,6 +114,12 @@ def _read_loader(loader: DataLoader[Any], role: str) -> Source:
     }
     if loader.batch_size is None:
         _refuse_unbatched(loader, role)
+    if isinstance(loader.dataset, RayRows) and loader.num_workers:
+        raise DataError(
+            f"{role} has num_workers={loader.num_workers} over a Ray dataset",
+            why="Ray has read it in processes of its own, and processes forked from a rank cannot ask Ray for it",
+            do="leave num_workers at 0",
+        )
     if isinstance(loader.dataset, IterableDataset):
         return Source(**options)
     sampler = loader.sampler

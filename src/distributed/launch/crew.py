@@ -23,7 +23,7 @@ from distributed.core.heartbeat import Beat, heartbeat_path, read_beat
 from distributed.launch.blame import Ending
 from distributed.launch.hangs import Watched
 from distributed.launch.processes import RankProcess, end_all
-from distributed.launch.request import ProcessSpec, Rendered
+from distributed.launch.request import ProcessSpec, Rendered, Role
 from distributed.launch.warm_parent import WarmParent
 
 _NOTICE_S = 0.2  # a death without a word happened up to this long before it is noticed
@@ -41,6 +41,7 @@ class Member:
     attempt_dir: str  # of the world that it is in
     born_in: str  # of the world that it was started for: its stacks and its failure are written there
     born_as: int
+    role: Role = field(default_factory=Role)
     joined: Joined | None = None  # what it said of itself once it reached our loop
     lost: int = -1  # the last attempt that it has left
     lost_message: str = ""
@@ -129,7 +130,9 @@ class Crew:
         """The next world: one member for each rank of `rendered`, in the order of the slots."""
         os.makedirs(rendered.attempt_dir, exist_ok=True)
         pairs = list(zip(rendered.processes, slots, strict=False))
-        staying = {m.slot: m for m in self.members if m.can_go_on and m.slot in {slot for _, slot in pairs}}
+        is_lost = any(member.role.is_vital and member.ending is not None for member in self.members)
+        able = [] if is_lost else [member for member in self.members if member.can_go_on]
+        staying = {m.slot: m for m in able if m.slot in {slot for _, slot in pairs}}
         for member in self.members:
             if member.slot not in staying or staying[member.slot] is not member:
                 member.process.end(signal.SIGKILL)
@@ -157,7 +160,7 @@ class Crew:
                 why=str(error),
                 do=f"check that {rendered.run_dir} can be written and that {self._python} runs",
             ) from error
-        member = Member(process, slot, spec.rank, rendered.attempt_dir, rendered.attempt_dir, spec.rank)
+        member = Member(process, slot, spec.rank, rendered.attempt_dir, rendered.attempt_dir, spec.rank, spec.role)
         self._on_started(member)
         return member
 

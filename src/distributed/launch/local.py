@@ -12,9 +12,9 @@ from distributed.core.env import WorkerEnv, inherited_environ
 from distributed.launch.crew import Crew
 from distributed.launch.echo import Echo, Screen
 from distributed.launch.nodes import Alone, Nodes, Round
-from distributed.launch.request import LaunchRequest, NodePlace, ProcessSpec, Rendered
+from distributed.launch.request import LaunchRequest, NodePlace, ProcessSpec, Rendered, Role
 from distributed.launch.supervisor import Patience, Supervisor
-from distributed.launch.warm_parent import preloads
+from distributed.launch.warm_parent import ALWAYS, preloads
 
 _FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"  # collectives that torch remembers, for when one hangs; about 1 µs each
 
@@ -37,6 +37,7 @@ class LocalLauncher:
     def render(self, request: LaunchRequest, place: NodePlace, restarts: int = 0) -> Rendered:
         """The exact commands, environments and log files of this node's ranks."""
         processes = []
+        roles = request.roles(place, request.device) if request.roles is not None else [Role()] * place.ranks
         for local_rank in range(place.ranks):
             worker = WorkerEnv(
                 rank=place.rank_offset + local_rank,
@@ -56,8 +57,9 @@ class LocalLauncher:
                 ProcessSpec(
                     rank=worker.rank,
                     argv=(self.python, "-m", "distributed.launch.rank", *request.command),
-                    env=self._variables(request, worker),
+                    env=self._variables(request, worker) | dict(roles[local_rank].env),
                     log_path=os.path.join(worker.attempt_dir(request.run_dir), f"rank-{worker.rank}.log"),
+                    role=roles[local_rank],
                 )
             )
         attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
@@ -94,7 +96,8 @@ class LocalLauncher:
         """
         inherited = {name: value for name, value in self.environ.items() if not name.startswith("TORCHELASTIC_")}
         echo = Echo(screen)
-        preload = preloads(None if request.command[0] == "-m" else request.command[0]) if request.warm else None
+        script = None if request.command[0] == "-m" else request.command[0]
+        preload = preloads(script, request.preload or ALWAYS) if request.warm else None
         supervisor = Supervisor(
             request,
             nodes or Alone(request),

@@ -130,7 +130,7 @@ class Alone:
         self._met += 1
         place = NodePlace.alone(request, free_port())
         ranks = world_size(place.ranks if ranks is None else ranks, sizes)
-        place = replace(place, ranks=ranks, world_size=ranks)
+        place = replace(place, ranks=ranks, world_size=ranks, nodes=((place.master_addr, ranks),))
         return Round(attempt, self._met - 1, place, (socket.gethostname(),), self._request.run_dir)
 
     def tell(self, news: News) -> None:

@@ -6,10 +6,8 @@ import errno
 import random
 import socket
 
-_LOWEST, _HIGHEST = (
-    20000,
-    32767,
-)  # below the range from which kernels serve outgoing connections, so nobody else gets it
+# Below the range from which kernels serve outgoing connections, so nobody else gets one of these.
+LOWEST_PORT, PORTS = 20000, 12768
 
 
 def port_in_use(port: int) -> bool:
@@ -38,7 +36,7 @@ def free_port(numbers: random.Random | None = None) -> int:
     """A port that nothing listens on now."""
     numbers = numbers or random.SystemRandom()
     for _ in range(1000):
-        port = numbers.randint(_LOWEST, _HIGHEST)
+        port = LOWEST_PORT + numbers.randrange(PORTS)
         if not port_in_use(port):
             return port
-    raise OSError(f"no free port between {_LOWEST} and {_HIGHEST}")
+    raise OSError(f"no free port between {LOWEST_PORT} and {LOWEST_PORT + PORTS - 1}")

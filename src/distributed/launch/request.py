@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
+
+from distributed.core.config import DistributedConfig
+from distributed.core.engines import ENGINES
+from distributed.core.registry import load_target
 
 DEFAULT_MEETING_PORT = 29400  # where nodes meet when no master_port is given; torch elastic's own default
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a rank is to the others, where its engine does not take all for alike."""
+
+    env: Mapping[str, str] = field(default_factory=dict)  # what it finds in its environment, beside who it is
+    serves: bool = False  # others use it: it is ended when those who do not serve have ended, and not asked to stop
+    is_vital: bool = False  # when it ends, no other rank can go on with what it holds
+
+
+class Roles(Protocol):
+    def __call__(self, place: NodePlace, device: str) -> Sequence[Role]:
+        """Of this node's ranks in a world, in their order."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +49,17 @@ class LaunchRequest:
     env: Mapping[str, str] = field(default_factory=dict)  # for every rank, beside what this process has
     attempt: int = 0
     device: str = "cpu"
-    warm: bool = False  # fork the ranks from one process that has imported torch
+    warm: bool = False  # fork the ranks from one process that has its imports behind it
+    preload: tuple[str, ...] = ()  # what that one imports; none: torch and ours
+    roles: Roles | None = None  # of the ranks, where they are not alike
+    address: str | None = None  # of the cluster whose nodes run the ranks, where that is another one's to place
+
+    def for_engine(self, name: str, config: DistributedConfig) -> LaunchRequest:
+        """The same as this engine starts it: how many processes for these devices, and what they find and import."""
+        engine, devices = ENGINES.entries[name], self.ranks_per_node
+        ranks = load_target(engine.processes)(config, self.num_nodes, devices) if engine.processes else devices
+        roles = load_target(engine.roles)(config, self.num_nodes, devices) if engine.roles else None
+        return replace(self, ranks_per_node=ranks, preload=engine.preloads, roles=roles)
 
     @property
     def fewest_nodes(self) -> int:
@@ -56,6 +85,7 @@ class NodePlace:
     master_addr: str
     master_port: int
     ranks: int  # that this node runs; 0: it stands by
+    nodes: tuple[tuple[str, int], ...] = ()  # of each node that runs ranks: its address, and how many
 
     @staticmethod
     def alone(request: LaunchRequest, port: int) -> NodePlace:
@@ -63,7 +93,7 @@ class NodePlace:
         assert request.num_nodes == 1, "several nodes get their places when they meet"
         address = request.master_addr or "127.0.0.1"
         ranks = request.ranks_per_node
-        return NodePlace(0, 1, 0, ranks, address, request.master_port or port, ranks)
+        return NodePlace(0, 1, 0, ranks, address, request.master_port or port, ranks, ((address, ranks),))
 
 
 @dataclass(frozen=True)
@@ -74,6 +104,7 @@ class ProcessSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     log_path: str
+    role: Role = Role()
 
 
 @dataclass(frozen=True)

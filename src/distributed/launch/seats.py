@@ -34,6 +34,7 @@ class RoundRecord:
     agents: tuple[int, ...] = ()  # in the order of the nodes' ranks
     hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    addresses: tuple[str, ...] = ()
     attempt: int = -1
     restarts: int = 0  # worlds of this run before this one
     run_dir: str = ""
@@ -47,7 +48,7 @@ class RoundRecord:
     @staticmethod
     def from_json(text: str | bytes) -> RoundRecord:
         """
-        >>> record = RoundRecord((3, 1), ("a", "b"), (2, 0), 5, problems=(Problem("x"),))
+        >>> record = RoundRecord((3, 1), ("a", "b"), (2, 0), attempt=5, problems=(Problem("x"),))
         >>> RoundRecord.from_json(record.to_json()) == record
         True
         """
@@ -67,6 +68,7 @@ class RoundRecord:
             master_addr=self.master_addr,
             master_port=self.master_port,
             ranks=self.ranks[node_rank],
+            nodes=tuple(pair for pair in zip(self.addresses, self.ranks, strict=False) if pair[1]),
         )
 
 
@@ -96,6 +98,7 @@ def arrange(cards: Sequence[NodeCard], before: RoundRecord | None, *, equal: boo
         agents=tuple(card.agent for card in seated),
         hosts=tuple(card.host for card in seated),
         ranks=tuple(ranks),
+        addresses=tuple(card.address for card in seated),
         attempt=max(*(card.attempt for card in cards), before.attempt + 1 if before else 0),
         restarts=before.restarts + 1 if before else 0,
         run_dir=first.run_dir,

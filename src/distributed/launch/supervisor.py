@@ -307,7 +307,8 @@ class Supervisor:
                 return  # ranks between two worlds could not save
             else:
                 for member in self.crew.members:
-                    member.process.signal(self._stops.number)
+                    if not member.role.serves:  # those who save need it until they have
+                        member.process.signal(self._stops.number)
                 self._stops.announce()
                 self.nodes.tell(News(-1, socket.gethostname(), "stopping", signal=self._stops.number))
                 self._give_up_at = time.monotonic() + self.patience.interrupt_grace_s

@@ -37,8 +37,8 @@ _ORPHAN_S = 2.0  # for a rank to end after its parent
 _BOOTSTRAP = ("-m", "distributed.launch.rank")
 
 
-def preloads(script_path: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """The modules that a script's ranks will want: torch and ours, and the well-known ones that it imports at its top.
+def preloads(script_path: str | os.PathLike[str] | None, always: tuple[str, ...] = ALWAYS) -> tuple[str, ...]:
+    """The modules that a script's ranks will want: its engine's, and the well-known ones that it imports at its top.
 
     None is for a program that is no script. The script is read, not run; what cannot be read is left to the rank.
 
@@ -54,7 +54,7 @@ def preloads(script_path: str | os.PathLike[str] | None) -> tuple[str, ...]:
                     found += [alias.name for alias in statement.names]
                 elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
                     found.append(statement.module)
-    return tuple(dict.fromkeys((*ALWAYS, *(name for name in found if name.partition(".")[0] in SAFE_BEFORE_FORK))))
+    return tuple(dict.fromkeys((*always, *(name for name in found if name.partition(".")[0] in SAFE_BEFORE_FORK))))
 
 
 class WarmParent:

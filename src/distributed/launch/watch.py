@@ -119,7 +119,8 @@ class Watch:
             if news.kind == "regroup" and news.cause == "resize" and not self.is_draining:
                 return Asked(news.message, news)
             return Broken(_fault_elsewhere(news, self.step), news=news)
-        if members and all(member.ending is not None for member in members) and failure is None:
+        awaited = [member for member in members if not member.role.serves] or members
+        if awaited and all(member.ending is not None for member in awaited) and failure is None:
             return Ended()
         return None if failure is not None else self._look_at_the_living()
 
@@ -134,7 +135,7 @@ class Watch:
         if lost:
             return self._lost_without_cause(lost[0])
         if self.is_running and self.stopping() is None:
-            can_go_on = all(member.can_go_on for member in members)
+            can_go_on = all(member.can_go_on and not member.role.serves for member in members)
             if can_go_on and self.nodes.newcomer():
                 return Asked("a node waits to join")
             if why := self.wish():

@@ -13,6 +13,7 @@ from distributed.core.plan import Plan
 from distributed.core.registry import DISTRIBUTION, Entry, Registry
 from distributed.observe.background import Background, failure_text, warn_on_stderr
 from distributed.observe.event_log import EventLog
+from distributed.observe.trial import trial_observers
 
 OBSERVERS = Registry(
     "observer",
@@ -49,8 +50,11 @@ class Observers:
 
 
 def observers_for(plan: Plan) -> list[Observer]:
-    """What rank 0 feeds: the event log always, dashboards as planned. Wrap the list in `Observers`."""
-    observers: list[Observer] = [EventLog(os.path.join(plan.run_dir, "events.jsonl"))]
+    """What rank 0 feeds: the event log always, dashboards as planned, and the search whose trial this is.
+
+    Wrap the list in `Observers`.
+    """
+    observers: list[Observer] = [EventLog(os.path.join(plan.run_dir, "events.jsonl")), *trial_observers()]
     if plan.observe.tensorboard_dir:
         observers.append(OBSERVERS.load("tensorboard")(plan.observe.tensorboard_dir))
     if plan.observe.mlflow is not None:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 import psutil
 
+from distributed.core.config import DistributedConfig
+from distributed.core.engines import engine_of
 from distributed.core.env import visible_devices
+from distributed.core.registry import load_target, require_installed
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,17 @@ def probe_hardware(capture: Callable[[Sequence[str]], str] = _capture) -> Hardwa
         cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=psutil.virtual_memory().total,
     )
+
+
+def probe_for(config: DistributedConfig) -> Hardware:
+    """What the ranks of a run will find: on this machine, or on the largest one of the cluster that it names."""
+    engine = engine_of(config)
+    is_unsound = bool(engine.checks) and bool(load_target(engine.checks)(config))
+    if config.address is None or not engine.counts or is_unsound:
+        return probe_hardware()
+    require_installed(engine, f"address={config.address!r}")
+    gpus, cpus = load_target(engine.counts)(config.address)
+    return Hardware((Gpu("GPU"),) * gpus, max(1, cpus))
 
 
 def _parse_gpus(listing: str) -> dict[str, Gpu]:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES
+from distributed.core.engines import ENGINES, engine_of
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError, Problem
 from distributed.core.plan import (
@@ -76,15 +76,17 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
     elif device == "cpu" and config.device == "auto":
         decisions.append(
             Decision(
-                f"{per_node} CPU process{'es a node on gloo' if per_node > 1 else ''}",
-                "this machine has no CUDA device, so 'GPU' means process",
+                f"{per_node} CPU process{'es a node' if per_node > 1 else ''}",
+                f"{'the cluster' if config.address else 'this machine'} has no CUDA device, so 'GPU' means process",
                 "device",
             )
         )
+    engine = engine_of(config)
+    problems += load_target(engine.checks)(config) if engine.checks else []
     asked_by = f"num_gpus ({config.source('num_gpus')}), gpus_per_node ({config.source('gpus_per_node')})"
-    problems += _too_few_gpus(device, per_node, hardware, asked_by)
+    problems += [] if engine.spans else _too_few_gpus(device, per_node, hardware, asked_by)
     most_nodes = config.max_nodes or config.num_nodes
-    if most_nodes > 1 and config.master_addr is None:
+    if most_nodes > 1 and config.master_addr is None and not engine.spans:
         problems.append(
             Problem(
                 f"{'max_nodes' if config.max_nodes else 'num_nodes'}={most_nodes}, but no master_addr",
@@ -92,7 +94,7 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
                 do="set master_addr (--master-addr) to the host name of one of them, the same on all",
             )
         )
-    if device == "cpu" and per_node > hardware.cpu_cores:
+    if device == "cpu" and per_node > hardware.cpu_cores and config.address is None:
         decisions.append(
             Decision(
                 "more processes than cores", f"{per_node} on {hardware.cpu_cores} cores; they will share", "num_gpus"
@@ -101,7 +103,7 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
     return Resources(device, config.num_nodes, per_node), decisions, problems
 
 
-_SHOW_ONE_GPU = ("srun", "distributed")  # launchers that may show each rank its own GPU only
+_SHOW_ONE_GPU = ("srun", "distributed", "ray")  # launchers that may show each rank its own GPU only
 
 
 def _too_few_gpus(device: str, ranks: int, hardware: Hardware, asked_by: str) -> list[Problem]:
@@ -376,6 +378,7 @@ def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan
         every=every if config.checkpoint_frequency or config.checkpoint_dir else None,
         unit=unit,
         resume=config.resume_from_checkpoint,
+        own_rates=config.resume_hyperparameters == "config",
         asynchronous=config.checkpoint_async,
         keep_last=config.keep_last,
         keep_every=config.keep_every,

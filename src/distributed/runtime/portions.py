@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch  # of the annotations: boxes are also those of checkpoints that no tensor of torch is in
 
 Box = tuple[tuple[int, int], ...]  # of every dimension: from, to
 

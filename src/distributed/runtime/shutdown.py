@@ -8,20 +8,16 @@ rank waits for another, because one that waits outside a collective would hang o
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_TWICE_S = 2.0
+from distributed.runtime.signals import STOP_SIGNALS, StopSignals
+
 _AHEAD = 2  # ranks that synchronize after every step are at most one step apart
 
 
@@ -30,7 +26,7 @@ def left_to_launcher() -> Iterator[None]:
     """Between two worlds a rank cannot save: a signal that reaches it there is ignored. Its launcher gets the same one,
     and passes it on when there is a world again."""
     is_main = threading.current_thread() is threading.main_thread()
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS} if is_main else {}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS} if is_main else {}
     try:
         yield
     finally:
@@ -38,7 +34,7 @@ def left_to_launcher() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class StopRequest:
+class StopRequest(StopSignals):
     """Whether somebody asked this run to stop, and at which step it will."""
 
     def __init__(
@@ -51,38 +47,19 @@ class StopRequest:
         *,
         is_supervised: bool = False,
     ) -> None:
+        super().__init__(is_supervised=is_supervised)
         self._rank, self._world_size, self._store = rank, world_size, store
-        self._asked_to_leave, self._named, self._is_supervised = asked_to_leave, named, is_supervised
-        self._received_at = 0.0
+        self._asked_to_leave, self._named = asked_to_leave, named
         self._stop_at: int | None = None
         self._is_over = False  # the step that all agreed on is done
         self._told = False
         self.is_leaving = False  # the ranks stop in order to go on in another world
-        self._previous: dict[signal.Signals, Any] = {}
-        self.received: signal.Signals | None = None
 
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """A second one does what it always did. A launcher passes on what it gets, and what is sent to all processes
-        of a job comes twice then: that is one."""
-        now = time.monotonic()
-        if self.received is not None and self._is_supervised and now - self._received_at < _TWICE_S:
-            return
+    def request(self, number: int) -> None:
+        """What a signal does, for a rank whose process is another's, which hears signals in its place; from any
+        thread."""
         if self.received is None:
-            self.received, self._received_at = signal.Signals(number), now
-            if self._is_supervised:
-                return
-        signal.signal(number, self._previous[signal.Signals(number)])
-        if self._is_supervised:
-            os.kill(os.getpid(), number)
+            self.received = signal.Signals(number)
 
     @property
     def is_agreed(self) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed.checkpoint.tree import flatten, unflatten
+from distributed.checkpoint.skeleton import unflatten
+from distributed.checkpoint.tree import flatten
 from distributed.runtime.session import Session
 
 

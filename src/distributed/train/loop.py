@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,9 +26,10 @@ from distributed.core.events import (
 )
 from distributed.core.heartbeat import Phase
 from distributed.core.history import EpochRecord, History
-from distributed.core.plan import BatchPlan, Plan
+from distributed.core.hosts import Host, NoHost
+from distributed.core.plan import Plan
 from distributed.data.ledger import Ledger, last_recorded, rewind_ledgers
-from distributed.data.loader import EvalLoader, Step
+from distributed.data.loader import EvalLoader
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
 from distributed.runtime.shutdown import StopRequest
@@ -36,9 +37,11 @@ from distributed.strategies.base import NonFiniteLoss, Strategy
 from distributed.train.explanations import explain_nonfinite
 from distributed.train.handover import Held, Inherited
 from distributed.train.links import Links
+from distributed.train.loaders import Loader
 from distributed.train.meter import Meter, Reading
 from distributed.train.metrics import MetricTotals
 from distributed.train.pace import Pace
+from distributed.train.reports import Reports
 from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
 from distributed.train.stragglers import Stragglers
@@ -47,23 +50,6 @@ from distributed.train.witness import Verdict
 
 class LeftWorld(Exception):
     """All ranks finished the same step and go on in another world."""
-
-
-class Loader(Protocol):
-    @property
-    def steps_per_epoch(self) -> int | None: ...
-
-    @property
-    def samples_per_epoch(self) -> int | None: ...
-
-    @property
-    def indices(self) -> list[int]: ...  # of the samples that this rank used in the step that came last
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
-
-    def sample_indices(
-        self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
-    ) -> list[int]: ...
 
 
 class Loop:
@@ -83,6 +69,7 @@ class Loop:
         observer: Observer | None,
         utilization: Callable[[], float | None] = lambda: None,
         on_resumed: Callable[[int, str], None] = lambda step, source: None,
+        host: Host | None = None,
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
@@ -90,7 +77,7 @@ class Loop:
         keeps_ledger = plan.checkpoint.ledger and plan.mesh.is_first_of_replica(session.rank)
         self._ledger = Ledger(_ledger_dir(plan), session.data_rank) if keeps_ledger else None
         self._last_save = time.monotonic()
-        self._on_resumed = on_resumed
+        self._on_resumed, self._reports = on_resumed, Reports(host or NoHost())
         self.has_begun = False  # whether the state is that of the run
         self._pace, self._stragglers = (
             Pace(session.rank, session.world_size, strategy.clock, Links.of(session)),
@@ -120,6 +107,7 @@ class Loop:
                 self._schedule.epoch_ended(metrics)
                 state.progress.begin_next_epoch()
             self._close_epoch(epoch, seconds, samples, metrics)
+            self._reports.measured(state.progress, metrics)
             is_due = self._save_is_due("epochs", state.progress.epoch) or self._save_is_due(
                 "steps", state.progress.step
             )
@@ -229,8 +217,11 @@ class Loop:
         return {f"val_{name}": value for name, value in metrics.items()}
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        known = self._state.epochs[-1].metrics if wait and self._state.epochs else {}
+        self._reports.saves(self._state.progress, metrics or known)
         with self._heartbeat.phase(Phase.SAVING):
             self._state.save(metrics, wait=wait)
+        self._reports.tell()
 
     def _save_is_due(self, unit: str, count: int) -> bool:
         every = self._plan.checkpoint.every
@@ -247,6 +238,7 @@ class Loop:
 
     def _saved(self, saved: Saved) -> None:
         self._last_save = time.monotonic()
+        self._reports.saved(saved.step, saved.path)
         self._emit(
             CheckpointSaved(
                 time=time.time(),

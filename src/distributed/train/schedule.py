@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any, Protocol
 
 import torch
 
-from distributed.core.errors import TaskError
 from distributed.core.plan import SchedulePlan
+from distributed.core.rates import rate_factor, warmup_steps
 
 
 class Schedule(Protocol):
@@ -24,36 +23,14 @@ class Schedule(Protocol):
     def load_state(self, state: dict[str, Any], step: int) -> None: ...
 
 
-def rate_factor(plan: SchedulePlan, step: int, warmup: int, total: int | None) -> float:
-    """The part of the peak rate that the optimizer step with this number (from 0) uses.
-
-    >>> plan = SchedulePlan("cosine", warmup_steps=2)
-    >>> [round(rate_factor(plan, step, 2, 6), 3) for step in range(6)]
-    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    if plan.kind == "constant" or total is None or total <= warmup:
-        return 1.0
-    progress = min(1.0, (step - warmup) / (total - warmup))
-    falls = 0.5 * (1 + math.cos(math.pi * progress)) if plan.kind == "cosine" else 1 - progress
-    return plan.min_ratio + (1 - plan.min_ratio) * falls
-
-
 class PlannedSchedule:
     """A function of the step alone, so a resumed run needs no state of it."""
 
     def __init__(
         self, plan: SchedulePlan, optimizer: torch.optim.Optimizer, steps_per_epoch: int | None, total: int | None
     ) -> None:
-        if steps_per_epoch is None and (plan.warmup_epochs or (plan.kind != "constant" and total is None)):
-            raise TaskError(
-                "the schedule needs the number of steps, and this stream's length is not known",
-                why=f"lr_schedule={plan.kind!r} and warmup_epochs are parts of a whole",
-                do="set max_steps and warmup_steps",
-            )
         self._plan, self._optimizer, self._total = plan, optimizer, total
-        self._warmup = plan.warmup_steps or round(plan.warmup_epochs * (steps_per_epoch or 0))
+        self._warmup = warmup_steps(plan, steps_per_epoch, total)
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._moves = not plan.is_constant
         self.step_ended(0)

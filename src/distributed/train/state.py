@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from distributed.checkpoint.candidates import find
 from distributed.checkpoint.files import Storage
 from distributed.checkpoint.manifest import Manifest
 from distributed.checkpoint.publishing import Saved
-from distributed.checkpoint.restoring import Restored, find, restore
+from distributed.checkpoint.restoring import Restored, restore
 from distributed.checkpoint.rng import restore_rng, rng_state
 from distributed.checkpoint.saving import Saver
 from distributed.checkpoint.storage import open_storage
@@ -28,6 +29,7 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
 from distributed.train.handover import Held, Inherited
 from distributed.train.meter import Meter
+from distributed.train.rates import OwnRates
 from distributed.train.schedule import Schedule
 from distributed.train.witness import Verdict, Witness
 
@@ -134,11 +136,15 @@ class RunState:
                 group["lr"] = rate  # this run's, as its schedule is
             self.progress = Progress(step=restored.step)
             return
+        own = OwnRates(self._strategy.optimizer, self._schedule) if self._plan.checkpoint.own_rates else None
         self._take(restored.shared)
+        if own is not None:
+            own.put_back(self.progress.step)
         if self.is_alike(restored) and restored.own is not None:
             restore_rng(restored.own["rng"], self._session.device)
             self._meter.load_state(restored.own["meter"])
-            self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
+            if own is None:  # with other rates it is not the same run
+                self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
         self.verdict = self._look({})
 
     def is_alike(self, restored: Restored) -> bool:

@@ -186,8 +186,12 @@ def _squared_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def check_task(task: Task) -> None:
     """What can be seen to be wrong before anything starts."""
     if not isinstance(task.model, nn.Module):
+        kind = type(task.model)
+        is_keras = any(base.__module__.partition(".")[0] in ("keras", "tf_keras") for base in kind.__mro__)
         raise TaskError(
-            f"model is a {type(task.model).__name__}", why="it must be a torch nn.Module", do="pass model=MyModel()"
+            f"model is a {kind.__name__}" + (" of Keras" if is_keras else ""),
+            why="it must be a torch nn.Module",
+            do="pass it to TensorFlowDistributedTrainer" if is_keras else "pass model=MyModel()",
         )
     if not any(p.requires_grad for p in task.model.parameters()):
         raise TaskError("the model has no parameter that requires a gradient", why="there is nothing to train")

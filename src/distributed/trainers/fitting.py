@@ -13,19 +13,19 @@ import torch
 
 from distributed.checkpoint.reading import load
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import load_strategy
+from distributed.core.engines import ENGINES, engine_of, load_strategy
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import ConfigError, LaunchError, Problem, RankFailedError
 from distributed.core.history import History
-from distributed.core.plan import Plan
+from distributed.core.plan import Decision, Plan
+from distributed.core.registry import load_target
 from distributed.data.source import Source
-from distributed.launch.local import LocalLauncher
 from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
 from distributed.launch.supervisor import Patience
 from distributed.observe.live import RunScreen
 from distributed.observe.observers import check_extras
-from distributed.planner.hardware import Gpu, Hardware, probe_hardware
+from distributed.planner.hardware import Gpu, Hardware, probe_for, probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.strategies.batchnorm import has_batchnorm
 from distributed.strategies.optimizer_state import load_named_state
@@ -44,6 +44,7 @@ class FitRequest:
     task: Task
     train: Source
     evaluation: Source | None
+    notes: tuple[Decision, ...] = ()  # what a trainer has decided before
 
     @property
     def profile(self) -> JobProfile:
@@ -63,9 +64,11 @@ class FitRequest:
         """Of the ranks that were asked for, then cut for those that are there: the global batch stays."""
         nominal = replace(world, world_size=world.nominal_ranks) if world and world.nominal_ranks else world
         mlflow_run = _active_mlflow_run()
+        hardware = _hardware() if world or self.config.address is None else probe_for(self.config)
         plan = make_plan(
-            self.config, self.profile, _hardware(), run_dir=run_dir, world=nominal, active_mlflow_run=mlflow_run
+            self.config, self.profile, hardware, run_dir=run_dir, world=nominal, active_mlflow_run=mlflow_run
         )
+        plan = replace(plan, decisions=(*self.notes, *plan.decisions))
         return plan if world is None else plan.for_world(world.world_size, world.num_nodes)
 
     def job(self, plan: Plan) -> Job:
@@ -90,14 +93,14 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
         if not world.run_dir:
             _refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
         _write_plan(plan)
-    followed = world.launcher == "distributed" and number == 1  # whoever started us shows the progress
+    followed = world.is_followed and number == 1  # whoever started us shows the progress
     return run_rank(request.job(plan), session, shows_progress=plan.observe.progress and not followed, line=line)
 
 
 def fit_alone(request: FitRequest) -> History:
     """Start the ranks from this process; a single one runs right here, where a debugger and a profiler see it."""
-    config = request.config
-    if config.num_nodes > 1:
+    config, spans = request.config, engine_of(request.config).spans
+    if config.num_nodes > 1 and not spans:
         raise ConfigError(
             f"num_nodes={config.num_nodes}, but this process was started alone",
             why="a script can start processes on its own machine only",
@@ -111,16 +114,20 @@ def fit_alone(request: FitRequest) -> History:
     launch = LaunchRequest(
         command=("-m", "distributed.worker", run_dir),
         run_dir=run_dir,
-        ranks_per_node=plan.world_size,
+        ranks_per_node=plan.ranks_per_node,
+        num_nodes=plan.num_nodes,
+        min_nodes=config.min_nodes if spans else None,
+        max_nodes=config.max_nodes if spans else None,
         master_addr=config.master_addr,
         master_port=config.master_port,
         threads_per_rank=plan.threads_per_rank,
         attempt=next_attempt(run_dir),
         device=plan.device,
         warm=config.warm_start,
+        address=config.address,
     )
     _refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
-    if plan.world_size > 1:
+    if plan.world_size > 1 or spans:
         return _launch(request.job(plan), launch, Patience.of(config))
     _write_plan(plan)
     session = open_session(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt))
@@ -139,7 +146,8 @@ def _launch(job: Job, launch: LaunchRequest, patience: Patience) -> History:
         (run_dir / PATHS).write_text(json.dumps({"sys_path": [path or os.getcwd() for path in sys.path]}))
         screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=job.plan.observe.progress)
         try:
-            LocalLauncher().run(launch, screen, patience=patience, on_stop=screen.stopping)
+            launcher = load_target(ENGINES.entries[job.plan.strategy].starts)()
+            launcher.run(launch, screen, patience=patience, on_stop=screen.stopping)
         except RankFailedError as failed:
             is_ours = failed.exit_code != RankFailedError.exit_code  # then its text says all
             trace = "" if is_ours else f"\n{failed.traceback}\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,12 +11,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.core.config import DistributedConfig, build_config
-from distributed.core.env import dry_ranks, overrides_in_env, worker_env
+from distributed.core.env import dry_ranks, worker_env
 from distributed.core.history import History
+from distributed.core.plan import Decision
 from distributed.data.source import read_source
 from distributed.train.metrics import check_metrics
 from distributed.train.task import Task, check_task
 from distributed.trainers.fitting import FitRequest, fit_alone, fit_in_world
+from distributed.trainers.settings import of_fit, plain
 
 Loader = DataLoader[Any] | Dataset[Any]
 
@@ -38,6 +38,7 @@ class Trainer:
     """
 
     preset: Mapping[str, Any] = {}
+    notes: tuple[Decision, ...] = ()  # what this trainer has decided of its settings, for whoever reads the plan
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Trainer:
         given = config.given_values() if isinstance(config, DistributedConfig) else dict(config or {})
         preset = {name: value for name, value in self.preset.items() if name not in settings and name not in given}
         self.config = build_config(
-            [(preset, type(self).__name__, {}), (given, "config", {}), (_plain(settings), "argument", {})]
+            [(preset, type(self).__name__, {}), (given, "config", {}), (plain(settings), "argument", {})]
         )
         self.model = model
         self._task = Task(model, loss_fn, optimizer, scheduler, metrics)
@@ -85,7 +86,7 @@ class Trainer:
         check_metrics(self._task.metrics or {})
         train = read_source(train_loader, "train_loader")
         evaluation = None if val_loader is None else read_source(val_loader, "val_loader")
-        request = FitRequest(config, self._task, train, evaluation)
+        request = FitRequest(config, self._task, train, evaluation, self.notes)
         ranks = dry_ranks()
         if ranks is not None:
             from distributed.trainers.dry_run import dry_run  # imports much of torch that training does not need
@@ -98,25 +99,11 @@ class Trainer:
         else:
             self.history = fit_alone(request)
         if self.history.interrupted:
-            if world is not None and world.launcher != "distributed" and self.history.stop_signal != signal.SIGINT:
+            if world is not None and not world.is_followed and self.history.stop_signal != signal.SIGINT:
                 raise SystemExit(config.requeue_exit_code)  # for Slurm, which started this rank itself
             raise KeyboardInterrupt
         return self.history
 
     def _merge(self, settings: Mapping[str, Any]) -> DistributedConfig:
         """All settings of a `fit`, whoever gave them."""
-        return _with_launch_settings(self.config.merged(_plain(settings), "fit(…)"))
-
-
-def _with_launch_settings(config: DistributedConfig) -> DistributedConfig:
-    """What was given on the command line that launched this rank wins over the script."""
-    given = json.loads(overrides_in_env() or "{}")
-    sources = {name: config.source(name) for name in config.given_values()}
-    values = {name: value for name, (value, _) in given.items() if value is not None}
-    told = {name: source for name, (_, source) in given.items()}
-    return build_config([(config.given_values(), "", sources), (values, "", told)])
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Paths as text."""
-    return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
+        return of_fit(self.config, settings)

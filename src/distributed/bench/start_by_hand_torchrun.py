@@ -1,0 +1,34 @@
+"""The start benchmark's training by hand: a script for torchrun that makes one step and writes down when."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from distributed.bench.recovery_work import BATCH, Rows, make_model
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(make_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows, loss_fn = Rows(), nn.CrossEntropyLoss()
+    sampler: DistributedSampler[Any] = DistributedSampler(rows)
+    inputs, labels = next(iter(DataLoader(rows, batch_size=BATCH, sampler=sampler)))
+    loss_fn(model(inputs), labels).backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1], "first-step").write_text(repr(time.time()), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The start benchmark's training with our Trainer: a script for `distributed train` that makes one step."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from distributed import Trainer
+from distributed.bench.recovery_work import BATCH, Rows, make_model
+
+
+def main() -> None:
+    trainer = Trainer(
+        make_model(), loss_fn=nn.CrossEntropyLoss(), batch_size=BATCH, max_steps=1, log_every_n_steps=1, progress=False
+    )
+    trainer.fit(Rows())
+
+
+if __name__ == "__main__":
+    main()

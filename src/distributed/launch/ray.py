@@ -1,0 +1,215 @@
+"""RayLauncher: Ray places the ranks on its cluster and starts them again after faults; this process follows the run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from ray.experimental import internal_kv
+from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from distributed.core.env import environ_with, inherited_environ
+from distributed.core.errors import DistributedError, LaunchError
+from distributed.core.ray_run import NAMESPACE, stop_key
+from distributed.launch.echo import Echo, Screen
+from distributed.launch.local import LocalLauncher
+from distributed.launch.policy import MAX_RESTARTS
+from distributed.launch.ray_cluster import RayCluster, Wish, connected, shortage
+from distributed.launch.ray_following import Following
+from distributed.launch.ray_rank import END_AT_ONCE, PlacedRanks, RankOrder, become_rank
+from distributed.launch.ray_trial import TuneScreen, holds_ranks, is_ray_trial
+from distributed.launch.ray_verdict import Verdict
+from distributed.launch.request import LaunchRequest
+from distributed.launch.stops import Stopped, Stops
+from distributed.launch.supervisor import Patience
+
+_POLL_S = 0.1
+_END_S = 5.0  # for ranks that were told to end at once
+_CONSIDER_SIZE_S = 5.0  # between looks of Ray at whether the run could have more ranks
+# What Ray Train takes from the environment; whoever sets one of these keeps it. Its reports wait for its looks at the
+# workers, so these are frequent.
+_RAY_TRAIN = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+
+
+class RayLauncher:
+    """Starts ranks on a Ray cluster: the one at the request's address, or one on this machine for this run alone."""
+
+    def run(
+        self,
+        request: LaunchRequest,
+        screen: Screen | None = None,
+        *,
+        patience: Patience | None = None,
+        on_stop: Callable[[int], None] | None = None,
+    ) -> None:
+        """Until the run is done. Raises RankFailedError for the rank that it failed of, and Stopped (a
+        KeyboardInterrupt) when it was stopped from outside and the ranks ended as asked."""
+        patience = patience or Patience()
+        if is_ray_trial():
+            screen = TuneScreen(screen, request.run_dir)
+        if holds_ranks(request):
+            LocalLauncher().run(request, screen, patience=patience, on_stop=on_stop)
+            return
+        wish = wish_of(request, patience)
+        with connected(request.address, wish.most, request.device) as cluster:
+            problems = shortage(wish, cluster)
+            if problems:
+                raise LaunchError(problems)
+            RayRun(request, patience, wish, cluster, Echo(screen), on_stop).wait()
+
+    def describe(self, request: LaunchRequest, patience: Patience) -> str:
+        """What would be placed, and what each rank would run."""
+        wish = wish_of(request, patience)
+        where = f"the Ray cluster at {request.address}" if request.address else "a Ray cluster on this machine"
+        size = f"{wish.most}" if wish.fewest == wish.most else f"{wish.fewest} to {wish.most}"
+        each = "1 CPU and 1 GPU" if request.device == "cuda" else "1 CPU"
+        command = shlex.join(("python", "-m", "distributed.launch.rank", *request.command))
+        return f"{size} ranks on {where}, with {each} each, placed by {wish.strategy}\n[each rank] {command}"
+
+
+def wish_of(request: LaunchRequest, patience: Patience) -> Wish:
+    """How many ranks a request needs, and how they are spread over nodes."""
+    per_node = request.ranks_per_node
+    fewest = request.fewest_nodes * min(patience.min_gpus or per_node, per_node)
+    is_by_node = request.most_nodes > 1
+    return Wish(
+        device=request.device,
+        fewest=fewest,
+        most=request.most_nodes * per_node,
+        num_nodes=request.fewest_nodes,
+        per_node=per_node if is_by_node and patience.min_gpus is None else None,
+    )
+
+
+class RayRun:
+    """One run on a cluster that this process is connected to."""
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        patience: Patience,
+        wish: Wish,
+        cluster: RayCluster,
+        echo: Echo,
+        on_stop: Callable[[int], None] | None,
+    ) -> None:
+        self._request, self._patience, self._wish, self._cluster = request, patience, wish, cluster
+        self._run, self._run_dir = uuid.uuid4().hex, os.path.abspath(request.run_dir)
+        self._stops = Stops(on_stop)
+        self._following = Following(self._run_dir, request.attempt, echo, wish)
+        self._answered, self._end_by = 0, float("inf")
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        trainer = self._trainer()
+        fitting = threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="ray.train")
+        environ = inherited_environ()
+        unset = {name: value for name, value in _RAY_TRAIN.items() if name not in environ}
+        status = "failed"
+        with self._stops, environ_with(unset):
+            fitting.start()
+            try:
+                while fitting.is_alive() and time.monotonic() < self._end_by:
+                    self._answer()
+                    self._following.look()
+                    fitting.join(_POLL_S)
+                self._conclude()
+                status = "stopped" if self._stops.count else "done"
+            except BaseException:
+                if fitting.is_alive():  # this thread was made to leave, as that of a trial which Ray Tune ends
+                    internal_kv._internal_kv_put(stop_key(self._run), str(END_AT_ONCE).encode(), namespace=NAMESPACE)
+                    fitting.join(_END_S)
+                raise
+            finally:
+                self._following.close(status)
+                internal_kv._internal_kv_del(f"{self._run}/", del_by_prefix=True, namespace=NAMESPACE)
+        if self._stops.number is not None:
+            raise Stopped(self._stops.number)
+
+    def _fit(self, trainer: DataParallelTrainer) -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:  # raised by whoever waits
+            self._error = error
+
+    def _conclude(self) -> None:
+        """What the end of Ray's run means: nothing where it is done, or was stopped as asked; else the error."""
+        self._following.look()
+        if self._stops.count > 1 or (self._error is None and self._stops.count):
+            return
+        if self._error is None:
+            self._following.finish()
+            return
+        failed = self._following.failure()
+        if failed is not None:
+            raise failed
+        if isinstance(self._error, DistributedError):
+            raise self._error
+        lines = str(self._error).strip().splitlines() or [type(self._error).__name__]
+        raise LaunchError(
+            f"Ray ended the run: {lines[0]}",
+            why=" ".join(" ".join(lines[1:]).split())[:600],
+            do=f"the logs of the ranks are under {self._run_dir}/attempts; Ray's own are in its temporary directory",
+        ) from self._error
+
+    def _answer(self) -> None:
+        """The first request to stop is passed on to the ranks, which may want to save; the second ends them."""
+        requests = self._stops.count
+        if requests <= self._answered:
+            return
+        assert self._stops.number is not None
+        asked = int(self._stops.number) if requests == 1 else END_AT_ONCE
+        internal_kv._internal_kv_put(stop_key(self._run), str(asked).encode(), namespace=NAMESPACE)
+        if requests == 1:
+            self._stops.announce()
+        can_save = requests == 1 and self._following.has_ranks
+        grace = self._patience.interrupt_grace_s if can_save else _END_S
+        self._end_by = time.monotonic() + grace
+        self._answered = requests
+
+    def _trainer(self) -> DataParallelTrainer:
+        request, wish = self._request, self._wish
+        order = RankOrder(
+            run=self._run,
+            command=request.command,
+            run_dir=self._run_dir,
+            folder=os.getcwd(),
+            first_attempt=request.attempt,
+            nominal_ranks=request.num_nodes * request.ranks_per_node,
+            device=request.device,
+            threads=request.threads_per_rank,
+            env=dict(request.env),
+        )
+        return DataParallelTrainer(
+            become_rank,
+            train_loop_config=asdict(order),
+            backend_config=PlacedRanks(),
+            scaling_config=ScalingConfig(
+                num_workers=wish.most if wish.fewest == wish.most else (wish.fewest, wish.most),
+                use_gpu=request.device == "cuda",
+                resources_per_worker={"CPU": 1} | ({"GPU": 1} if request.device == "cuda" else {}),
+                placement_strategy=wish.strategy,
+                elastic_resize_monitor_interval_s=_CONSIDER_SIZE_S,
+            ),
+            run_config=RunConfig(  # type: ignore[arg-type]  # Ray types it as the older one
+                # Ray takes up an old run where it finds the same name; ours goes on by its own checkpoints.
+                name=f"launch-{request.attempt}",
+                storage_path=str(Path(self._run_dir, "ray")),
+                failure_config=FailureConfig(max_failures=-1, controller_failure_limit=MAX_RESTARTS),
+                callbacks=[Verdict(self._run, self._run_dir, self._patience.max_restarts)],
+                logging_config=LoggingConfig(log_level="ERROR"),
+            ),
+        )

@@ -1,0 +1,162 @@
+"""Whether a run on Ray goes on after a fault: our policy, asked where Ray deals with the fault, in its controller.
+
+Ray starts the ranks again, with as many as have a place. What it cannot know is that a program which fails in the same
+way at the same step will do so for ever; then this raises, which ends the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ray.experimental import internal_kv
+from ray.train import UserCallback
+
+from distributed.core.errors import DistributedError
+from distributed.core.failure import FailureRecord, failure_path
+from distributed.core.heartbeat import heartbeat_path, read_beat
+from distributed.core.ray_run import ENDED, NAMESPACE, place_name, stop_key
+from distributed.launch.blame import Ending, first_failure
+from distributed.launch.policy import Fault, GiveUp, classify, decide
+from distributed.launch.preflight import next_attempt
+
+_GRACE_S = 2.0  # for the rank that failed first to say so, when others only lost their connection
+
+
+class RunGivenUpError(RuntimeError):
+    """Ends a run in Ray's controller; why, the driver reads in the folder of the attempt."""
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """What became of one attempt, as a file in its folder."""
+
+    fault: Fault
+    given_up: str = ""  # why; "": the run goes on
+    log_path: str = ""
+    record: FailureRecord | None = None
+
+    def write(self, attempt_dir: Path) -> None:
+        attempt_dir.mkdir(parents=True, exist_ok=True)
+        path = attempt_dir / ENDED
+        partial = path.with_name(f".{path.name}")
+        partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+    @staticmethod
+    def read(attempt_dir: Path) -> AttemptEnd | None:
+        try:
+            raw = json.loads((attempt_dir / ENDED).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        record = FailureRecord(**raw["record"]) if raw["record"] is not None else None
+        return AttemptEnd(Fault(**raw["fault"]), raw["given_up"], raw["log_path"], record)
+
+
+class Verdict(UserCallback):  # type: ignore[misc]
+    """Asked by Ray's controller after every failure of its workers."""
+
+    def __init__(self, run: str, run_dir: str, max_restarts: int | None) -> None:
+        self._run, self._run_dir, self._max_restarts = run, run_dir, max_restarts
+        self._faults: list[Fault] = []
+        self._reached, self._judged = 0, -1
+        self._uses_trainer = False
+
+    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
+        attempt = max(0, next_attempt(self._run_dir) - 1)
+        if attempt == self._judged:  # Ray asks again while it waits for a node that is being taken away
+            return
+        self._judged = attempt
+        folder = Path(self._run_dir, "attempts", str(attempt))
+        self._look_at_steps(folder)
+        end = self._blame(folder, worker_exceptions)
+        self._faults.append(end.fault)
+        end = replace(end, given_up=self._why_give_up())
+        end.write(folder)
+        if end.given_up:
+            raise RunGivenUpError(end.given_up)
+
+    def _look_at_steps(self, folder: Path) -> None:
+        beats = [beat for rank in ranks_of(folder) if (beat := read_beat(heartbeat_path(folder, rank))) is not None]
+        self._uses_trainer |= bool(beats)
+        self._reached = max([self._reached, *(beat.step for beat in beats)])
+
+    def _why_give_up(self) -> str:
+        if internal_kv._internal_kv_get(stop_key(self._run), namespace=NAMESPACE) is not None:
+            return "it was being stopped"
+        verdict = decide(
+            self._faults,
+            reached=self._reached,
+            max_restarts=self._max_restarts,
+            uses_trainer=self._uses_trainer,
+            min_gpus=1,
+            gpus=1,  # which places a run has is Ray's to decide
+        )
+        return verdict.reason if isinstance(verdict, GiveUp) else ""
+
+    def _blame(self, folder: Path, exceptions: Mapping[int, Exception]) -> AttemptEnd:
+        """Who failed first: a rank that says so, then one that is gone without a word."""
+        step = self._reached if self._uses_trainer else -1
+        for rank, error in exceptions.items():
+            if isinstance(error, DistributedError):  # before it had a log and a place to write its failure
+                text = f"{type(error).__name__}: {error}"
+                return AttemptEnd(Fault("code", rank, _host(folder, rank), step, text, text, error.exit_code))
+        deadline = time.monotonic() + _GRACE_S
+        while True:
+            endings = list(_endings(folder, exceptions))
+            first = first_failure(endings)
+            if first is not None and not first.is_collateral:
+                break
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if first is None or first.is_collateral:
+            silent = [rank for rank in ranks_of(folder) if rank not in {ending.rank for ending in endings}]
+            if silent:
+                return _gone(folder, silent[0], step, "its process or its node is gone")
+        if first is None:
+            return _gone(folder, min(exceptions, default=-1), step, "it failed and left no error")
+        if first.record is None:
+            return _gone(folder, first.rank, step, _short(exceptions[first.rank]))
+        fault = classify(first, step, _host(folder, first.rank), is_alone=first.is_collateral)
+        return AttemptEnd(fault, log_path=first.log_path, record=first.record)
+
+
+def ranks_of(folder: Path) -> range:
+    """The ranks of an attempt, as far as its first rank has come."""
+    try:
+        return range(int(json.loads((folder / place_name(0)).read_text())["world_size"]))
+    except (OSError, ValueError, KeyError):
+        return range(0)
+
+
+def _endings(folder: Path, exceptions: Mapping[int, Exception]) -> Iterator[Ending]:
+    for rank in sorted({*ranks_of(folder), *exceptions}):
+        record, log_path = FailureRecord.read(failure_path(folder, rank)), str(folder / f"rank-{rank}.log")
+        if record is not None:
+            yield Ending(rank, record.exit_code, record.time, log_path, record)
+        elif rank in exceptions:
+            yield Ending(rank, 1, time.time(), log_path)
+
+
+def _gone(folder: Path, rank: int, step: int, message: str) -> AttemptEnd:
+    fault = Fault("machine", rank, _host(folder, rank), step, message)
+    return AttemptEnd(fault, log_path=str(folder / f"rank-{rank}.log"))
+
+
+def _host(folder: Path, rank: int) -> str:
+    try:
+        return str(json.loads((folder / place_name(rank)).read_text())["host"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def _short(error: Exception) -> str:
+    """What Ray says of a worker that is gone, without its advice."""
+    inner = getattr(error, "health_check_failure", error)
+    return f"its process is gone: killed, or crashed (Ray: {type(inner).__name__})"

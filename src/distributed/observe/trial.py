@@ -1,0 +1,141 @@
+"""What a process of a trial knows of its search, and the line on which it tells how it goes.
+
+A trial is one training among many; whoever runs them names, in an environment variable, a file that says all of this.
+So the trial's own process and every rank that it starts find the same. On the line, a Unix socket, each message is a
+line of JSON and is answered by one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from distributed.core.env import trial_in_env
+from distributed.core.events import CheckpointSaved, EpochEnded, Event, RunStarted
+
+FILE = "trial.json"  # in a trial's folder
+
+
+@dataclass(frozen=True)
+class TrialNote:
+    """Which trial this is, and where it goes on."""
+
+    id: str
+    params: dict[str, Any]
+    directory: str
+    line: str  # the path of the socket
+    run: str = "run"  # the folder in it where the Trainer writes
+    step: int = 0  # reports that the checkpoint below has behind it
+    checkpoint: str = ""  # the folder that `tune.checkpoint()` reads
+    attempt: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)  # that the Trainer takes besides
+
+    def write(self) -> str:
+        """Into the trial's folder; the path, for the environment."""
+        folder = Path(self.directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".{FILE}"
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(part, folder / FILE)
+        return str(folder / FILE)
+
+
+@cache
+def _read(path: str, pid: int) -> TrialNote:
+    return TrialNote(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def current_trial() -> TrialNote | None:
+    """The trial that this process belongs to."""
+    path = trial_in_env()
+    return _read(path, os.getpid()) if path else None
+
+
+class TrialLine:
+    """This process's end of the line. Any thread may tell; each waits for its answer."""
+
+    def __init__(self, note: TrialNote) -> None:
+        self._note = note
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._socket: socket.socket | None = None
+        self._file: Any = None
+
+    def tell(self, kind: str, **content: Any) -> dict[str, Any]:
+        """Send, and wait for the answer. ConnectionError when nobody is there any more."""
+        message = {"kind": kind, "trial": self._note.id, "attempt": self._note.attempt, "pid": os.getpid(), **content}
+        with self._lock:
+            if self._pid != os.getpid():  # at first, and in a fork, whose answers would go to its parent
+                self._socket = socket.socket(socket.AF_UNIX)
+                self._socket.connect(self._note.line)
+                self._file = self._socket.makefile("rb")
+                self._pid = os.getpid()
+            assert self._socket is not None
+            self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+            answer = self._file.readline()
+        if not answer:
+            raise ConnectionError("whoever ran this trial is gone")
+        return dict(json.loads(answer))
+
+
+@cache
+def trial_line(note_path: str) -> TrialLine:
+    """One line a process, for everybody in it."""
+    return TrialLine(_read(note_path, os.getpid()))
+
+
+class TrialObserver:
+    """Tells the search of each epoch, and of each checkpoint that stands at the end of one."""
+
+    def __init__(self, line: TrialLine) -> None:
+        self._line = line
+        self._epochs: dict[int, int] = {}  # optimizer step -> epochs done by then
+        self._is_leaving = False
+        self._all_epochs = 0
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._all_epochs = event.epochs
+        elif isinstance(event, EpochEnded) and not self._is_leaving:  # what comes then is a part of an epoch
+            self._epochs[event.step] = event.epoch + 1
+            told = {"step": event.epoch + 1, "metrics": event.metrics, "is_last": event.epoch + 1 == self._all_epochs}
+            answer = self._line.tell("report", **told, by="trainer")
+            self._is_leaving = not answer["go"]
+        elif isinstance(event, CheckpointSaved) and event.step in self._epochs:
+            # between two epochs another trial can go on from it with another batch size
+            self._line.tell("saved", step=self._epochs[event.step], path=event.path)
+
+    def close(self) -> None:
+        pass
+
+
+def trial_observers() -> list[TrialObserver]:
+    """For rank 0 of a training in a trial; none elsewhere."""
+    path = trial_in_env()
+    return [TrialObserver(trial_line(path))] if path else []
+
+
+def tell_read(names: Iterable[str]) -> None:
+    """These parameters of the trial have had their effect."""
+    path = trial_in_env()
+    if path:
+        trial_line(path).tell("read", names=sorted(names))
+
+
+def trial_settings(note: TrialNote, fit: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What the Trainer takes from a trial in its n-th `fit`: where nothing else is said, and whatever is said."""
+    run_dir = os.path.join(note.directory, note.run, *([f"fit-{fit}"] if fit > 1 else []))
+    defaults = {"checkpoint_frequency": 1, "keep_last": 2, "progress": False}
+    always = {
+        "run_dir": run_dir,
+        "checkpoint_dir": os.path.join(run_dir, "checkpoints"),
+        "resume_from_checkpoint": True,
+    }
+    return defaults, always | note.settings

@@ -1,0 +1,143 @@
+"""TF_CONFIG: what tells a TensorFlow process who the others are. Our launchers write it for every rank.
+
+Rank 0 is the chief, whatever the strategy. Under a parameter server the workers follow it, then the servers. Nothing
+here imports TensorFlow: it runs in the process that starts the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+
+from distributed.core.config import DistributedConfig
+from distributed.core.env import TENSORFLOW, WorkerEnv, announce, inherited_environ
+from distributed.core.errors import ConfigError
+from distributed.core.plan import Plan
+from distributed.launch.ports import LOWEST_PORT, PORTS, free_port
+from distributed.launch.request import NodePlace, Role
+from distributed.planner.tensorflow import Layout, lay_out
+
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 2 leaves out what its servers tell of every connection
+_STRIDE = 101  # between the ports of ranks where nobody can look whether they are free on the other nodes
+
+
+def roles(config: DistributedConfig, num_nodes: int, devices: int) -> Cluster:
+    """The roles of a run's ranks, for `Engine.roles`."""
+    layout = lay_out(config, num_nodes, devices)
+    told = {} if _LOG_LEVEL in inherited_environ() else {_LOG_LEVEL: "2"}
+    told[TENSORFLOW] = json.dumps(
+        {
+            "kind": layout.strategy,
+            "replicas": layout.replicas,
+            "communication": config.communication_backend,
+        }
+    )
+    if layout.strategy == "parameter_server":
+        told["GRPC_FAIL_FAST"] = "use_caller"  # else a call to a worker that is gone waits for it to come back
+    return Cluster(layout, told)
+
+
+@dataclass
+class Cluster:
+    """The tasks of a run and where they listen; asked anew for every world.
+
+    >>> layout = Layout("multi_worker", processes=2, replicas=1)
+    >>> place = NodePlace(0, 1, 0, 2, "127.0.0.1", 29500, 2, (("127.0.0.1", 2),))
+    >>> ports = iter([23456, 23457])
+    >>> Cluster(layout, free=lambda: next(ports))(place, "cpu")[1].env["TF_CONFIG"]
+    '{"cluster": {"worker": ["127.0.0.1:23456", "127.0.0.1:23457"]}, "task": {"type": "worker", "index": 1}}'
+    """
+
+    layout: Layout
+    told: Mapping[str, str] = field(default_factory=dict)  # the same to all
+    free: Callable[[], int] = free_port
+    _kept: tuple[str, ...] = field(default=(), init=False)
+
+    def __call__(self, place: NodePlace, device: str) -> list[Role]:
+        """Of this node's ranks."""
+        addresses = self._addresses(place)
+        found = []
+        for local_rank in range(place.ranks):
+            variables = {**self.told, **self._devices(place, local_rank, device)}
+            if addresses:
+                variables["TF_CONFIG"] = render(self.layout, addresses, place.rank_offset + local_rank)
+            kind = task_of(self.layout, place.rank_offset + local_rank)[0] if self.layout.chief else ""
+            found.append(Role(variables, serves=kind in ("worker", "ps"), is_vital=kind in ("chief", "ps")))
+        return found
+
+    def _addresses(self, place: NodePlace) -> tuple[str, ...]:
+        """Of every task, by rank. A server that goes on while a worker is replaced stays where the others know it."""
+        if self.layout.strategy not in ("multi_worker", "parameter_server"):
+            return ()
+        if self._kept:
+            return self._kept
+        if place.num_nodes == 1:
+            found = tuple(f"127.0.0.1:{port}" for port in self._free_ports(place.world_size))
+        else:
+            hosts = [address for address, ranks in place.nodes for _ in range(ranks)]
+            found = tuple(f"{host}:{derived_port(place.master_port, rank)}" for rank, host in enumerate(hosts))
+        if self.layout.strategy == "parameter_server":
+            self._kept = found
+        return found
+
+    def _free_ports(self, count: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < count:
+            port = self.free()
+            if port not in found:
+                found.append(port)
+        return found
+
+    def _devices(self, place: NodePlace, local_rank: int, device: str) -> dict[str, str]:
+        """One GPU for each task that trains, where a node has several tasks: TensorFlow takes all that it sees."""
+        if device != "cuda" or place.ranks == 1:
+            return {}
+        slot = local_rank - self.layout.chief
+        trains = 0 <= slot < self.layout.processes
+        return {"CUDA_VISIBLE_DEVICES": str(slot) if trains else ""}
+
+
+def task_of(layout: Layout, rank: int) -> tuple[str, int]:
+    """
+    >>> [task_of(Layout("parameter_server", 2, 1, servers=1, chief=1), rank) for rank in range(4)]
+    [('chief', 0), ('worker', 0), ('worker', 1), ('ps', 0)]
+    """
+    if layout.chief and rank == 0:
+        return "chief", 0
+    worker = rank - layout.chief
+    return ("worker", worker) if worker < layout.processes else ("ps", worker - layout.processes)
+
+
+def render(layout: Layout, addresses: tuple[str, ...], rank: int) -> str:
+    """The text of TF_CONFIG for one rank."""
+    cluster: dict[str, list[str]] = {}
+    for number, address in enumerate(addresses):
+        cluster.setdefault(task_of(layout, number)[0], []).append(address)
+    kind, index = task_of(layout, rank)
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+
+
+def derived_port(master_port: int, rank: int) -> int:
+    """A port that all nodes know without asking: rank 0 has the meeting point's, which nothing else uses here.
+
+    >>> derived_port(29500, 0), derived_port(32700, 1)
+    (29500, 20033)
+    """
+    return LOWEST_PORT + (master_port - LOWEST_PORT + _STRIDE * rank) % PORTS
+
+
+def announce_in_world(plan: Plan, world: WorkerEnv) -> None:
+    """Set TF_CONFIG in a process that mpirun, srun or torchrun started on one host, unless it has one."""
+    layout = Layout(**{known.name: plan.engine[known.name] for known in fields(Layout)})
+    needs = layout.strategy in ("multi_worker", "parameter_server") and world.world_size > 1
+    if not needs or inherited_environ().get("TF_CONFIG"):
+        return
+    if world.num_nodes > 1:
+        raise ConfigError(
+            f"{world.launcher} started this process on one of {world.num_nodes} hosts, and TF_CONFIG is not set",
+            why=f"{world.launcher} does not tell the addresses of all hosts",
+            do="set TF_CONFIG, or run `distributed train --num-nodes … --master-addr …` on every host",
+        )
+    ports = (derived_port(world.master_port, rank) for rank in range(world.world_size))
+    announce({"TF_CONFIG": render(layout, tuple(f"127.0.0.1:{port}" for port in ports), world.rank)})

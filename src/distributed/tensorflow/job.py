@@ -1,0 +1,19 @@
+"""Job: all that a process needs in order to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distributed.core.plan import Plan
+from distributed.tensorflow.model import Parts
+from distributed.tensorflow.sources import Source
+
+
+@dataclass(frozen=True)
+class Job:
+    """The plan, the model taken apart, and the data."""
+
+    plan: Plan
+    model: Parts
+    train: Source
+    evaluation: Source | None

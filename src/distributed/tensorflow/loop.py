@@ -1,0 +1,286 @@
+"""The loop of a Keras model: epochs of steps, read top to bottom. Every process runs it; the main one has observers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from distributed.checkpoint.publishing import Saved
+from distributed.core.errors import CheckpointError, NonFiniteLossError
+from distributed.core.events import (
+    CheckpointSaved,
+    EpochEnded,
+    EpochStarted,
+    EvaluationEnded,
+    Event,
+    Observer,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    Warned,
+)
+from distributed.core.heartbeat import Phase
+from distributed.core.history import EpochRecord, History
+from distributed.core.plan import Plan
+from distributed.runtime.heartbeat import Heartbeat
+from distributed.runtime.signals import StopSignals
+from distributed.tensorflow.data import Loader, Micro
+from distributed.tensorflow.meter import Meter
+from distributed.tensorflow.rates import Rate
+from distributed.tensorflow.run_state import RunState
+from distributed.tensorflow.step import Stepper, StepResult
+from distributed.tensorflow.strategy import World
+
+
+class Loop:
+    """One run of one process, over all of its replicas."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Any,
+        stepper: Stepper,
+        world: World,
+        state: RunState,
+        train: Loader,
+        evaluation: Iterable[Micro] | None,
+        rate: Rate,
+        stop: StopSignals,
+        heartbeat: Heartbeat,
+        observer: Observer | None,
+        utilization: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._plan, self._model, self._stepper, self._world, self._state = plan, model, stepper, world, state
+        self._train, self._evaluation, self._rate, self._stop = train, evaluation, rate, stop
+        self._heartbeat, self._observer, self._utilization = heartbeat, observer, utilization
+        self._meter = Meter(model, world)
+        self._last_save = time.monotonic()
+        self._before: StepResult | None = None  # the step before this one, whose numbers are there without waiting
+        self.interrupted = False
+
+    def begin(self) -> None:
+        """Take what a checkpoint holds, or nothing."""
+        self._state.restore(on_saved=self._saved, on_failed=self._not_saved)
+        self._meter.load_state(self._state.progress.meter)
+        self._rate.set(self._state.progress.step, is_own=self._plan.checkpoint.own_rates)
+        self._announce()
+
+    def run(self) -> History:
+        """Train until the epochs or steps are done, or somebody asks to stop; then save."""
+        begun = time.perf_counter()
+        progress, metrics = self._state.progress, {}
+        stopped = self._plan.max_steps is not None and progress.step >= self._plan.max_steps
+        while not stopped and progress.epoch < self._plan.epochs:
+            epoch = progress.epoch
+            stopped, is_whole, seconds, samples = self._train_epoch(epoch)
+            self._stepper.settle()
+            metrics = self._meter.epoch_metrics() | (self._evaluate(epoch) if not self.interrupted else {})
+            if is_whole:
+                progress.begin_next_epoch()
+                self._meter.begin_epoch()
+            self._close_epoch(epoch, seconds, samples, metrics)
+            is_due = self._save_is_due("epochs", progress.epoch) or self._save_is_due("steps", progress.step)
+            if is_whole and is_due:
+                self._save(metrics)
+        self._save(metrics, wait=True)
+        return self._finish(time.perf_counter() - begun)
+
+    def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
+        """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
+        progress, meter, train = self._state.progress, self._meter, self._train
+        log_every, end = self._plan.observe.log_every, self._plan.max_steps
+        first = progress.steps_in_epoch
+        if train.samples_per_epoch is not None:  # samples count, so that another number of replicas can go on
+            first = -(-progress.samples_in_epoch // self._plan.batch.global_batch)
+        before_epoch, before = progress.step - first, progress.samples_in_epoch
+        last = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
+        self._emit(EpochStarted(time=time.time(), epoch=epoch, step=progress.step))
+        begun, step, stopped = time.perf_counter(), progress.step, False
+        self._heartbeat.epoch_begins()
+        for micros, samples in train.epoch(epoch, first):
+            step += 1
+            saves = step != last and self._save_is_due("steps", step)  # the last one is saved after evaluation
+            looks = saves or step % log_every == 0 or step in (last, end)  # what is not finite is not saved
+            result = self._stepper.step(micros, is_asked=self._stop.received is not None)
+            self._rate.set(step)
+            meter.add(result, samples)
+            progress.step, progress.steps_in_epoch = step, step - before_epoch
+            progress.samples_in_epoch += samples
+            self._heartbeat.beat(step)
+            if looks:
+                self._log(epoch, before_epoch)
+            if saves or (looks and step != last and self._minutes_are_over()):
+                self._save()
+            if self._is_asked_to_stop(result):
+                self.interrupted = stopped = True
+                break
+            if step == end:
+                stopped = True
+                break
+        if not meter.is_empty:
+            self._log(epoch, before_epoch)
+        seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
+        return stopped, not stopped or step == last, seconds, trained
+
+    def _is_asked_to_stop(self, result: StepResult) -> bool:
+        """All processes agree, since each tells the others with its step; what they told in the last one is read here,
+        where it has long been there."""
+        if self._world.processes == 1:
+            return self._stop.received is not None
+        before, self._before = self._before, result
+        return before is not None and float(before.asked) > 0
+
+    def _evaluate(self, epoch: int) -> dict[str, float]:
+        """Every validation sample once, over all replicas."""
+        if self._evaluation is None:
+            return {}
+        with self._heartbeat.phase(Phase.EVALUATING):
+            begun = time.perf_counter()
+            metrics = self._meter.evaluate(self._stepper.evaluate(micro) for micro in self._evaluation)
+        step, seconds = self._state.progress.step, time.perf_counter() - begun
+        self._emit(EvaluationEnded(time=time.time(), step=step, epoch=epoch, seconds=seconds, metrics=metrics))
+        return {f"val_{name}": value for name, value in metrics.items()}
+
+    def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        with self._heartbeat.phase(Phase.SAVING):
+            self._stepper.settle()
+            self._state.progress.meter = self._meter.state()
+            self._state.save(metrics, wait=wait)
+        self._last_save = time.monotonic()
+
+    def _save_is_due(self, unit: str, count: int) -> bool:
+        every = self._plan.checkpoint.every
+        return every is not None and self._plan.checkpoint.unit == unit and count % every == 0
+
+    def _minutes_are_over(self) -> bool:
+        """The first process's clock decides for all, at the steps where they meet anyway."""
+        every = self._plan.checkpoint.every
+        if every is None or self._plan.checkpoint.unit != "minutes":
+            return False
+        return bool(self._world.gather(time.monotonic() - self._last_save >= 60 * every)[0])
+
+    def _saved(self, saved: Saved) -> None:
+        self._emit(
+            CheckpointSaved(
+                time=time.time(),
+                step=saved.step,
+                path=saved.path,
+                seconds=saved.seconds,
+                stall_seconds=saved.stall_s,
+                written_bytes=saved.written_bytes,
+                total_bytes=saved.total_bytes,
+            )
+        )
+        if saved.warning:
+            self._emit(Warned(time=time.time(), message=saved.warning))
+
+    def _not_saved(self, failed: CheckpointError) -> None:
+        text = f"{failed.problems[0].what}: {failed.problems[0].why}; training goes on without this checkpoint"
+        self._emit(Warned(time=time.time(), message=text))
+
+    def _announce(self) -> None:
+        plan, per_epoch, progress = self._plan, self._train.steps_per_epoch, self._state.progress
+        self._heartbeat.beat(progress.step)
+        for path, why in self._state.skipped:
+            self._emit(Warned(time=time.time(), message=f"the checkpoint {path} is passed over: {why}"))
+        self._emit(
+            RunStarted(
+                time=time.time(),
+                run_dir=plan.run_dir,
+                world_size=self._world.size,
+                device=plan.device,
+                backend=plan.strategy,
+                epochs=plan.epochs,
+                steps_per_epoch=per_epoch,
+                total_steps=plan.total_steps(per_epoch),
+                first_step=progress.step,
+                global_batch=plan.batch.global_batch,
+                settings=plan.settings,
+                decisions=[str(decision) for decision in plan.decisions],
+            )
+        )
+
+    def _log(self, epoch: int, before_epoch: int) -> None:
+        self._state.poll()
+        reading = self._meter.read()
+        step = self._state.progress.step
+        if reading.bad is not None and self._plan.on_nan == "stop":
+            ago, value = reading.bad
+            indices = self._train.sample_indices(epoch, step - ago - before_epoch - 1)
+            raise _explain_nonfinite(value, self._world.replicas, epoch, step - ago, indices)
+        self._emit(
+            StepEnded(
+                time=time.time(),
+                step=step,
+                epoch=epoch,
+                loss=reading.loss,
+                learning_rate=self._rate.now,
+                samples_per_second=reading.samples_per_second,
+                gradient_norm=reading.gradient_norm,
+                device_utilization=self._utilization(),
+                metrics=reading.metrics,
+            )
+        )
+
+    def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:
+        progress = self._state.progress
+        steps = progress.step - sum(record.steps for record in progress.epochs)
+        record = EpochRecord(epoch, steps, samples, seconds, metrics)
+        progress.epochs.append(record)
+        self._emit(
+            EpochEnded(
+                time=time.time(),
+                epoch=epoch,
+                step=progress.step,
+                seconds=seconds,
+                samples=samples,
+                samples_per_second=record.samples_per_second,
+                metrics=metrics,
+            )
+        )
+
+    def _finish(self, seconds: float) -> History:
+        progress = self._state.progress
+        history = History(
+            epochs=tuple(progress.epochs),
+            total_time=seconds,
+            steps=progress.step,
+            world_size=self._world.size,
+            run_dir=self._plan.run_dir,
+            interrupted=self.interrupted,
+            stop_signal=int(self._stop.received or 0),
+            checkpoint=self._state.path,
+        )
+        self._emit(
+            RunEnded(
+                time=time.time(),
+                status="interrupted" if self.interrupted else "done",
+                step=progress.step,
+                seconds=seconds,
+                samples_per_second=history.throughput,
+                metrics=progress.epochs[-1].metrics if progress.epochs else {},
+                model_path=self._state.path,
+            )
+        )
+        return history
+
+    def _emit(self, event: Event) -> None:
+        if self._observer is not None:
+            self._observer.on(event)
+
+
+def _explain_nonfinite(value: float, replicas: range, epoch: int, step: int, indices: list[int]) -> NonFiniteLossError:
+    shown = ", ".join(str(index) for index in indices[:32]) + (" …" if len(indices) > 32 else "")
+    where = f"this process had the samples [{shown}]" if indices else "the batch came from a stream"
+    return NonFiniteLossError(
+        f"the loss is {value} at step {step} (epoch {epoch})",
+        why=f"{where}; usual causes: a bad sample, too high a learning rate, fp16 overflow",
+        do="look at these samples, lower the learning rate, set gradient_clipping; on_nan=continue goes on regardless",
+    )
+
+
+def history_path(plan: Plan) -> Path:
+    """Where the main process leaves the history of the run."""
+    return Path(plan.run_dir) / "history.json"

@@ -1,0 +1,181 @@
+"""Training around a parameter server: a chief hands batches to workers, each of which updates what the servers hold.
+
+A worker that dies is replaced while the others go on: its batch is handed to another one. The chief and the servers
+hold what cannot be replaced; when one of them dies, all begin again from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from distributed.core.control import Joined, Resumed
+from distributed.core.env import WorkerEnv
+from distributed.core.heartbeat import heartbeat_path, read_beat
+from distributed.core.plan import Plan
+from distributed.runtime.agent_line import AgentLine, agent_line
+from distributed.runtime.heartbeat import Heartbeat
+from distributed.tensorflow.data import Micro, Part
+from distributed.tensorflow.step import Stepper, StepResult
+from distributed.tensorflow.strategy import World
+
+_STEPS_AHEAD = 2  # that are handed out while earlier ones are not done
+
+
+def has_servers(plan: Plan) -> bool:
+    return bool(plan.engine["strategy"] == "parameter_server")
+
+
+def enter(plan: Plan, world: WorkerEnv) -> World:
+    """The strategy as the chief sees it, once all others answer. In any other process this does not return: it answers
+    the chief until the launcher ends it, which is when the chief has ended."""
+    if plan.device == "cpu":
+        tf.config.threading.set_intra_op_parallelism_threads(plan.threads_per_rank)
+    resolver = _resolver()
+    if resolver.task_type != "chief":
+        _serve(plan, world, resolver)
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    return ChiefWorld(strategy, range(plan.engine["processes"]))
+
+
+class ChiefWorld(World):
+    """A replica is a worker, though TensorFlow counts one, since each updates by itself."""
+
+    @property
+    def size(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def measures_training(self) -> bool:
+        """They are sums that workers read and then write: of two at once, one would not be counted."""
+        return False
+
+
+def _serve(plan: Plan, world: WorkerEnv, resolver: Any) -> NoReturn:
+    server = tf.distribute.Server(
+        resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id, protocol="grpc"
+    )
+    heartbeat = Heartbeat(world.attempt_dir(plan.run_dir), world.rank)  # says that it lives; it makes no steps
+    join_crew(plan, world)
+    server.join()
+    raise AssertionError(f"{heartbeat} and {server} are there for as long as this process is")
+
+
+def join_crew(plan: Plan, world: WorkerEnv) -> None:
+    """Tell the launcher that this process is there, and stays when others are replaced; made once its heartbeat is."""
+    line = agent_line()
+    if line is None:
+        return
+    line.tell(Joined(regroups=True, sizes=[world.world_size]))
+    follow = threading.Thread(target=_follow, args=(line, plan, world), name="worlds", daemon=True)
+    follow.start()
+
+
+def _follow(line: AgentLine, plan: Plan, world: WorkerEnv) -> None:
+    """A world in which another task was replaced is the same to this one; the launcher looks for it in the new one."""
+    first = heartbeat_path(world.attempt_dir(plan.run_dir), world.rank)
+    after = world.attempt
+    while (told := line.next_world(after)) is not None:
+        after = told.attempt
+        folder = told.attempt_dir(plan.run_dir)
+        os.makedirs(folder, exist_ok=True)
+        with suppress(OSError):  # it has one already
+            os.link(first, heartbeat_path(folder, world.rank))
+        if world.is_main:
+            beat = read_beat(first)
+            line.tell(Resumed(after, beat.step if beat is not None else 0, "memory of rank 0"))
+
+
+class RemoteStepper(Stepper):
+    """Hands every replica's part of a step to whichever worker is free, each as an update of its own."""
+
+    def __init__(self, model: Any, strategy: Any, plan: Plan) -> None:
+        super().__init__(model, strategy, plan)
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self._most = _STEPS_AHEAD * plan.engine["processes"]
+        self._handed_out: deque[Any] = deque()
+        _count_atomically(self.optimizer)
+
+    def step(self, micros: Sequence[Micro], *, is_asked: bool = False) -> StepResult:
+        """Returns when the parts are handed out, and not too many are."""
+        parts = [part for micro in micros for part in micro.parts if part.size]
+        results = [self._hand_out(part) for part in parts]
+        sizes = [part.size for part in parts]
+        loss, norm = (Later(results, sizes, position) for position in (0, 1))
+        return StepResult(loss, norm, self._asked if is_asked else self._not_asked)
+
+    def settle(self) -> None:
+        """Wait until everything that was handed out is done: then the parameters are those after this step."""
+        self._coordinator.join()
+        self._handed_out.clear()
+
+    def evaluate(self, micro: Micro) -> tuple[Any, Any]:
+        """One part after another: metrics are counters that two workers at once would not keep right."""
+        loss, count = tf.zeros(()), tf.zeros(())
+        for part in micro.parts:
+            if part.size:
+                arguments = (_tensors(part), tf.constant(float(part.size)), False)
+                of_part, samples = self._coordinator.schedule(self._evaluate, args=arguments).fetch()
+                loss, count = loss + of_part, count + samples
+        return loss, count
+
+    def _hand_out(self, part: Part) -> Any:
+        while len(self._handed_out) >= self._most:
+            self._handed_out.popleft().fetch()
+        arguments = (_tensors(part), tf.ones(()), tf.constant(float(part.size)), None, self._not_asked)
+        result = self._coordinator.schedule(self._last, args=(*arguments, self._not_asked, False))
+        self._handed_out.append(result)
+        return result
+
+    def _gradients(self, *arguments: Any) -> tuple[list[Any], Any]:
+        self._trains = True  # while a step is traced
+        try:
+            return super()._gradients(*arguments)
+        finally:
+            self._trains = False
+
+    _trains = False
+
+    def _measure(self, *arguments: Any) -> None:
+        if not self._trains:
+            super()._measure(*arguments)
+
+
+class Later:
+    """The mean over a step's parts of a number that workers are yet to tell; reading it waits for them."""
+
+    def __init__(self, results: Sequence[Any], sizes: Sequence[int], position: int) -> None:
+        self._results, self._sizes, self._position = results, sizes, position
+
+    def _values(self) -> Iterator[float]:
+        total = sum(self._sizes)
+        for result, size in zip(self._results, self._sizes, strict=True):
+            yield float(result.fetch()[self._position]) * size / total
+
+    def __float__(self) -> float:
+        return sum(self._values())
+
+    def numpy(self) -> float:
+        return float(self)
+
+
+def _tensors(part: Part) -> Any:
+    return tf.nest.map_structure(tf.convert_to_tensor, part.batch)
+
+
+def _count_atomically(optimizer: Any) -> None:
+    """Keras 3 reads its counter of steps and then writes it: of two workers at once, one would not be counted."""
+    iterations = optimizer.iterations
+    held = getattr(iterations, "value", None)
+    if isinstance(held, tf.Variable):
+        iterations.assign_add = lambda value: held.assign_add(tf.cast(value, held.dtype))
+
+
+def _resolver() -> Any:
+    return tf.distribute.cluster_resolver.TFConfigClusterResolver()

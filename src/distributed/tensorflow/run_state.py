@@ -1,0 +1,110 @@
+"""Where a run of a Keras model stands, how that goes into a checkpoint and comes back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from distributed.checkpoint.arrays import ArrayMemory
+from distributed.checkpoint.candidates import find
+from distributed.checkpoint.chunks import ChunkStore
+from distributed.checkpoint.fetching import fetch_parts, read_manifest
+from distributed.checkpoint.storage import open_storage
+from distributed.core.env import WorkerEnv
+from distributed.core.history import EpochRecord
+from distributed.core.plan import Plan
+from distributed.data.order import derive_seed
+from distributed.tensorflow.model import array_of
+from distributed.tensorflow.state import Checkpoints
+from distributed.tensorflow.strategy import World
+from distributed.tensorflow.variables import name_variables, seed_variables
+
+
+@dataclass
+class Progress:
+    """How far training has come; a position in an epoch is a number of samples, so any number of replicas can go on."""
+
+    epoch: int = 0
+    step: int = 0  # optimizer steps of the whole run
+    samples_in_epoch: int = 0
+    steps_in_epoch: int = 0  # by which a dataset, whose length is not known, finds its place
+    epochs: list[EpochRecord] = field(default_factory=list)
+    meter: dict[str, float] = field(default_factory=dict)
+
+    def begin_next_epoch(self) -> None:
+        self.epoch, self.samples_in_epoch, self.steps_in_epoch = self.epoch + 1, 0, 0
+
+
+class RunState:
+    """Everything of this process that a checkpoint holds, and the checkpoints themselves."""
+
+    def __init__(self, plan: Plan, env: WorkerEnv, world: World, model: Any, scaler: Any, samples: int | None) -> None:
+        self._plan, self._env, self._world, self._samples = plan, env, world, samples
+        self._named = name_variables(model, scaler)
+        self._checkpoints: Checkpoints | None = None
+        self.progress = Progress()
+        self.source = "the beginning"  # of the state that this run goes on from
+
+    @property
+    def path(self) -> str:
+        return self._checkpoints.path if self._checkpoints is not None else ""
+
+    @property
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        return self._checkpoints.skipped if self._checkpoints is not None else ()
+
+    def restore(self, *, on_saved: Callable[[Any], None], on_failed: Callable[[Any], None]) -> None:
+        self._checkpoints = Checkpoints(
+            self._plan,
+            self._env.is_main,
+            self._env,
+            samples=self._samples,
+            least=lambda number: int(min(self._world.gather(number))),
+            on_saved=on_saved,
+            on_failed=on_failed,
+        )
+        position = self._checkpoints.restore(self._named)
+        if position is not None:
+            self.source = self._checkpoints.path
+            records = [EpochRecord(**record) for record in position.pop("epochs", [])]
+            known = {name: value for name, value in position.items() if name in Progress.__dataclass_fields__}
+            self.progress = Progress(**known, epochs=records)
+        self._spread_seeds()
+
+    def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        """Every process reads the variables, since some are sums over all of them; the main one writes."""
+        assert self._checkpoints is not None
+        arrays = {name: array_of(variable) for name, variable in self._named.items()}
+        self._checkpoints.save(self.progress.step, arrays, asdict(self.progress), metrics, wait)
+
+    def poll(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.poll()
+
+    def close(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+    def _spread_seeds(self) -> None:
+        """Each replica draws dropout of its own: Keras 3 begins them all with one seed, and so with the same masks. How
+        far they have come is in the checkpoint."""
+        for number, variable in enumerate(seed_variables(self._named)):
+            held = getattr(variable, "value", variable)
+            drawn = int(array_of(variable)[1])
+            for own, replica in zip(getattr(held, "values", [held]), self._world.replicas, strict=False):
+                seed = derive_seed(self._plan.seed, "dropout", number, replica) % 2**31
+                own.assign(tf.cast([seed, drawn], own.dtype))
+
+
+def read_arrays(path: str) -> dict[str, Any]:
+    """Everything that a checkpoint holds, by `component/name`."""
+    (candidate,) = find(open_storage(os.path.dirname(path)), path)
+    storage = open_storage(candidate.root)
+    manifest = read_manifest(storage, candidate.step)
+    (tree,) = fetch_parts(manifest, [manifest.shared], ChunkStore(storage), ArrayMemory())
+    parts = {component: part for component, part in tree.items() if isinstance(part, dict)}
+    return {f"{component}/{name}": value for component, part in parts.items() for name, value in part.items()}

@@ -1,0 +1,267 @@
+"""What of a TensorFlow run goes into a checkpoint and comes back: variables by name, and where the run stands.
+
+One process writes, since every process of a synchronous world holds all of the state; each reads for itself. The format
+is that of every other engine, and no tensor of torch is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  # numpy knows bfloat16 and the like by name once it is there
+import numpy as np
+import tensorflow as tf
+
+from distributed.checkpoint.arrays import ArrayMemory, ArrayStaging, LoneWriter
+from distributed.checkpoint.candidates import Candidate, find, none_usable, report_on
+from distributed.checkpoint.chunks import ChunkStore, Damaged
+from distributed.checkpoint.fetching import StateTree, fetch_parts, read_manifest
+from distributed.checkpoint.manifest import Manifest, manifest_file, step_name
+from distributed.checkpoint.publishing import Saved
+from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.writing import Writer
+from distributed.core.env import WorkerEnv
+from distributed.core.errors import CheckpointError
+from distributed.core.plan import Plan
+
+Position = dict[str, Any]  # numbers, texts, lists and dicts of these
+_POSITION = "progress"
+_LOOK_EVERY_S = 0.05
+
+
+class Checkpoints:
+    """The checkpoints of a run. Every process makes one and makes every call; the main one writes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        is_main: bool,
+        world: WorkerEnv,
+        *,
+        samples: int | None = None,
+        least: Callable[[int], int] = lambda number: number,
+        on_saved: Callable[[Saved], None] = lambda saved: None,
+        on_failed: Callable[[CheckpointError], None] = lambda failed: None,
+    ) -> None:
+        """`samples` of an epoch: a run is not resumed with another number. `least` gives the least of the numbers that
+        all processes pass. A save that fails goes to `on_failed`, unless it was waited for."""
+        self._plan, self._is_main, self._world, self._samples, self._least = plan, is_main, world, samples, least
+        self._on_saved, self._on_failed = on_saved, on_failed
+        self._storage = open_storage(plan.checkpoint.dir)
+        self._launch = _launch_id(plan, is_main, world)
+        self._writer: Writer | None = None
+        self._verified: frozenset[str] = frozenset()
+        self._saved_at = -1
+        self.path = ""  # of the newest checkpoint
+        self.skipped: tuple[tuple[str, str], ...] = ()  # checkpoints that had to be passed over, and why
+
+    def restore(self, variables: Mapping[str, Any]) -> Position | None:
+        """Assign what the checkpoint that the plan names holds to these variables; None: there is none to resume.
+
+        Names are `component/name`, as in `save`. Of a checkpoint that was imported from another program only the model
+        is taken, and the position has its step alone.
+        """
+        found = self._find(variables)
+        step = -1 if found is None else found[1].step
+        if (self._least(step), -self._least(-step)) != (step, step):
+            raise CheckpointError(
+                "the processes do not see the same checkpoints",
+                why=f"the newest that this one can read is {self.path or 'none'}",
+                do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…",
+            )
+        if found is None:
+            return None
+        tree, manifest = found
+        is_imported = "imported" in manifest.meta
+        for name, variable in variables.items():
+            component, _, key = name.partition("/")
+            if not is_imported or component == "model":
+                variable.assign(tree[component][key])
+        self._saved_at = manifest.step
+        return {"step": manifest.step} if is_imported else dict(tree[_POSITION])
+
+    def save(
+        self,
+        step: int,
+        arrays: Mapping[str, np.ndarray[Any, Any]],
+        position: Position,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """The state after this step, by names such as `model/dense/kernel`; nothing when it is saved already.
+
+        Returns when the arrays are copied; hashing and writing go on behind. `wait` for the last one of a run.
+        """
+        if not self._is_main:
+            if wait:
+                self._await(step)
+            return
+        writer = self._writer = self._writer or self._make_writer()
+        if self._saved_at != step:
+            self._outlive(writer.wait)  # at most one is in flight
+            self._saved_at = step
+            best = self._plan.checkpoint.best
+            metric = (metrics or {}).get(best.partition(":")[2]) if best else None
+            tree: StateTree = {}
+            for name, array in arrays.items():
+                component, _, key = name.partition("/")
+                assert key, f"{name} has no component"
+                tree.setdefault(component, {})[key] = np.asarray(array)
+            tree[_POSITION] = json.loads(json.dumps(position))
+            begin = partial(writer.save, step, tree, {}, self._meta(), metric=metric)
+            if wait:
+                begin()
+            else:
+                self._outlive(begin)
+        if wait:
+            self.path = writer.wait() or self.path
+
+    def _await(self, step: int) -> None:
+        """Until the main process has written it."""
+        name, deadline = manifest_file(step), time.monotonic() + self._plan.collective_timeout_s
+        while self._storage.size(name) is None:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} is not there after {self._plan.collective_timeout_s:.0f} s",
+                    why=f"the main process has not written {self._storage.locate(name)}, or it does not show here",
+                    do="see its log; set checkpoint_dir to a disk that all hosts share",
+                )
+            time.sleep(_LOOK_EVERY_S)
+        self.path = self._storage.locate(step_name(step))
+
+    def poll(self) -> None:
+        """Tell of saves that have ended since, and of what went wrong in them."""
+        if self._writer is not None:
+            self._outlive(self._writer.poll)
+
+    def close(self) -> None:
+        """Wait for the save in flight; raises what went wrong in it."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _find(self, variables: Mapping[str, Any]) -> tuple[StateTree, Manifest] | None:
+        """A run that was restarted goes on from its own newest checkpoint; one that was not, from what it is told."""
+        checkpoint = self._plan.checkpoint
+        if self._world.restarts:
+            own = [found for found in find(self._storage, True) if self._is_own(found)]
+            if own:
+                return self._first_sound(own, variables)
+        candidates = find(self._storage, checkpoint.resume)
+        return self._first_sound(candidates, variables) if candidates else None
+
+    def _first_sound(self, candidates: list[Candidate], variables: Mapping[str, Any]) -> tuple[StateTree, Manifest]:
+        """The newest that verifies. A newer format or a store that does not answer is an error: no training is lost."""
+        skipped: list[tuple[str, str]] = []
+        for candidate in candidates:
+            storage = open_storage(candidate.root)
+            chunks = ChunkStore(storage)
+            try:
+                manifest = read_manifest(storage, candidate.step)
+                self._check(candidate, manifest, variables)
+                (tree,) = fetch_parts(manifest, [manifest.shared], chunks, ArrayMemory())
+            except Damaged as bad:
+                skipped.append((candidate.path, f"{bad.problems[0].what} ({bad.problems[0].why})"))
+                continue
+            self.path, self.skipped, self._verified = candidate.path, tuple(skipped), chunks.known
+            return tree, manifest
+        raise none_usable(skipped)
+
+    def _is_own(self, candidate: Candidate) -> bool:
+        """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""
+        try:
+            manifest = read_manifest(self._storage, candidate.step)
+        except CheckpointError:  # whether it can be passed over is told when it is loaded
+            return True
+        return bool(self._launch) and manifest.meta.get("launch") == self._launch
+
+    def _check(self, candidate: Candidate, manifest: Manifest, variables: Mapping[str, Any]) -> None:
+        """What would make it another run: another model or optimizer, another dataset, a batch that cuts elsewhere."""
+        meta, is_imported = manifest.meta, "imported" in manifest.meta
+        live = {name: (tf.as_dtype(v.dtype).name, tuple(v.shape)) for name, v in variables.items()}
+        report = report_on(candidate, manifest, live, self._world.world_size, ())
+        texts = [
+            *(f"{name} is only in this run" for name in report.missing),
+            *(f"{name} is only in the checkpoint" for name in report.unexpected),
+            *report.mismatched,
+        ]
+        differs = [text for text in texts if text.startswith("model/") or not is_imported]
+        if differs:
+            more = f" and {len(differs) - 3} more" if len(differs) > 3 else ""
+            raise CheckpointError(
+                f"the checkpoint {candidate.path} is of another model or optimizer",
+                why="; ".join(differs[:3]) + more,
+                do="pass the model and the optimizer that were trained, or another checkpoint_dir",
+            )
+        if meta.get("samples") not in (None, self._samples):
+            raise CheckpointError(
+                f"the checkpoint {candidate.path} knows {meta['samples']} samples an epoch, "
+                f"this data has {self._samples}",
+                why="the order of samples would be another one, so some would be repeated and others left out",
+                do="pass the same data; to train on with new data, load the weights and begin a new checkpoint_dir",
+            )
+        position, batch = manifest.shared.skeleton.get(_POSITION, {}), self._plan.batch.global_batch
+        if self._samples is not None and position.get("samples_in_epoch", 0) % batch:
+            raise CheckpointError(
+                f"the checkpoint {candidate.path} stands {position['samples_in_epoch']} samples into an epoch, "
+                f"and batches are of {batch}",
+                why="samples would be repeated or left out",
+                do=f"keep the global batch as it was in the first run, {meta.get('global_batch')}",
+            )
+
+    def _make_writer(self) -> Writer:
+        checkpoint = self._plan.checkpoint
+        return Writer(
+            self._storage,
+            LoneWriter(),
+            ArrayStaging({"tensorflow": tf.__version__}),
+            asynchronous=checkpoint.asynchronous,
+            keep_last=checkpoint.keep_last,
+            keep_every=checkpoint.keep_every,
+            best=checkpoint.best.partition(":")[0] or None,
+            known=self._verified,
+            on_saved=self._published,
+        )
+
+    def _published(self, saved: Saved) -> None:
+        self.path = saved.path
+        self._on_saved(saved)
+
+    def _outlive(self, save: Callable[[], object]) -> None:
+        """A checkpoint that cannot be written is told and passed over: the next one may be, and training need not end.
+        The last one of a run must be written."""
+        try:
+            save()
+        except CheckpointError as failed:
+            self._saved_at = -1
+            self._on_failed(failed)
+
+    def _meta(self) -> dict[str, Any]:
+        plan = asdict(self._plan)
+        return {
+            "settings": plan.pop("settings"),
+            "plan": plan,
+            "samples": self._samples,
+            "global_batch": self._plan.batch.global_batch,
+            "launch": self._launch,
+            "machine": platform.machine(),
+        }
+
+
+def _launch_id(plan: Plan, is_main: bool, world: WorkerEnv) -> str:
+    """What tells this launch of a run from others in the same folder; every process of a restarted world reads it."""
+    path = Path(plan.run_dir) / "launch.json"
+    if world.restarts:
+        return str(json.loads(path.read_text())["id"]) if path.exists() else ""
+    name = uuid.uuid4().hex
+    if is_main:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"id": name}) + "\n")
+    return name

@@ -1,0 +1,149 @@
+"""The root of one TensorFlow process: a Job and this process's place become a strategy, a model and a loop."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from distributed.core.control import Joined, Resumed
+from distributed.core.env import WorkerEnv, worker_env
+from distributed.core.history import History
+from distributed.core.plan import Plan
+from distributed.observe.live import RunScreen, Ticker
+from distributed.observe.observers import Observers, observers_for
+from distributed.observe.utilization import UtilizationSampler
+from distributed.planner.tensorflow import cut_for
+from distributed.runtime.agent_line import AgentLine, agent_line
+from distributed.runtime.heartbeat import Heartbeat
+from distributed.runtime.signals import StopSignals
+from distributed.tensorflow.cluster import announce_in_world
+from distributed.tensorflow.data import EvalLoader, train_loader
+from distributed.tensorflow.job import Job
+from distributed.tensorflow.loop import Loop, history_path
+from distributed.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_crew
+from distributed.tensorflow.payload import PATHS, PAYLOAD, Payload
+from distributed.tensorflow.rates import Rate
+from distributed.tensorflow.run_state import RunState
+from distributed.tensorflow.sources import example_of
+from distributed.tensorflow.step import Stepper
+from distributed.tensorflow.strategy import World, make_world
+
+
+class Trained(NamedTuple):
+    """What this process has at the end; the model is the one that was trained here."""
+
+    history: History
+    model: Any
+
+
+def run_process(
+    job: Job, env: WorkerEnv, *, shows_progress: bool, world: World | None = None, model: Any = None
+) -> Trained:
+    """Train this process's replicas. A `model` that is given was built in the scope of this `world`."""
+    plan = job.plan
+    world = world or enter_world(plan, env)
+    line = agent_line()
+    if line is not None and not has_servers(plan):
+        line.tell(Joined(False, plan.legal_sizes))
+    seed_everything(plan.seed)
+    train = train_loader(job.train, plan.batch, world.replicas, seed=plan.seed)
+    with world.strategy.scope():
+        if model is None:
+            model = job.model.make(plan, example_of(job.train, plan.seed))
+        stepper = (RemoteStepper if has_servers(plan) else Stepper)(model, world.strategy, plan)
+    per_epoch = train.steps_per_epoch
+    rate = Rate(stepper.optimizer, plan.schedule, per_epoch, plan.total_steps(per_epoch))
+    state = RunState(plan, env, world, model, stepper.scaler, train.samples_per_epoch)
+    heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), env.rank)
+    if has_servers(plan):
+        join_crew(plan, env)
+    watchers = _Watchers(plan, env, shows_progress)
+    try:
+        with StopSignals(is_supervised=line is not None) as stop:
+            loop = Loop(
+                plan,
+                model,
+                stepper,
+                world,
+                state,
+                train,
+                _evaluation(job, world),
+                rate,
+                stop,
+                heartbeat,
+                watchers.observer,
+                UtilizationSampler(plan.device).percent,
+            )
+            loop.begin()
+            _tell(line, env, state)
+            history = loop.run()
+            state.close()
+        if env.is_main:
+            history.save(history_path(plan))
+        return Trained(history, model)
+    finally:
+        watchers.close()
+        heartbeat.close()
+
+
+def enter_world(plan: Plan, env: WorkerEnv) -> World:
+    """The strategy of the plan, and this process's part in it; a process that only serves stays in here."""
+    announce_in_world(plan, env)
+    return enter(plan, env) if has_servers(plan) else make_world(plan, env.rank)
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, numpy's and TensorFlow's generators, by which layers are initialized."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    tf.random.set_seed(seed % 2**31)
+
+
+def _tell(line: AgentLine | None, env: WorkerEnv, state: RunState) -> None:
+    if line is not None and env.is_main:
+        line.tell(Resumed(env.attempt, state.progress.step, state.source))
+
+
+def _evaluation(job: Job, world: World) -> EvalLoader | None:
+    if job.evaluation is None:
+        return None
+    size = job.evaluation.batch_size or job.plan.batch.per_device
+    return EvalLoader(job.evaluation, size, world.size, world.replicas, job.plan.seed)
+
+
+class _Watchers:
+    """The main process's observers."""
+
+    def __init__(self, plan: Plan, env: WorkerEnv, shows_progress: bool) -> None:
+        self.observer = Observers(observers_for(plan)) if env.is_main else None
+        self._ticker = Ticker(RunScreen(plan.run_dir, env.attempt)) if env.is_main and shows_progress else None
+
+    def close(self) -> None:
+        if self.observer is not None:
+            self.observer.close()
+        if self._ticker is not None:
+            self._ticker.close()
+
+
+def main() -> None:
+    """`python -m distributed.launch.rank -m distributed.tensorflow.worker <run_dir>`: a process that `fit` started."""
+    run_dir = Path(sys.argv[1])
+    sys.path[:] = json.loads((run_dir / PATHS).read_text())["sys_path"]
+    env = worker_env()
+    assert env is not None, "the worker is started by a launcher"
+    payload = Payload(run_dir / PAYLOAD)
+    plan = cut_for(payload.plan, env.world_size, env.num_nodes)
+    world = enter_world(plan, env)
+    if run_process(replace(payload.job(), plan=plan), env, shows_progress=False, world=world).history.interrupted:
+        raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

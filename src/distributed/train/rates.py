@@ -1,0 +1,35 @@
+"""A resumed run that keeps its own learning rate, weight decay and the like instead of those of the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distributed.train.schedule import Schedule
+
+_BASES = ("peaks", "base_lrs")  # of our schedules, and of torch's
+
+
+class OwnRates:
+    """Made before the state is loaded; `put_back` after that. How far a schedule has come stays the checkpoint's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+        self._optimizer, self._schedule = optimizer, schedule
+        self._groups = [_numbers(group) for group in optimizer.param_groups]
+        self._bases = {name: value for name, value in schedule.state().items() if name in _BASES}
+
+    def put_back(self, step: int) -> None:
+        for group, own in zip(self._optimizer.param_groups, self._groups, strict=True):
+            decayed = group["lr"] / _base(group) if _base(group) else 1.0
+            group.update(own)
+            group["lr"] = _base(own) * decayed
+        self._schedule.load_state(self._schedule.state() | self._bases, step)
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _base(group: dict[str, Any]) -> float:
+    return float(group.get("initial_lr", group["lr"]))

@@ -1,0 +1,121 @@
+"""TensorFlowDistributedTrainer: Keras models under TensorFlow's own strategies, with the settings of every Trainer."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from distributed.core.config import DistributedConfig, build_config
+from distributed.core.engines import ENGINES
+from distributed.core.env import dry_ranks, tensorflow_in_env, worker_env
+from distributed.core.errors import PlanError
+from distributed.core.history import History
+from distributed.core.registry import is_installed
+from distributed.trainers.settings import of_fit, plain
+
+_JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
+_OF_SETTINGS = ("adamw", "adam", "sgd")
+
+
+class TensorFlowDistributedTrainer:
+    """Trains a Keras model, of Keras 3 or legacy, on many devices.
+
+    The model is given whole or as a function that builds it, compiled or with a `loss`. Settings are those of
+    `DistributedConfig`, as keywords, in `config`, or both (keywords win). In a plain script, a notebook or a REPL,
+    `fit` starts the processes itself; in one that a launcher started it joins that world.
+
+        model = keras.Sequential([keras.layers.Dense(512, activation="relu"), keras.layers.Dense(10)])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        trainer = TensorFlowDistributedTrainer(model, num_gpus=4, batch_size=32, epochs=50)
+        history = trainer.fit((x, y), validation=(x_val, y_val))
+    """
+
+    preset: Mapping[str, Any] = {"backend": "tensorflow"}
+
+    def __init__(
+        self,
+        model: Any,
+        config: DistributedConfig | Mapping[str, Any] | None = None,
+        *,
+        optimizer: Any = None,
+        loss: Any = None,
+        metrics: Any = None,
+        strategy: Any = None,
+        **settings: Any,
+    ) -> None:
+        """`strategy` is a tf.distribute.Strategy in whose scope the model was built: then all happens in this process.
+
+        `optimizer`, `loss` and `metrics` are those of Keras's `compile`; an optimizer may be a function that makes it.
+        """
+        if isinstance(optimizer, str) and optimizer in _OF_SETTINGS:
+            settings["optimizer"], optimizer = optimizer, None
+        given = config.given_values() if isinstance(config, DistributedConfig) else dict(config or {})
+        preset = {name: value for name, value in self.preset.items() if name not in settings and name not in given}
+        self.config = build_config(
+            [(preset, type(self).__name__, {}), (given, "config", {}), (plain(settings), "argument", {})]
+        )
+        self._given, self._strategy = model, strategy
+        self._compiled = {"optimizer": optimizer, "loss": loss, "metrics": metrics}
+        self._trained: Any = None  # by the last fit
+        self.history: History | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model, which holds the trained weights after `fit`; one that a function builds is there only then."""
+        is_function = callable(self._given) and not hasattr(self._given, "compile")
+        return self._trained if is_function else self._given
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that should print: the first, or a script that started them itself."""
+        world = worker_env()
+        return world is None or world.is_main
+
+    @property
+    def best_accuracy(self) -> float:
+        """Of the last `fit`."""
+        return float("nan") if self.history is None else self.history.best_accuracy
+
+    def fit(self, train: Any, validation: Any = None, **settings: Any) -> History:
+        """Train, and afterwards hold the trained weights in `model`.
+
+        `train` and `validation` are `(x, y)` or `(x, y, sample_weight)` of arrays, a tf.data.Dataset of batches, or a
+        function that returns one. `settings` win over the trainer's. Ctrl-C ends all processes at a common step;
+        `model` and `history` then hold what was trained, and KeyboardInterrupt is raised.
+        """
+        config = of_fit(self.config, settings, "keras")
+        if config.backend == "auto":
+            config = config.merged(self.preset, type(self).__name__)
+        ENGINES.require("tensorflow")
+        if dry_ranks() is not None:
+            raise PlanError(
+                "backend='tensorflow' has no dry run of several ranks",
+                why="that runs a torch model without memory",
+                do="leave out =N: --dry-run shows the commands and environments",
+            )
+        from distributed.trainers.tensorflow_fitting import Fit  # imports TensorFlow, which takes seconds
+
+        fit = Fit(config, self._given, self._compiled, self._strategy, train, validation)
+        world = worker_env()
+        self.history = fit.alone() if world is None else fit.in_world(world, next(_JOINED))
+        self._trained = fit.model
+        if self.history.interrupted:
+            if world is not None and not world.is_followed and self.history.stop_signal != signal.SIGINT:
+                raise SystemExit(config.requeue_exit_code)  # for Slurm, which started this process itself
+            raise KeyboardInterrupt
+        return self.history
+
+
+def _prepare() -> None:
+    """Where a script is run in several processes, TensorFlow must be told of the others before the script builds its
+    first model, which it does before it has a trainer: so it is done when the script imports one."""
+    told, world = tensorflow_in_env(), worker_env()
+    if told and world is not None and is_installed("tensorflow"):
+        from distributed.tensorflow.strategy import prepare
+
+        prepare(told, world.local_world_size)
+
+
+_prepare()

@@ -1,0 +1,254 @@
+"""One `fit` of a Keras model: config → plan → processes → the trained model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distributed.core.config import DistributedConfig
+from distributed.core.env import WorkerEnv
+from distributed.core.errors import ConfigError, LaunchError, Problem, RankFailedError
+from distributed.core.history import History
+from distributed.core.plan import Plan
+from distributed.launch.local import LocalLauncher
+from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
+from distributed.launch.request import LaunchRequest
+from distributed.launch.supervisor import Patience
+from distributed.observe.live import RunScreen
+from distributed.observe.observers import check_extras
+from distributed.planner.hardware import probe_hardware
+from distributed.planner.planning import JobProfile, make_plan, plan_resources
+from distributed.planner.tensorflow import cut_for, lay_out
+from distributed.tensorflow.job import Job
+from distributed.tensorflow.loop import history_path
+from distributed.tensorflow.model import (
+    Compiled,
+    Parts,
+    array_of,
+    batchnorms,
+    build_state,
+    check_compiled,
+    checked_model,
+    compile_model,
+    compiled_of,
+    has_rate_schedule,
+    is_compiled,
+    take_apart,
+)
+from distributed.tensorflow.payload import PATHS, PAYLOAD, write_payload
+from distributed.tensorflow.run_state import read_arrays
+from distributed.tensorflow.sources import check_order, example_of, read_source
+from distributed.tensorflow.strategy import World, given_world
+from distributed.tensorflow.variables import name_variables
+from distributed.tensorflow.worker import run_process
+
+
+class Fit:
+    """What the user asked of one `fit`, read and checked."""
+
+    def __init__(
+        self,
+        config: DistributedConfig,
+        given: Any,
+        compiled: Mapping[str, Any],
+        strategy: Any,
+        train: Any,
+        validation: Any,
+    ) -> None:
+        self._config, self._strategy = config, strategy
+        self._train = read_source(train, "train")
+        self._evaluation = None if validation is None else read_source(validation, "validation", shuffle=False)
+        is_function = callable(given) and not hasattr(given, "compile")
+        self._build = given if is_function else None
+        self.model: Any = None if is_function else checked_model(given, "model")
+        self._compiled = self._compile_arguments(compiled)
+        if self.model is not None:
+            check_compiled(self.model, self._compiled)
+
+    def _compile_arguments(self, given: Mapping[str, Any]) -> Compiled | None:
+        """Those of the trainer win over those that the model was compiled with; None: none were given."""
+        if all(value is None for value in given.values()):
+            return None
+        own = compiled_of(self.model) if self.model is not None else Compiled()
+        return replace(own, **{name: value for name, value in given.items() if value is not None})
+
+    def alone(self) -> History:
+        """Start the processes from this one; a single replica trains right here, where a debugger sees it."""
+        config = self._config
+        if config.num_nodes > 1:
+            raise ConfigError(
+                f"num_nodes={config.num_nodes}, but this process was started alone",
+                why="a script can start processes on its own machine only",
+                do=f"on every node: distributed train --script {sys.argv[0] or 'train.py'} --backend tensorflow "
+                f"--num-nodes {config.num_nodes} --gpus-per-node … --master-addr <host of one of them>",
+            )
+        run_dir = config.run_dir or new_run_dir()
+        plan = self._plan(run_dir, None)
+        check_extras(plan)
+        launch = LaunchRequest(
+            command=("-m", "distributed.tensorflow.worker", run_dir),
+            run_dir=run_dir,
+            ranks_per_node=plan.world_size,
+            master_addr=config.master_addr,
+            master_port=config.master_port,
+            attempt=next_attempt(run_dir),
+            device=plan.device,
+            warm=config.warm_start,
+        ).for_engine("tensorflow", config)
+        _refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
+        if (plan.world_size > 1 or plan.engine["tasks"] > 1) and self._strategy is None:
+            return self._launch(plan, launch)
+        _write_plan(plan)
+        return self._here(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt), plan.observe.progress)
+
+    def in_world(self, world: WorkerEnv, number: int) -> History:
+        """Join the world that a launcher made, as one of its processes."""
+        run_dir = world.run_dir or self._config.run_dir
+        if run_dir is None:
+            raise ConfigError(
+                f"{world.launcher} started this process, and run_dir is not set",
+                why="the processes must write to one folder",
+                do="set run_dir, the same for all, or start with `distributed train`",
+            )
+        if world.run_dir and number > 1:
+            run_dir = os.path.join(world.run_dir, f"fit-{number}")
+        plan = self._plan(run_dir, world)
+        check_extras(plan)
+        if world.is_main:
+            if not world.run_dir:
+                _refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
+            _write_plan(plan)
+        followed = world.is_followed and number == 1  # whoever started us shows the progress
+        return self._here(plan, world, plan.observe.progress and not followed)
+
+    def _here(self, plan: Plan, env: WorkerEnv, shows_progress: bool) -> History:
+        """Train in this process: with the user's own model, where it need not be made again in a scope."""
+        world = given_world(self._strategy) if self._strategy is not None else None
+        is_ready = self._strategy is not None or plan.engine["tasks"] * plan.engine["replicas"] == 1
+        job = self._job(plan)
+        if self.model is not None and is_ready and plan.precision.kind == "fp32":
+            with (world or World(_default_strategy(), range(1))).strategy.scope():
+                if self._compiled is not None or not is_compiled(self.model):
+                    compile_model(self.model, self._compiled or Compiled(), plan)
+                build_state(self.model, example_of(self._train, plan.seed))
+            return run_process(job, env, shows_progress=shows_progress, world=world, model=self.model).history
+        history, trained = run_process(job, env, shows_progress=shows_progress, world=world)
+        if self.model is None and is_ready:
+            self.model = trained
+            return history
+        self._bring_home(plan, {name: array_of(one) for name, one in name_variables(trained).items()})
+        return history
+
+    def _launch(self, plan: Plan, launch: LaunchRequest) -> History:
+        """Send the job to new processes, wait for them, and take home what they trained."""
+        run_dir = Path(launch.run_dir)
+        payload, outcome = run_dir / PAYLOAD, history_path(plan)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        outcome.unlink(missing_ok=True)  # of an earlier attempt
+        try:
+            write_payload(plan, self._job(plan), payload)
+            _write_plan(plan)
+            (run_dir / PATHS).write_text(json.dumps({"sys_path": [path or os.getcwd() for path in sys.path]}))
+            screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=plan.observe.progress)
+            try:
+                LocalLauncher().run(launch, screen, patience=Patience.of(self._config), on_stop=screen.stopping)
+            except RankFailedError as failed:
+                is_ours = failed.exit_code != RankFailedError.exit_code  # then its text says all
+                trace = "" if is_ours else f"\n{failed.traceback}\n"
+                failed.add_note(f"{trace}the log of rank {failed.rank}: {failed.log_path}")
+                raise
+            except KeyboardInterrupt:
+                if not outcome.exists():  # stopped before there was anything to keep
+                    raise
+            finally:
+                screen.close()
+        finally:
+            payload.unlink(missing_ok=True)
+        history = History.load(outcome)
+        self._bring_home(plan, read_arrays(history.checkpoint))
+        return history
+
+    def _job(self, plan: Plan) -> Job:
+        if self.model is None:
+            compiled = self._compiled.apart() if self._compiled is not None else None
+            parts = Parts("", build=self._build, compiled=compiled)
+        else:
+            parts = take_apart(self.model, self._compiled)
+        return Job(plan, parts, self._train, self._evaluation)
+
+    def _bring_home(self, plan: Plan, trained: Mapping[str, Any]) -> None:
+        """The trained state into the user's own model, or into one that the function builds here."""
+        if self.model is None:
+            assert self._build is not None
+            self.model = checked_model(self._build(), "what the given function returned")
+        if self._compiled is not None or not is_compiled(self.model):
+            compile_model(self.model, self._compiled or Compiled(), plan)
+        build_state(self.model, example_of(self._train, plan.seed))
+        for name, variable in name_variables(self.model).items():
+            if name in trained and not name.startswith("metrics/"):
+                variable.assign(trained[name])
+
+    def _plan(self, run_dir: str, world: WorkerEnv | None) -> Plan:
+        """Of the replicas that were asked for. A launcher counts processes, a plan replicas."""
+        config, hardware = self._config, probe_hardware()
+        if self._strategy is not None:
+            config = config.merged({"num_gpus": int(self._strategy.num_replicas_in_sync)}, "strategy=…")
+        resources, _, _ = plan_resources(config, hardware)
+        replicas = None
+        if world is not None:
+            layout = lay_out(config, resources.num_nodes, resources.ranks_per_node)
+            size = layout.processes * layout.replicas
+            replicas = replace(world, world_size=size, local_world_size=-(-size // world.num_nodes))
+        plan = make_plan(
+            config, self._profile(), hardware, run_dir=run_dir, world=replicas, active_mlflow_run=_active_mlflow_run()
+        )
+        if plan.engine["processes"] > 1:
+            for source, role in ((self._train, "train"), (self._evaluation, "validation")):
+                check_order(source, role)
+        return plan if world is None else cut_for(plan, world.world_size, world.num_nodes)
+
+    def _profile(self) -> JobProfile:
+        optimizer = self._compiled.optimizer if self._compiled is not None else None
+        if optimizer is None and self.model is not None and is_compiled(self.model):
+            optimizer = self.model.optimizer
+        schedules = has_rate_schedule(optimizer)
+        return JobProfile(
+            loader_batch_size=self._train.batch_size,
+            samples=self._train.samples,
+            has_batchnorm=self.model is not None and bool(batchnorms(self.model)),
+            owns_optimizer=optimizer is not None,
+            owns_schedule=schedules,
+            binds_schedule=schedules,
+            parameters=self.model.count_params() if self.model is not None and self.model.built else 0,
+        )
+
+
+def _default_strategy() -> Any:
+    import tensorflow as tf
+
+    return tf.distribute.get_strategy()
+
+
+def _write_plan(plan: Plan) -> None:
+    path = Path(plan.run_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "plan.json").write_text(plan.to_json())
+    if not (path / "config.json").exists():  # the command line wrote one, with the script and all sources
+        (path / "config.json").write_text(json.dumps(plan.settings, indent=2) + "\n")
+
+
+def _refuse(problems: list[Problem]) -> None:
+    if problems:
+        raise LaunchError(problems)
+
+
+def _active_mlflow_run() -> str:
+    """The run that the script has opened with MLflow, if it uses it."""
+    mlflow = sys.modules.get("mlflow")
+    run = mlflow.active_run() if mlflow is not None else None
+    return "" if run is None else str(run.info.run_id)

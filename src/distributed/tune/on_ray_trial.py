@@ -1,0 +1,220 @@
+"""What runs in an actor of Ray Tune: a node's place for trials, each in a process of its own, as on one machine.
+
+A trial is not run in the actor itself: so its training has a main thread and signals, can start ranks, and ends with
+all that it started. The actor outlives it, and the next trial is forked from a process that has torch already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import selectors
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import tune
+
+from distributed.core.errors import LaunchError
+from distributed.launch.processes import RankProcess
+from distributed.observe.trial import TrialNote
+from distributed.tune.line import LineServer, Message
+from distributed.tune.nursery import Nursery
+from distributed.tune.placement import Placement
+from distributed.tune.records import Trial
+
+GONE = "gone"  # the message with which a trial's process is over
+_LOOK_S = 0.25
+_BEAT_S = 1.0
+_GRACE_S = 60.0  # for a trial that was asked to end: a step of the Trainer and a save
+_KILL_S = 5.0  # then, from SIGTERM to SIGKILL
+
+
+@dataclass(frozen=True)
+class Host:
+    """What every actor of a search is told: plain values."""
+
+    run_dir: str
+    function: str  # the folder of train_fn
+    cwd: str  # the driver's
+    modules: tuple[str, ...]  # to import before trials are forked
+    device: str
+    devices: int  # of a trial
+
+    def placement(self) -> Placement:
+        """Ray has placed the actor and set its devices: here it has one slot."""
+        return Placement(1, self.device, 1, self.devices, 1)
+
+    def check(self) -> None:
+        missing = [path for path in (self.run_dir, self.function, self.cwd) if not os.path.isdir(path)]
+        if missing:
+            raise LaunchError(
+                f"node {socket.gethostname()} does not see {' and '.join(missing)}",
+                why="the trials read and write the same files as the process that searches",
+                do="keep them on storage that all nodes mount at the same path: set run_dir, start from a folder there",
+            )
+
+
+@dataclass
+class _Going:
+    """The trial that runs."""
+
+    number: int  # of its starts
+    asked_to_leave: threading.Event = field(default_factory=threading.Event)
+    is_held: bool = False  # it waits at a report
+    end_by: float | None = None  # after which it is made to end
+
+
+class PlacedTrial(tune.Trainable):  # type: ignore[misc]
+    """A step of it is what a trial tells up to its next report, or to its end; or nothing, for a second."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        host = Host(**config["host"])
+        host.check()
+        self._place = _Place(host)
+        self._has_begun = False
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._place.finish()
+        self._has_begun = False
+        return True
+
+    def step(self) -> dict[str, Any]:
+        if not self._has_begun:  # not before: Ray may give the trial to another actor that is free sooner
+            self._has_begun = True
+            self._place.begin(self.config)
+        return {"told": json.dumps(self._place.next())}  # no metrics: some names, like "done", mean something to Ray
+
+    def leave(self) -> None:
+        """The trial that waits at a report goes no further."""
+        self._place.leave()
+
+    def cleanup(self) -> None:
+        self._place.close()
+
+
+class _Place:
+    """Starts processes and holds each at its reports. One thread waits for them and answers; the actor's asks it."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._told: queue.Queue[list[Message] | BaseException] = queue.Queue()
+        self._verdicts: queue.Queue[bool] = queue.Queue()
+        self._batch: list[Message] = []
+        self._going: _Going | None = None
+        self._thread = threading.Thread(target=self._serve, name="trials", daemon=True)
+        self._thread.start()
+
+    def begin(self, config: dict[str, Any]) -> None:
+        os.chdir(self._host.cwd)  # Ray has a folder of its own for each trial
+        self._going = _Going(config["note"]["attempt"])
+        self._orders.put(config)
+
+    def next(self) -> list[Message]:
+        """What was told up to the next report, at which the trial is held until this is called again, or to its end.
+
+        Nothing, where nothing is told for a while: an actor that waits does not hear that it shall stop.
+        """
+        assert self._going is not None
+        if self._going.is_held:
+            self._going.is_held = False
+            self._verdicts.put(not self._going.asked_to_leave.is_set())
+        try:
+            told = self._told.get(timeout=_BEAT_S)
+        except queue.Empty:
+            return []
+        if isinstance(told, BaseException):
+            raise told
+        if told[-1]["kind"] == GONE:
+            self._going = None
+        else:
+            self._going.is_held = True
+        for message in told:
+            message["age_s"] = time.monotonic() - message.pop("at")
+        return told
+
+    def leave(self) -> None:
+        if self._going is not None:
+            self._going.asked_to_leave.set()
+
+    def finish(self) -> None:
+        """End the trial that still runs, in order."""
+        while self._going is not None:
+            self.leave()
+            self.next()
+
+    def close(self) -> None:
+        self.finish()
+        self._orders.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        """The thread that makes the nursery lives as long as it."""
+        try:
+            line = LineServer(self._answer)
+            log_path = os.path.join(self._host.run_dir, "ray", f"nursery-{socket.gethostname()}-{os.getpid()}.log")
+            nursery = Nursery(self._host.placement(), self._host.function, log_path, self._host.modules)
+            try:
+                while (config := self._orders.get()) is not None:
+                    self._run(config, line, nursery)
+            finally:
+                nursery.close()
+                line.close()
+        except BaseException as failed:  # raised in the actor's own thread
+            self._told.put(failed)
+
+    def _run(self, config: dict[str, Any], line: LineServer, nursery: Nursery) -> None:
+        going = self._going
+        assert going is not None
+        note = TrialNote(**{**config["note"], "line": line.path})
+        trial = Trial(config["index"], note.id, note.params, note.directory, starts=note.attempt)
+        process = nursery.start(trial, note.write(), 0)
+        with selectors.DefaultSelector() as selector:
+            selector.register(line, selectors.EVENT_READ)
+            if nursery.can_be_waited_for:
+                selector.register(nursery, selectors.EVENT_READ)
+            while (code := process.poll()) is None:
+                selector.select(nursery.look_every_s(_LOOK_S))
+                line.pump()
+                if going.asked_to_leave.is_set():
+                    self._press(going, process)
+        line.pump()  # its last words came before its end
+        process.end(signal.SIGKILL)  # what it left running
+        self._tell({"kind": GONE, "trial": note.id, "attempt": note.attempt, "code": code}, is_last=True)
+
+    def _press(self, going: _Going, process: RankProcess) -> None:
+        """One that had its answer at `tune.report` is on its way out. The Trainer takes a signal, and saves."""
+        now = time.monotonic()
+        if going.end_by is None:
+            going.end_by = now + _GRACE_S
+            process.signal(signal.SIGTERM)
+        elif now >= going.end_by:
+            process.end(signal.SIGKILL if process.ended_by_us else signal.SIGTERM)
+            going.end_by = now + _KILL_S
+
+    def _answer(self, message: Message) -> Message:
+        going = self._going
+        if going is None or message["attempt"] != going.number:
+            return {"go": False}
+        if message["kind"] != "report":
+            self._tell(message)
+        elif going.asked_to_leave.is_set():
+            return {"go": False}
+        else:
+            self._tell(message, is_last=True)
+            goes_on = self._verdicts.get()
+            if not goes_on and message["by"] == "report":
+                going.end_by = time.monotonic() + _GRACE_S
+            return {"go": goes_on}
+        return {"go": not going.asked_to_leave.is_set()}
+
+    def _tell(self, message: Message, is_last: bool = False) -> None:
+        self._batch.append({**message, "at": time.monotonic()})
+        if is_last:
+            self._told.put(self._batch)
+            self._batch = []

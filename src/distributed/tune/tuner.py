@@ -1,0 +1,316 @@
+"""DistributedTuner: many trainings with different parameters, in parallel, and the best parameters of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from distributed.core.errors import ConfigError, PlanError, Problem
+from distributed.core.registry import Entry, Registry, nearest_hint
+from distributed.core.values import parse_best
+from distributed.launch.preflight import new_run_dir
+from distributed.tune.desk import Desk
+from distributed.tune.journal import Heading, Journal, Past, holds_search, read_journal
+from distributed.tune.pictures import write_picture
+from distributed.tune.reading import ReadCheck
+from distributed.tune.results import Board, write_results
+from distributed.tune.runner import Mode, Runner, Schedule, TrialResult, TuneRequest
+from distributed.tune.screen import Screen
+from distributed.tune.search import grid_problems, make_search
+from distributed.tune.space_reading import SearchSpace, read_space
+
+RUNNERS = Registry(
+    "tuning engine",
+    {
+        "local": Entry("distributed.tune.local:LocalRunner"),
+        "ray": Entry("distributed.tune.on_ray:RayRunner", needs="ray", extra="ray"),
+    },
+)
+_SEARCHES = ("random", "grid", "bayes")
+_SCHEDULERS = ("none", "asha", "median", "pbt")
+
+
+class DistributedTuner:
+    """Searches for the parameters with which `train_fn` trains best.
+
+    `train_fn(config)` gets a dictionary of parameters. It says how good they are by `tune.report({"loss": …})` as it
+    goes, by training with a Trainer (each epoch is reported by itself), or by returning a dictionary of metrics.
+    `num_gpus` devices are shared by the trials, `trials_per_gpu` on each, or `gpus_per_trial` for each; without CUDA a
+    device is a CPU core.
+
+    >>> def train(config):
+    ...     return {"loss": (config["x"] - 3) ** 2}
+    >>> tuner = DistributedTuner(train, {"x": {"grid": [1, 3]}}, num_gpus=1, run_dir=tmp / "search", progress=False)
+    >>> tuner.tune(num_samples=1)
+    {'x': 3}
+    """
+
+    def __init__(
+        self,
+        train_fn: Callable[[Any], Any],
+        search_space: SearchSpace,
+        num_gpus: int | None = None,
+        trials_per_gpu: int = 1,
+        *,
+        metric: str | None = None,
+        mode: Literal["min", "max"] | None = None,
+        search: Literal["random", "grid", "bayes"] = "random",
+        scheduler: Literal["none", "asha", "median", "pbt"] = "none",
+        max_steps: int | None = None,
+        grace_steps: int = 1,
+        reduction_factor: float = 4,
+        perturb_every: int = 4,
+        quantile: float = 0.25,
+        resample_probability: float = 0.25,
+        gpus_per_trial: int = 1,
+        max_failures: int = 0,
+        seed: int = 0,
+        engine: Literal["auto", "local", "ray"] = "auto",
+        address: str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        progress: bool = True,
+    ) -> None:
+        space, problems = read_space(search_space)
+        metric, mode, wrong = _parse_metric(metric, mode)
+        problems += wrong
+        options: Mapping[str, Any] = {
+            "num_gpus": (num_gpus, 1),
+            "trials_per_gpu": (trials_per_gpu, 1),
+            "gpus_per_trial": (gpus_per_trial, 1),
+            "max_steps": (max_steps, 1),
+            "grace_steps": (grace_steps, 1),
+            "perturb_every": (perturb_every, 1),
+            "max_failures": (max_failures, 0),
+        }
+        problems += _check_numbers(options)
+        problems += _check_choices(search, scheduler, engine, address, metric)
+        problems += _check_parts(quantile, reduction_factor, resample_probability)
+        if not callable(train_fn):
+            problems.append(
+                Problem(f"train_fn is a {type(train_fn).__name__}", do="pass a function that takes a dictionary")
+            )
+        if not problems and gpus_per_trial > 1 and trials_per_gpu > 1:
+            what = f"gpus_per_trial={gpus_per_trial} and trials_per_gpu={trials_per_gpu}"
+            problems.append(Problem(what, why="a trial has several devices, or shares one", do="set one of them to 1"))
+        if not problems and search == "grid":
+            problems += grid_problems(space)
+        if resume and run_dir is None:
+            problems.append(Problem("resume=True without a run_dir", do="name the run_dir of the search to go on with"))
+        if problems:
+            raise ConfigError(problems)
+        self._request = TuneRequest(
+            train_fn=train_fn,
+            space=space,
+            num_samples=1,
+            run_dir=os.path.abspath(run_dir if run_dir is not None else new_run_dir(os.path.join("runs", "tune"))),
+            metric=metric or "",
+            mode=mode or "min",
+            search=search,
+            schedule=Schedule(
+                scheduler, max_steps, grace_steps, reduction_factor, perturb_every, quantile, resample_probability
+            ),
+            seed=seed,
+            num_gpus=num_gpus,
+            trials_per_gpu=trials_per_gpu,
+            gpus_per_trial=gpus_per_trial,
+            max_failures=max_failures,
+            address=address,
+        )
+        self._mode: Mode | None = mode
+        self._engine, self._resume, self._progress = engine, resume, progress
+        self._board = Board(self._request.metric, mode)
+
+    @property
+    def run_dir(self) -> str:
+        """Where the journal, the trials' folders and the results are."""
+        return self._request.run_dir
+
+    @property
+    def results(self) -> list[TrialResult]:
+        """All trials, in the order in which they were made."""
+        return self._board.trials
+
+    @property
+    def best(self) -> TrialResult | None:
+        """The best trial so far."""
+        return self._board.best if self._board.metric else None
+
+    @property
+    def board(self) -> Board:
+        """The trials together with what they are compared by."""
+        return self._board
+
+    def tune(self, num_samples: int = 10) -> dict[str, Any]:
+        """Run the trials, and return the parameters of the best one.
+
+        A grid in the space is gone through `num_samples` times. A trial that fails does not end the others. Ctrl-C ends
+        all; `resume=True` with the same run_dir then finishes what was left.
+        """
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise ConfigError(f"num_samples={num_samples!r}", why="it is a number of trials", do="give 1 or more")
+        request = replace(self._request, num_samples=num_samples)
+        name, reason = self._choose_engine()
+        runner: Runner = RUNNERS.load(name)()
+        past = self._take_up(request, name)
+        request = replace(request, past=() if past is None else past.trials)
+        problems = runner.obstacles(request)
+        if problems:
+            raise PlanError(problems)
+        self._board = Board(request.metric, self._mode, request.past, by_last=request.schedule.name == "pbt")
+        reading = ReadCheck(request.space.domains, request.train_fn)
+        reading.read(() if past is None else past.read)
+        journal = Journal(request.run_dir)
+        slots = runner.slots(request)
+        screen = Screen(self._board, _total(request), slots, shows_progress=self._progress)
+        if self._progress:
+            screen.note(f"trials run on {name}: {reason} [engine]")
+            screen.note(f"{slots} at a time [num_gpus, trials_per_gpu]; all is in {request.run_dir}")
+        try:
+            journal.began(self._heading(request, name))
+            runner.run(request, Desk(journal, self._board, reading, screen))
+        finally:
+            screen.close()
+            journal.close()
+            self._finish()
+        if self._progress:
+            self._sum_up(screen, reading.never_read())
+        return dict(self._board.require_best().params)
+
+    def _sum_up(self, screen: Screen, unread: list[str]) -> None:
+        if unread:
+            screen.note(f"warning: no trial read {', '.join(unread)}")
+        if not hasattr(self._request.train_fn, "script"):  # the command line shows its own
+            screen.table()
+            screen.note(f"results.csv, best.yaml and search.svg are in {self.run_dir}")
+
+    def _finish(self) -> None:
+        """What there is of results, also after Ctrl-C or an error."""
+        if any(trial.metrics for trial in self._board.trials):
+            with contextlib.suppress(ConfigError):  # told where a trial ended
+                self._board.settle_metric()
+            write_results(self._board, self.run_dir, _given(self._request))
+            write_picture(self._board, self.run_dir)
+
+    def _choose_engine(self) -> tuple[str, str]:
+        if self._engine != "auto":
+            return self._engine, "asked for"
+        if self._request.address is not None:
+            return "ray", "a cluster's address is given"
+        ray = sys.modules.get("ray")
+        if ray is not None and getattr(ray, "is_initialized", lambda: False)():
+            return "ray", "this process is connected to a Ray cluster"
+        return "local", "no address of a Ray cluster is given"
+
+    def _heading(self, request: TuneRequest, engine: str) -> Heading:
+        return Heading(
+            space=request.space.describe(),
+            metric=request.metric,
+            mode=request.mode,
+            search=request.search,
+            scheduler=request.schedule.name,
+            seed=request.seed,
+            num_samples=request.num_samples,
+            engine=engine,
+            script=str(getattr(request.train_fn, "script", "")),
+            settings=_given(request),
+        )
+
+    def _take_up(self, request: TuneRequest, engine: str) -> Past | None:
+        """The search that this one goes on with."""
+        if not holds_search(request.run_dir):
+            return None
+        if not self._resume:
+            raise ConfigError(
+                f"the run directory {request.run_dir} holds another search",
+                why="its trials would be mixed with those of this one",
+                do="set another run_dir, or resume=True to finish that search",
+            )
+        past = read_journal(request.run_dir)
+        new = self._heading(request, engine)
+        problems = [
+            Problem(
+                f"{name} was {getattr(past.heading, name)!r} and is {getattr(new, name)!r}",
+                why=f"the search in {request.run_dir} would not be one search",
+                do=f"give the same {name}, or another run_dir",
+            )
+            for name in ("space", "metric", "mode", "search", "scheduler", "seed")
+            if getattr(past.heading, name) != getattr(new, name)
+            and not (name in ("metric", "mode") and not past.heading.metric)  # nobody had named one
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return past
+
+
+def _given(request: TuneRequest) -> dict[str, Any]:
+    """The settings that all trials of a script have in common."""
+    return {name: value for name, (value, _) in getattr(request.train_fn, "given", {}).items()}
+
+
+def _total(request: TuneRequest) -> int:
+    if request.search == "bayes":
+        return request.num_samples
+    return make_search(replace(request, past=())).total
+
+
+def _parse_metric(metric: str | None, mode: str | None) -> tuple[str | None, Mode | None, list[Problem]]:
+    """'val_loss', or 'min:mae'; `mode` says the same."""
+    if mode not in (None, "min", "max"):
+        return metric, None, [Problem(f"mode={mode!r}", do="say 'min' or 'max'")]
+    if metric is None:
+        return None, "max" if mode == "max" else "min" if mode else None, []
+    if mode is not None:
+        return metric, "max" if mode == "max" else "min", []
+    try:
+        direction, name = parse_best(metric)
+    except ValueError:
+        what = f"metric={metric!r} does not say which is best"
+        return metric, None, [Problem(what, do="give mode='min' or mode='max'")]
+    return name, "max" if direction == "max" else "min", []
+
+
+def _check_numbers(options: Mapping[str, tuple[Any, int]]) -> list[Problem]:
+    problems = []
+    for name, (value, least) in options.items():
+        if value is None:
+            continue
+        if isinstance(value, float) and name in ("trials_per_gpu", "gpus_per_trial"):
+            do = "for several trials on a device: trials_per_gpu=2; for several devices a trial: gpus_per_trial=2"
+            problems.append(Problem(f"{name}={value!r} is not a whole number", do=do))
+        elif isinstance(value, bool) or not isinstance(value, int) or value < least:
+            problems.append(Problem(f"{name}={value!r}", why=f"it is a whole number of at least {least}"))
+    return problems
+
+
+def _check_parts(quantile: float, reduction_factor: float, resample: float) -> list[Problem]:
+    problems = []
+    if not 0 < quantile <= 0.5:
+        problems.append(Problem(f"quantile={quantile!r}", why="it is the worst part of a population", do="0.25, say"))
+    if not reduction_factor > 1:
+        problems.append(Problem(f"reduction_factor={reduction_factor!r}", why="of so many trials one goes on", do="4"))
+    if not 0 <= resample <= 1:
+        problems.append(Problem(f"resample_probability={resample!r}", why="it is a probability", do="0.25, say"))
+    return problems
+
+
+def _check_choices(search: str, scheduler: str, engine: str, address: str | None, metric: str | None) -> list[Problem]:
+    problems = []
+    for name, value, known in (
+        ("search", search, _SEARCHES),
+        ("scheduler", scheduler, _SCHEDULERS),
+        ("engine", engine, ("auto", *RUNNERS.entries)),
+    ):
+        if value not in known:
+            problems.append(Problem(f"{name}={value!r} is not known", do=nearest_hint(str(value), known)))
+    if metric is None and (scheduler != "none" or search == "bayes"):
+        steers = f"scheduler={scheduler!r}" if scheduler != "none" else "search='bayes'"
+        problems.append(Problem(f"{steers} without a metric", why="it decides by one", do="metric='val_loss', say"))
+    if engine == "local" and address is not None:
+        what = f"engine='local' and address={address!r}"
+        problems.append(Problem(what, why="an address is that of a Ray cluster", do="leave one of them out"))
+    return problems

@@ -1,0 +1,213 @@
+"""TensorFlow runs that lose processes: what is killed comes back, and what was trained is what would have been."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.checkpoint.fetching import open_checkpoint, read_manifest
+from distributed.checkpoint.reading import load
+from tests.conftest import clean_environ
+
+STEPS, WORKERS = 320, 2
+PATIENCE_S = 240  # for a whole run on a machine that others use too
+
+SCRIPT = """
+import json, os, sys
+import numpy as np
+from distributed import TensorFlowDistributedTrainer
+
+
+def build():
+    import keras
+
+    model = keras.Sequential(
+        [keras.layers.Input((4,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(1)]
+    )
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+    return model
+
+
+x = np.random.default_rng(0).normal(size=(256, 4)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+
+if __name__ == "__main__":
+    settings = {"num_gpus": 2, "batch_size": 8, "epochs": 20, "log_every_n_steps": 4, "keep_last": 2}
+    trainer = TensorFlowDistributedTrainer(
+        build, settings, checkpoint_frequency="4 steps", progress=False, **json.loads(sys.argv[1])
+    )
+    history = trainer.fit((x, y))
+    print("steps", history.steps, "torch", "torch" in sys.modules)
+"""
+
+PLAIN = """
+import json, os, sys
+import tensorflow as tf
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    number = tf.Variable(2.0)
+
+
+def of_replica():
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, number * 1.0)
+
+
+total = strategy.experimental_local_results(tf.function(strategy.run)(of_replica))[0]
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+print("total", float(total), "task", task["type"], task["index"], "torch", "torch" in sys.modules)
+"""
+
+
+class Job:
+    """A run in a folder of its own, started by the command line or by `fit`."""
+
+    def __init__(self, folder: Path, name: str, *command: str) -> None:
+        self.folder, self.run = folder, folder / name
+        environ = clean_environ(CUDA_VISIBLE_DEVICES="")
+        self._process = subprocess.Popen(
+            command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        path = self.run / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [found for found in map(json.loads, lines) if found["event"] == kind]
+
+    def until(self, is_so: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_so():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._process.kill()
+                raise AssertionError(self._process.communicate()[0])
+            time.sleep(0.02)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: any(event["step"] >= step for event in self.events("StepEnded")))
+
+    def pid(self, rank: int) -> int | None:
+        """Of the process that has this rank's heartbeat in its memory."""
+        mapped = re.compile(rf"{re.escape(str(self.run))}/attempts/\d+/heartbeat-{rank}$", re.MULTILINE)
+        for name in os.listdir("/proc"):
+            try:
+                if name.isdigit() and mapped.search(Path("/proc", name, "maps").read_text()):
+                    return int(name)
+            except OSError:  # it has ended, or is not ours
+                continue
+        return None
+
+    def kill(self, rank: int) -> None:
+        pid = self.pid(rank)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def ended(self) -> tuple[int, str]:
+        out = self._process.communicate(timeout=PATIENCE_S)[0]
+        return self._process.returncode, out
+
+    def digests(self) -> dict[str, str]:
+        """Of what training made, at the end."""
+        manifest = read_manifest(*open_checkpoint(str(self.run / "checkpoints" / f"step-{STEPS:06d}")))
+        return {name: digest for name, digest in manifest.digests.items() if name in ("model", "optimizer")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("survival")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "plain.py").write_text(PLAIN)
+    return folder
+
+
+def by_command(folder: Path, name: str, *more: str, script: str = "train.py", settings: str = "{}") -> Job:
+    options = ["--script", script, "--backend", "tensorflow", "--num-gpus", str(WORKERS), "--run-dir", name]
+    command = [sys.executable, "-m", "distributed.cli", "train", *options, "progress=false", *more]
+    return Job(folder, name, *command, "--", settings)
+
+
+def by_fit(folder: Path, name: str, **settings: Any) -> Job:
+    return Job(folder, name, sys.executable, "train.py", json.dumps({"run_dir": str(folder / name), **settings}))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, str]:
+    job = by_command(folder, "undisturbed", "tensorflow_strategy=multi_worker")
+    code, out = job.ended()
+    assert code == 0, out
+    assert f"steps {STEPS} torch False" in out
+    return job.digests()
+
+
+def test_a_plain_script_finds_its_cluster_in_tf_config_and_no_torch(folder: Path) -> None:
+    code, out = by_command(folder, "plain", "tensorflow_strategy=multi_worker", script="plain.py").ended()
+    assert code == 0, out
+    assert "[r0] total 4.0 task worker 0 torch False" in out
+    assert "[r1] total 4.0 task worker 1 torch False" in out
+
+
+def test_a_killed_worker_of_fit_is_started_again_and_the_result_has_the_same_bytes(
+    folder: Path, undisturbed: dict[str, str]
+) -> None:
+    job = by_fit(folder, "killed", tensorflow_strategy="multi_worker")
+    job.until_step(40)
+    job.kill(rank=1)
+    code, out = job.ended()
+    assert code == 0, out
+    (recovered,) = job.events("Recovered")
+    assert "step-" in recovered["source"]
+    assert recovered["step"] >= 36
+    assert job.digests() == undisturbed
+
+
+def test_a_run_that_is_stopped_and_resumed_has_the_same_bytes(folder: Path, undisturbed: dict[str, str]) -> None:
+    job = by_command(folder, "stopped", "tensorflow_strategy=multi_worker")
+    job.until_step(40)
+    job.stop()
+    code, out = job.ended()
+    assert code not in (0, 1), out
+    stopped_at = job.events("RunEnded")[-1]["step"]
+    assert 40 <= stopped_at < STEPS
+    job = by_command(folder, "stopped", "tensorflow_strategy=multi_worker", "resume_from_checkpoint=true")
+    code, out = job.ended()
+    assert code == 0, out
+    assert job.events("RunStarted")[-1]["first_step"] == stopped_at
+    assert job.digests() == undisturbed
+
+
+def test_a_parameter_server_survives_a_worker_and_begins_again_from_the_checkpoint_without_its_server(
+    folder: Path,
+) -> None:
+    job = by_fit(folder, "served", tensorflow_strategy="parameter_server", max_restarts=5)
+    chief, worker, server = 0, 1, 1 + WORKERS
+    job.until_step(40)
+    before = {rank: job.pid(rank) for rank in range(2 + WORKERS)}
+    job.kill(worker)
+    job.until(lambda: job.events("Recovered") and job.pid(worker) not in (None, before[worker]))
+    after = {rank: job.pid(rank) for rank in range(2 + WORKERS)}
+    assert {rank for rank in before if after[rank] != before[rank]} == {worker}
+    assert job.events("Recovered")[0]["source"] == f"memory of rank {chief}"
+    assert job.events("Recovered")[0]["lost_steps"] == 0
+    job.until_step(120)
+    job.kill(server)
+    code, out = job.ended()
+    assert code == 0, out
+    assert f"steps {STEPS} torch False" in out
+    assert "step-" in job.events("Recovered")[1]["source"]
+    assert len(job.events("RunStarted")) == 2, "the first world went on without its worker"
+    losses = [event["loss"] for event in job.events("StepEnded")]
+    assert losses[-1] < losses[0] / 10
+    trained = load(str(job.run / "checkpoints" / f"step-{STEPS:06d}")).shared
+    assert trained["optimizer"]["iteration"].item() >= STEPS * WORKERS, "every batch of every step was an update"

@@ -1,0 +1,111 @@
+"""TF_CONFIG as the launchers write it: who the tasks are, where they listen, and what the launcher knows of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from distributed.core.config import DistributedConfig
+from distributed.core.env import WorkerEnv, environ_with, inherited_environ
+from distributed.core.errors import ConfigError
+from distributed.core.plan import BatchPlan, Plan
+from distributed.launch.local import LocalLauncher
+from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.seats import NodeCard, arrange
+from distributed.planner.tensorflow import lay_out
+from distributed.tensorflow.cluster import announce_in_world
+
+
+def request_for(num_nodes: int = 1, devices: int = 2, device: str = "cpu", **settings: Any) -> LaunchRequest:
+    config = DistributedConfig(backend="tensorflow", **settings)
+    request = LaunchRequest(("train.py",), "runs/x", ranks_per_node=devices, num_nodes=num_nodes, device=device)
+    return request.for_engine("tensorflow", config)
+
+
+def configs(request: LaunchRequest, place: NodePlace) -> list[dict[str, Any]]:
+    rendered = LocalLauncher(environ={}, python="python").render(request, place)
+    return [json.loads(process.env["TF_CONFIG"]) for process in rendered.processes]
+
+
+def alone(request: LaunchRequest) -> NodePlace:
+    return NodePlace.alone(request, port=29500)
+
+
+def test_mirrored_replicas_are_one_process_that_needs_no_cluster() -> None:
+    request = request_for(devices=4)
+    (process,) = LocalLauncher(environ={}, python="python").render(request, alone(request)).processes
+    assert "TF_CONFIG" not in process.env
+
+
+def test_each_world_of_workers_listens_at_new_ports_and_all_tasks_know_all() -> None:
+    request = request_for(tensorflow_strategy="multi_worker")
+    first, second = configs(request, alone(request)), configs(request, alone(request))
+    assert [config["task"] for config in first] == [{"type": "worker", "index": n} for n in range(2)]
+    assert first[0]["cluster"] == first[1]["cluster"]
+    addresses = [address for found in (first, second) for address in found[0]["cluster"]["worker"]]
+    assert len(set(addresses)) == 4
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+
+
+def test_nodes_that_met_write_the_same_cluster_without_asking_each_other() -> None:
+    cards = [
+        NodeCard(
+            f"n{n}", f"10.0.0.{n}", wanted_rank=None, ranks=2, run_dir="runs/x", attempt=0, port=29500 + n, agent=n
+        )
+        for n in range(2)
+    ]
+    record = arrange(cards, before=None)
+    request = request_for(num_nodes=2, tensorflow_strategy="multi_worker")
+    assert request.ranks_per_node == 2
+    told = [config for agent in range(2) for config in configs(request, record.place(agent))]
+    assert {json.dumps(config["cluster"]) for config in told} == {json.dumps(told[0]["cluster"])}
+    workers = told[0]["cluster"]["worker"]
+    assert [address.partition(":")[0] for address in workers] == ["10.0.0.0", "10.0.0.0", "10.0.0.1", "10.0.0.1"]
+    assert len(set(workers)) == 4
+    assert [config["task"]["index"] for config in told] == [0, 1, 2, 3]
+
+
+def test_a_replaced_worker_of_a_parameter_server_is_where_the_others_know_it() -> None:
+    request = request_for(tensorflow_strategy="parameter_server", parameter_servers=2)
+    assert request.ranks_per_node == 5
+    first, second = configs(request, alone(request)), configs(request, alone(request))
+    assert first == second
+    assert [config["task"]["type"] for config in first] == ["chief", "worker", "worker", "ps", "ps"]
+    processes = LocalLauncher(environ={}, python="python").render(request, alone(request)).processes
+    assert [process.role.serves for process in processes] == [False, True, True, True, True]
+    assert [process.role.is_vital for process in processes] == [True, False, False, True, True]
+
+
+def test_each_task_that_trains_sees_a_gpu_of_its_own_and_the_others_none() -> None:
+    request = request_for(tensorflow_strategy="parameter_server", device="cuda")
+    processes = LocalLauncher(environ={}, python="python").render(request, alone(request)).processes
+    assert [process.env["CUDA_VISIBLE_DEVICES"] for process in processes] == ["", "0", "1", ""]
+
+
+def test_torch_is_not_what_ranks_of_tensorflow_are_forked_with() -> None:
+    request = request_for()
+    assert "tensorflow" in request.preload
+    assert not any("torch" in name for name in request.preload)
+
+
+def test_under_mpirun_on_one_host_the_processes_derive_one_cluster() -> None:
+    layout = lay_out(DistributedConfig(backend="tensorflow", tensorflow_strategy="multi_worker"), 1, 2)
+    plan = Plan("runs/x", BatchPlan(1), engine=vars(layout))
+    found = []
+    for rank in range(2):
+        with environ_with({"TF_CONFIG": ""}):
+            env = WorkerEnv(rank, rank, 2, 2, master_port=29500, launcher="mpirun")
+            announce_in_world(plan, env)
+            found.append(json.loads(inherited_environ()["TF_CONFIG"]))
+    assert found[0]["cluster"] == found[1]["cluster"]
+    assert [config["task"]["index"] for config in found] == [0, 1]
+
+
+def test_under_mpirun_on_several_hosts_the_user_is_told_what_is_missing() -> None:
+    layout = lay_out(DistributedConfig(backend="tensorflow", tensorflow_strategy="multi_worker"), 2, 1)
+    plan = Plan("runs/x", BatchPlan(1), engine=vars(layout))
+    env = WorkerEnv(0, 0, 2, 1, num_nodes=2, master_port=29500, launcher="mpirun")
+    with environ_with({"TF_CONFIG": ""}), pytest.raises(ConfigError, match="TF_CONFIG is not set"):
+        announce_in_world(plan, env)

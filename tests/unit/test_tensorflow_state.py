@@ -1,0 +1,217 @@
+"""A TensorFlow run's state at rest: the format that all engines share, written and read without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from distributed.checkpoint.chunks import chunk_name
+from distributed.checkpoint.reading import load, verify
+from tests.conftest import clean_environ, cli
+
+SCRIPT = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+
+from distributed.checkpoint.chunks import chunk_name
+from distributed.core.env import WorkerEnv
+from distributed.core.errors import DistributedError
+from distributed.core.plan import BatchPlan, CheckpointPlan, Plan
+from distributed.tensorflow.state import Checkpoints
+
+place = Path(sys.argv[1])
+said = {}
+
+
+def variables(seed):
+    draw = np.random.default_rng(seed)
+    return {
+        "model/dense/kernel": tf.Variable(draw.normal(size=(700, 400)).astype("float32")),
+        "model/dense/bias": tf.Variable(draw.normal(size=400).astype(ml_dtypes.bfloat16)),
+        "model/empty": tf.Variable(tf.zeros((0, 3))),
+        "model/seed": tf.Variable(np.array([seed, 2], np.uint32)),
+        "optimizer/iteration": tf.Variable(seed, dtype=tf.int64),
+    }
+
+
+def arrays(of):
+    return {name: variable.numpy() for name, variable in of.items()}
+
+
+def same(a, b):
+    return all(a[name].dtype == b[name].dtype and a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def plan(folder, **more):
+    run = place / folder
+    return Plan(str(run), BatchPlan(4), checkpoint=CheckpointPlan(str(run / "checkpoints"), **more))
+
+
+def position(step):
+    return {"epoch": 0, "step": step, "samples_in_epoch": 4 * step, "epochs": []}
+
+
+def refusal(call):
+    try:
+        call()
+    except DistributedError as error:
+        return str(error)
+    return ""
+
+
+# A run that is saved and resumed.
+saved = variables(1)
+first = Checkpoints(plan("a", keep_last=2, best="min:loss"), True, WorkerEnv(), samples=64)
+said["nothing to resume"] = first.restore(saved) is None
+for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.3)):
+    saved["optimizer/iteration"].assign(step)
+    first.save(step, arrays(saved), position(step), {"loss": loss})
+first.close()
+said["kept"] = sorted(path.name for path in (place / "a/checkpoints").glob("step-*"))
+resumes = plan("a", keep_last=2, best="min:loss", resume=True)
+other = variables(2)
+again = Checkpoints(resumes, True, WorkerEnv(), samples=64)
+said["position"] = again.restore(other)
+said["same bytes"] = same(arrays(saved), arrays(other))
+said["others wait for the main process"] = False
+follower = Checkpoints(resumes, False, WorkerEnv(rank=1, world_size=2), samples=64)
+follower.restore(other)
+follower.save(4, {}, {}, wait=True)
+said["others wait for the main process"] = follower.path.endswith("step-000004")
+
+# What is not the same run.
+def restoring(of, samples=64, **more):
+    return refusal(lambda: Checkpoints(resumes, True, WorkerEnv(), samples=samples, **more).restore(of))
+
+said["another shape"] = restoring(variables(1) | {"model/dense/bias": tf.Variable(tf.zeros(3, tf.bfloat16))})
+said["another optimizer"] = restoring(variables(1) | {"optimizer/velocity": tf.Variable(1.0)})
+said["other data"] = restoring(variables(1), samples=65)
+said["seen by one process alone"] = restoring(variables(1), least=lambda number: min(number, -1))
+said["a text"] = refusal(lambda: again.save(9, {"model/text": np.array(["x"])}, {}, wait=True))
+
+# A restarted world takes its own newest one, a damaged one is passed over.
+run = plan("b", resume=False)
+writer = Checkpoints(run, True, WorkerEnv(), samples=64)
+for step in (1, 2):
+    saved["optimizer/iteration"].assign(step)
+    saved["model/dense/kernel"].assign_add(tf.ones((700, 400)))
+    writer.save(step, arrays(saved), position(step))
+writer.close()
+said["a fresh run does not resume"] = Checkpoints(run, False, WorkerEnv()).restore(other) is None
+manifest = json.loads((place / "b/checkpoints/step-000002/manifest.json").read_text())
+chunk = next(piece["refs"][0][0] for piece in manifest["shared"]["tensors"]["model/dense/kernel"]["pieces"])
+path = place / "b/checkpoints" / chunk_name(chunk)
+path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+restarted = Checkpoints(run, True, WorkerEnv(restarts=1), samples=64)
+said["restarted from"] = restarted.restore(other)["step"]
+said["passed over"] = restarted.skipped[0][0].rpartition("/")[2]
+(place / "b/launch.json").unlink()
+said["not of this launch"] = Checkpoints(run, True, WorkerEnv(restarts=1), samples=64).restore(other) is None
+
+# A save that fails is told, and the run goes on; the last one must be written.
+told = []
+full = plan("c")
+(place / "c").mkdir()
+(place / "c/checkpoints").write_text("a file where a folder should be")
+bad = Checkpoints(full, True, WorkerEnv(), on_failed=lambda failed: told.append(str(failed)))
+bad.save(1, arrays(saved), position(1))
+said["the last save fails"] = refusal(lambda: bad.save(2, arrays(saved), position(2), wait=True))
+said["told"] = len(told)
+said["torch"] = "torch" in sys.modules
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where one process has saved and restored, and what it said of it."""
+    place = tmp_path_factory.mktemp("state")
+    (place / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py", str(place)],
+        cwd=place,
+        env=clean_environ(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (place / "said.json").write_text(done.stdout.splitlines()[-1])
+    return place
+
+
+@pytest.fixture(scope="module")
+def said(place: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((place / "said.json").read_text())
+    return found
+
+
+def test_a_resumed_run_has_the_bytes_of_the_saved_one_and_torch_is_not_imported(said: dict[str, object]) -> None:
+    assert said["nothing to resume"] is True
+    assert said["same bytes"] is True
+    assert said["position"] == {"epoch": 0, "step": 4, "samples_in_epoch": 16, "epochs": []}
+    assert said["others wait for the main process"] is True
+    assert said["torch"] is False
+
+
+def test_retention_keeps_the_newest_and_the_best(said: dict[str, object]) -> None:
+    assert said["kept"] == ["step-000001", "step-000003", "step-000004"]
+
+
+def test_what_would_make_it_another_run_is_refused_by_name(said: dict[str, str]) -> None:
+    assert "model/dense/bias is bfloat16 [400] in the checkpoint and bfloat16 [3] here" in said["another shape"]
+    assert "optimizer/velocity is only in this run" in said["another optimizer"]
+    assert "64 samples an epoch, this data has 65" in said["other data"]
+    assert "do not see the same checkpoints" in said["seen by one process alone"]
+    assert "model/text" in said["a text"]
+
+
+def test_a_restarted_run_takes_its_own_newest_sound_checkpoint(said: dict[str, object]) -> None:
+    assert said["a fresh run does not resume"] is True
+    assert said["restarted from"] == 1
+    assert said["passed over"] == "step-000002"
+    assert said["not of this launch"] is True
+
+
+def test_a_save_that_fails_is_told_and_the_last_one_is_an_error(said: dict[str, Any]) -> None:
+    assert said["told"] == 1
+    assert "cannot write" in said["the last save fails"]
+
+
+def test_torch_reads_what_tensorflow_saved_and_the_export_has_the_weights_by_name(place: Path) -> None:
+    path = str(place / "a/checkpoints/step-000004")
+    assert verify(path).problems == ()
+    model = load(path).shared["model"]
+    assert (model["dense/kernel"].shape, model["dense/bias"].dtype) == ((700, 400), torch.bfloat16)
+    done = cli(place, "checkpoint", "export", "a", "--to", "weights.safetensors")
+    assert done.returncode == 0, done.stderr
+    exported = safetensors.torch.load_file(place / "weights.safetensors")
+    assert sorted(exported) == ["dense/bias", "dense/kernel", "empty", "seed"]
+    assert all(torch.equal(exported[name], model[name]) for name in exported)
+
+
+def test_the_commands_look_into_it_as_into_any_other(place: Path) -> None:
+    listed = cli(place, "checkpoint", "ls", "a")
+    assert "ok" in listed.stdout
+    shown = json.loads(cli(place, "checkpoint", "inspect", "a", "--json").stdout)
+    assert "tensorflow" in shown["versions"]
+    assert shown["progress"]["step"] == 4
+    differs = cli(place, "checkpoint", "diff", "a/checkpoints/step-000003", "a/checkpoints/step-000004")
+    assert "optimizer/iteration" in differs.stdout
+    assert "dense/kernel" not in differs.stdout
+    damaged = json.loads((place / "b/checkpoints/step-000002/manifest.json").read_text())
+    chunk = damaged["shared"]["tensors"]["model/dense/kernel"]["pieces"][0]["refs"][0][0]
+    verified = cli(place, "checkpoint", "verify", "b")
+    assert verified.returncode == 5
+    assert chunk_name(chunk).rpartition("/")[2][:12] in verified.stdout + verified.stderr
