@@ -251,6 +251,21 @@ def test_a_node_that_joins_is_used(cluster: Cluster, folder: Path) -> None:
     assert check_ledgers(run_dir / "ledger", SAMPLES).is_exact
 
 
+def test_a_cluster_that_wants_a_token_is_not_taken_for_one_that_does_not_answer(cluster: Cluster, folder: Path) -> None:
+    command = ["train", "--script", "train.py", "--num-gpus", "2", "--address", cluster.nodes.address, "--", "0"]
+    environ = {name: value for name, value in cluster.nodes.environ.items() if name != "RAY_AUTH_TOKEN"}
+    done = subprocess.run(
+        [sys.executable, "-m", "distributed.cli", *command],
+        cwd=folder,
+        env=environ | {"HOME": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "answers, and did not let this process in" in done.stderr
+    assert "RAY_AUTH_MODE=token" in done.stderr
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:{dead}", "ray://127.0.0.1:{dead}", "127.0.0.1:{silent}", "auto"])
 def test_an_address_that_does_not_answer_is_told_with_what_was_tried(folder: Path, address: str) -> None:
     with socket.socket() as dead, socket.socket() as silent:

@@ -68,6 +68,22 @@ task = json.loads(os.environ["TF_CONFIG"])["task"]
 print("total", float(total), "task", task["type"], task["index"], "torch", "torch" in sys.modules)
 """
 
+WHOLE = """
+import keras
+import numpy as np
+from distributed import TensorFlowDistributedTrainer
+
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+model.compile(optimizer="sgd", loss="mse")
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+before = float(np.mean((model.predict(x, verbose=0) - y) ** 2))
+trainer = TensorFlowDistributedTrainer(model, batch_size=8, progress=False)
+steps = [trainer.fit((x, y)).steps for _ in range(2)]
+after = float(np.mean((model.predict(x, verbose=0) - y) ** 2))
+print("steps", steps, "better", after < before)
+"""
+
 
 class Job:
     """A run in a folder of its own, started by the command line or by `fit`."""
@@ -129,6 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("survival")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "plain.py").write_text(PLAIN)
+    (folder / "whole.py").write_text(WHOLE)
     return folder
 
 
@@ -185,6 +202,12 @@ def test_a_run_that_is_stopped_and_resumed_has_the_same_bytes(folder: Path, undi
     assert code == 0, out
     assert job.events("RunStarted")[-1]["first_step"] == stopped_at
     assert job.digests() == undisturbed
+
+
+def test_a_script_that_builds_its_model_first_trains_it_around_a_parameter_server(folder: Path) -> None:
+    code, out = by_command(folder, "whole", "tensorflow_strategy=parameter_server", script="whole.py").ended()
+    assert code == 0, out
+    assert "[r0] steps [4, 4] better True" in out
 
 
 def test_a_parameter_server_survives_a_worker_and_begins_again_from_the_checkpoint_without_its_server(

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray.train
+from ray.experimental import internal_kv
 
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import LaunchError
 from distributed.core.failure import FailureRecord, failure_path
 from distributed.core.ray_run import place_name
-from distributed.launch.ray import RayLauncher, wish_of
+from distributed.launch import ray as launch_ray
+from distributed.launch.echo import Echo
+from distributed.launch.policy import Fault
+from distributed.launch.ray import RayLauncher, RayRun, wish_of
 from distributed.launch.ray_cluster import RayCluster, RayNode, Wish, shortage
-from distributed.launch.ray_rank import RankEndedError, RankOrder, become_rank
-from distributed.launch.ray_verdict import AttemptEnd, Verdict
+from distributed.launch.ray_following import Following
+from distributed.launch.ray_rank import END_AT_ONCE, RankEndedError, RankOrder, become_rank
+from distributed.launch.ray_verdict import AttemptEnd, RunGivenUpError, Verdict
 from distributed.launch.request import LaunchRequest
+from distributed.launch.stops import Stopped
 from distributed.launch.supervisor import Patience
+from distributed.runtime import ray_host
+from distributed.runtime.ray_host import RayHost
 
 TWO = RayCluster((RayNode("n1", 8, 2), RayNode("n2", 4, 4)))
 
@@ -90,7 +105,12 @@ def failed(folder: Path, rank: int, message: str, *, collateral: bool = False, e
 
 @pytest.fixture
 def attempt(tmp_path: Path) -> Path:
-    folder = tmp_path / "attempts" / "0"
+    return placed(tmp_path, 0)
+
+
+def placed(run_dir: Path, attempt: int) -> Path:
+    """The folder of an attempt of three ranks."""
+    folder = run_dir / "attempts" / str(attempt)
     folder.mkdir(parents=True)
     for rank in range(3):
         (folder / place_name(rank)).write_text(json.dumps({"host": f"n{rank}", "world_size": 3}))
@@ -98,7 +118,7 @@ def attempt(tmp_path: Path) -> Path:
 
 
 def blamed(attempt: Path, exceptions: dict[int, Exception]) -> AttemptEnd:
-    return Verdict("x", str(attempt.parent.parent), None)._blame(attempt, exceptions)
+    return Verdict("x", str(attempt.parent.parent), None, 0)._blame(attempt, exceptions)
 
 
 def test_a_rank_that_failed_of_itself_is_blamed_before_those_that_lost_it(attempt: Path) -> None:
@@ -134,3 +154,163 @@ def test_the_end_of_an_attempt_is_read_as_it_was_written(attempt: Path) -> None:
     end.write(attempt)
     assert AttemptEnd.read(attempt) == end
     assert AttemptEnd.read(attempt.with_name("1")) is None
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """What Ray keeps for whoever asks, here without a cluster."""
+    kept: dict[str, bytes] = {}
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key, namespace: kept.get(key))
+    monkeypatch.setattr(internal_kv, "_internal_kv_put", lambda key, value, namespace: kept.update({key: value}))
+    monkeypatch.setattr(internal_kv, "_internal_kv_del", lambda prefix, del_by_prefix, namespace: kept.clear())
+    return kept
+
+
+def world_fails(verdict: Verdict, text: str = "actor died") -> None:
+    """Workers that Ray starts end before there is a rank, and it asks about them twice."""
+    verdict.before_worker_group_start(None)
+    for _ in range(2):
+        verdict.after_worker_group_poll_status(SimpleNamespace(errors={1: RuntimeError(text)}))
+
+
+def test_worlds_that_end_before_they_have_ranks_use_up_the_restarts(
+    tmp_path: Path, store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.launch.ray_verdict._GRACE_S", 0.0)
+    before = placed(tmp_path, 3)  # of an earlier launch
+    verdict = Verdict("x", str(tmp_path), 2, first_attempt=4)
+    world_fails(verdict)
+    world_fails(verdict)
+    with pytest.raises(RunGivenUpError, match="3 faults in a row"):
+        world_fails(verdict)
+    ends = [AttemptEnd.read(tmp_path / "attempts" / str(number)) for number in (4, 5, 6)]
+    assert [end is not None and bool(end.given_up) for end in ends] == [False, False, True]
+    assert AttemptEnd.read(before) is None
+
+
+def test_attempts_after_one_without_ranks_are_followed(tmp_path: Path) -> None:
+    placed(tmp_path, 0)
+    following = Following(str(tmp_path), 1, Echo(None), Wish("cpu", 3, 3))
+    died = Fault("machine", 1, "", -1, "its process is gone")
+    AttemptEnd(died).write(tmp_path / "attempts" / "1")
+    following.look()
+    assert not following.has_ranks
+    (tmp_path / "attempts" / "2").mkdir()  # one that left no word at all
+    placed(tmp_path, 3)
+    following.look()
+    assert following.has_ranks
+    following.close("done")
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event.get("attempt")) for event in told][:1] == [("AttemptEnded", 1)]
+
+
+def test_a_run_that_was_given_up_before_it_had_ranks_again_says_why(tmp_path: Path) -> None:
+    AttemptEnd(Fault("code", 0, "", 5, "an error of another launch"), given_up="over").write(placed(tmp_path, 0))
+    following = Following(str(tmp_path), 1, Echo(None), Wish("cpu", 3, 3))
+    assert following.failure() is None
+    AttemptEnd(Fault("machine", 1, "n1", 5, "lost")).write(placed(tmp_path, 1))
+    following.look()
+    AttemptEnd(Fault("machine", 2, "", 5, "gone"), given_up="2 faults in a row").write(tmp_path / "attempts" / "2")
+    failure = following.failure()
+    assert failure is not None
+    assert (failure.rank, "gone" in str(failure)) == (2, True)
+
+
+class Deaf:
+    """In place of Ray's trainer: ranks that are asked to stop by Ctrl-C and do not, until they are ended."""
+
+    def __init__(self, store: dict[str, bytes]) -> None:
+        self.store, self.heard, self.name = store, "", ""
+
+    def __call__(self, *arguments: Any, run_config: Any, **more: Any) -> Deaf:
+        self.name = run_config.name
+        return self
+
+    def fit(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while str(END_AT_ONCE).encode() not in self.store.values():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        self.heard = "the end"
+        raise RuntimeError("the workers died")
+
+
+def test_ranks_that_do_not_stop_in_time_are_ended(
+    attempt: Path, store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = attempt.parent.parent
+    (run_dir / "launch.json").write_text('{"id": "an earlier launch"}')
+    ranks = Deaf(store)
+    monkeypatch.setattr(launch_ray, "DataParallelTrainer", ranks)
+    request = LaunchRequest(("train.py",), str(run_dir), 3)
+    patience = Patience(interrupt_grace_s=0.2)
+    with pytest.raises(Stopped):
+        RayRun(request, patience, wish_of(request, patience), TWO, Echo(None), None).wait()
+    assert ranks.heard == "the end"
+    assert store == {}
+    launch = json.loads((run_dir / "launch.json").read_text())["id"]
+    assert launch != "an earlier launch"
+    assert ranks.name == f"launch-0-{launch[:8]}"
+
+
+Told = list[tuple[dict[str, float], str]]
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
+    """What Ray is told, by ranks that are none of its workers."""
+    reports: Told = []
+
+    def report(metrics: dict[str, float], checkpoint: Any = None, **how: Any) -> None:
+        reports.append((metrics, checkpoint.path if checkpoint is not None else ""))
+
+    storage = SimpleNamespace(experiment_fs_path=str(tmp_path / "of_ray"))
+    monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_storage=lambda: storage))
+    monkeypatch.setattr(ray.train, "report", report)
+    return reports
+
+
+def saved(tmp_path: Path, name: str) -> str:
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    return str(tmp_path / "checkpoints" / name)
+
+
+def warnings(run_dir: Path) -> list[str]:
+    path = run_dir / "events.jsonl"
+    return [json.loads(line)["message"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_checkpoint_is_told_once(tmp_path: Path, told: Told) -> None:
+    host = RayHost(WorkerEnv(run_dir=str(tmp_path)))
+    first = saved(tmp_path, "step-4")
+    for path in (first, "", first):
+        host.report({"step": 4}, path)
+    host.close()
+    assert [path for _, path in told] == [str(tmp_path / "of_ray" / "step-4"), "", ""]
+    assert warnings(tmp_path) == []
+
+
+def test_a_checkpoint_that_cannot_be_shown_costs_neither_the_reports_nor_the_run(tmp_path: Path, told: Told) -> None:
+    (tmp_path / "of_ray").mkdir()
+    (tmp_path / "of_ray" / "step-4").write_text("in the way")
+    host = RayHost(WorkerEnv(run_dir=str(tmp_path)))
+    host.report({"step": 4}, saved(tmp_path, "step-4"))
+    host.report({"step": 8}, saved(tmp_path, "step-8"))
+    host.close()
+    assert told == [({"step": 4}, ""), ({"step": 8}, str(tmp_path / "of_ray" / "step-8"))]
+    [message] = warnings(tmp_path)
+    assert "step-4 could not be shown to Ray: FileExistsError" in message
+
+
+def test_a_report_that_ray_does_not_take_is_named_and_not_waited_for_for_ever(
+    tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait: Callable[..., None] = lambda *arguments, **how: time.sleep(600)  # noqa: E731
+    monkeypatch.setattr(ray.train, "report", wait)
+    monkeypatch.setattr(ray_host, "_TELL_S", 0.2)
+    host = RayHost(WorkerEnv(run_dir=str(tmp_path)))
+    host.report({"step": 4}, "")
+    host.close()
+    [message] = warnings(tmp_path)
+    assert "the report of step 4 was not taken" in message

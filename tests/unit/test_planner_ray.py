@@ -57,6 +57,12 @@ def test_what_is_no_address_is_refused_before_anything_is_asked(address: str) ->
         planned(num_gpus=2, address=address)
 
 
+@pytest.mark.parametrize("nodes", [{"num_nodes": 2}, {"num_nodes": 1, "max_nodes": 3}])
+def test_several_nodes_are_not_to_be_had_without_a_cluster(nodes: dict[str, int]) -> None:
+    with pytest.raises(PlanError, match=r"_nodes=\d \(.*\), but no address"):
+        planned(gpus_per_node=2, **nodes)
+
+
 def test_settings_that_ray_decides_are_refused_together() -> None:
     with pytest.raises(PlanError) as refused:
         planned(num_gpus=2, master_addr="n0", master_port=29500, hang_timeout_s=5.0)

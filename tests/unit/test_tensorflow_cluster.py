@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv, environ_with, inherited_environ
-from distributed.core.errors import ConfigError
+from distributed.core.errors import ConfigError, PlanError
+from distributed.core.failure import is_collateral
+from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Plan
 from distributed.launch.local import LocalLauncher
 from distributed.launch.request import LaunchRequest, NodePlace
 from distributed.launch.seats import NodeCard, arrange
-from distributed.planner.tensorflow import lay_out
+from distributed.planner.tensorflow import check_world, lay_out
 from distributed.tensorflow.cluster import announce_in_world
 
 
@@ -84,6 +87,21 @@ def test_each_task_that_trains_sees_a_gpu_of_its_own_and_the_others_none() -> No
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in processes] == ["", "0", "1", ""]
 
 
+def test_a_lone_worker_sees_one_gpu_of_several_and_a_hidden_one_stays_hidden() -> None:
+    with environ_with({"CUDA_VISIBLE_DEVICES": "4,5,6"}):
+        lone = request_for(devices=1, device="cuda", tensorflow_strategy="multi_worker")
+        served = request_for(devices=2, device="cuda", tensorflow_strategy="parameter_server")
+        mirrored = request_for(devices=2, device="cuda")
+    seen = [
+        [
+            process.env.get("CUDA_VISIBLE_DEVICES")
+            for process in LocalLauncher(environ={}).render(of, alone(of)).processes
+        ]
+        for of in (lone, served, mirrored)
+    ]
+    assert seen == [["4"], ["", "4", "5", ""], [None]]
+
+
 def test_torch_is_not_what_ranks_of_tensorflow_are_forked_with() -> None:
     request = request_for()
     assert "tensorflow" in request.preload
@@ -101,6 +119,45 @@ def test_under_mpirun_on_one_host_the_processes_derive_one_cluster() -> None:
             found.append(json.loads(inherited_environ()["TF_CONFIG"]))
     assert found[0]["cluster"] == found[1]["cluster"]
     assert [config["task"]["index"] for config in found] == [0, 1]
+    assert "127.0.0.1:29500" not in found[0]["cluster"]["worker"], "torchrun itself may listen there"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes", "settings", "words"),
+    [
+        ("torchrun", 4, {"tensorflow_strategy": "parameter_server"}, "'parameter_server' under torchrun"),
+        ("torchrun", 4, {}, "torchrun started 4 processes, and tensorflow_strategy='mirrored' has 1"),
+        ("distributed", 1, {"tensorflow_strategy": "parameter_server"}, "has 4 for 2 replicas"),
+        ("distributed", 4, {"tensorflow_strategy": "parameter_server"}, ""),
+        ("torchrun", 1, {}, ""),
+        ("torchrun", 3, {"tensorflow_strategy": "multi_worker"}, ""),
+    ],
+)
+def test_a_world_that_the_plan_is_not_for_is_refused(
+    launcher: str, processes: int, settings: dict[str, Any], words: str
+) -> None:
+    layout = lay_out(DistributedConfig(backend="tensorflow", **settings), 1, 2)
+    plan = Plan("runs/x", BatchPlan(1), mesh=MeshSpec(dp_replicate=2), engine={**vars(layout), "tasks": layout.tasks})
+    env = WorkerEnv(world_size=processes, local_world_size=processes, launcher=launcher)
+    with pytest.raises(PlanError) if words else nullcontext() as caught:
+        check_world(plan, env)
+    assert words in str(caught and caught.value)
+
+
+def test_a_lost_peer_is_told_from_an_error_of_ones_own() -> None:
+    def error(kind: str, text: str) -> Exception:
+        return type(kind, (Exception,), {})(text)
+
+    own = "{{function_node __wrapped__Cholesky_device_/job:worker/replica:0/task:0/device:CPU:0}} failed [Op:Cholesky]"
+    lost = (
+        "{{function_node __inference_step_31}} Collective ops is aborted by: Error reported from /job:worker/task:1: "
+        "The following tasks are unhealthy (stopped sending heartbeats)"
+    )
+    remote = "Connection reset by peer\nAdditional GRPC error information from remote target /job:ps/replica:0/task:0"
+    assert not any(is_collateral(error(kind, own)) for kind in ("InternalError", "UnavailableError", "AbortedError"))
+    assert all(is_collateral(error(kind, lost)) for kind in ("InternalError", "UnavailableError"))
+    assert is_collateral(error("UnavailableError", remote))
+    assert not is_collateral(error("InternalError", own + remote)), "what a worker's own kernel told the chief"
 
 
 def test_under_mpirun_on_several_hosts_the_user_is_told_what_is_missing() -> None:

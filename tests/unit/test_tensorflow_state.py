@@ -54,13 +54,21 @@ def same(a, b):
     return all(a[name].dtype == b[name].dtype and a[name].tobytes() == b[name].tobytes() for name in a)
 
 
-def plan(folder, **more):
-    run = place / folder
-    return Plan(str(run), BatchPlan(4), checkpoint=CheckpointPlan(str(run / "checkpoints"), **more))
+def plan(folder, run=None, batch=4, **more):
+    at = CheckpointPlan(str(place / folder / "checkpoints"), **more)
+    return Plan(str(place / (run or folder)), BatchPlan(batch), checkpoint=at, collective_timeout_s=0.2)
 
 
-def position(step):
-    return {"epoch": 0, "step": step, "samples_in_epoch": 4 * step, "epochs": []}
+def position(step, **more):
+    return {"epoch": 0, "step": step, "samples_in_epoch": 4 * step, "epochs": []} | more
+
+
+def both(of_main, of_other, env=WorkerEnv(world_size=2)):
+    # The main process and another one, which is told what the main one found.
+    told = []
+    main = Checkpoints(of_main, True, env, samples=64, spread=lambda number: told.append(number) or number)
+    other = Checkpoints(of_other, False, replace(env, rank=1), samples=64, spread=lambda number: told.pop(0))
+    return main, other
 
 
 def refusal(call):
@@ -85,11 +93,20 @@ other = variables(2)
 again = Checkpoints(resumes, True, WorkerEnv(), samples=64)
 said["position"] = again.restore(other)
 said["same bytes"] = same(arrays(saved), arrays(other))
-said["others wait for the main process"] = False
-follower = Checkpoints(resumes, False, WorkerEnv(rank=1, world_size=2), samples=64)
-follower.restore(other)
-follower.save(4, {}, {}, wait=True)
-said["others wait for the main process"] = follower.path.endswith("step-000004")
+
+# Two processes, of which the main one chooses; when nothing is left to train, nothing is waited for.
+main, follower = both(*[plan("another", resume=str(place / "a/checkpoints"))] * 2)
+main.restore(other)
+said["others begin with"] = follower.restore(variables(2))["step"]
+main.save(4, arrays(saved), position(4), wait=True)
+said["nothing is left to wait for"] = refusal(lambda: follower.save(4, {}, {}, wait=True))
+said["others wait in vain"] = refusal(lambda: follower.save(5, {}, {}, wait=True))
+main.save(5, arrays(saved), position(5), wait=True)
+follower.save(5, {}, {}, wait=True)
+said["others wait for"] = follower.path.rpartition("/")[2]
+main, follower = both(resumes, plan("not shared", resume=True))
+main.restore(other)
+said["seen by one process alone"] = refusal(lambda: follower.restore(other))
 
 # What is not the same run.
 def restoring(of, samples=64, **more):
@@ -98,7 +115,6 @@ def restoring(of, samples=64, **more):
 said["another shape"] = restoring(variables(1) | {"model/dense/bias": tf.Variable(tf.zeros(3, tf.bfloat16))})
 said["another optimizer"] = restoring(variables(1) | {"optimizer/velocity": tf.Variable(1.0)})
 said["other data"] = restoring(variables(1), samples=65)
-said["seen by one process alone"] = restoring(variables(1), least=lambda number: min(number, -1))
 said["a text"] = refusal(lambda: again.save(9, {"model/text": np.array(["x"])}, {}, wait=True))
 
 # A restarted world takes its own newest one, a damaged one is passed over.
@@ -117,8 +133,25 @@ path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
 restarted = Checkpoints(run, True, WorkerEnv(restarts=1), samples=64)
 said["restarted from"] = restarted.restore(other)["step"]
 said["passed over"] = restarted.skipped[0][0].rpartition("/")[2]
+main, follower = both(run, plan("b", run="on another host"), WorkerEnv(world_size=2, restarts=1))
+main.restore(other)
+said["restarted without the main one's folder from"] = follower.restore(other)["step"]
 (place / "b/launch.json").unlink()
 said["not of this launch"] = Checkpoints(run, True, WorkerEnv(restarts=1), samples=64).restore(other) is None
+
+# A second fit of a script, to which only a restarted world came.
+later = Checkpoints(plan("fit-2"), True, WorkerEnv(restarts=1), samples=64)
+later.save(3, arrays(saved), position(3), wait=True)
+again = Checkpoints(plan("fit-2"), True, WorkerEnv(restarts=2), samples=64).restore(other)
+said["restarted in a later fit from"] = again and again["step"]
+
+# A stream finds its place by batches, which are not those of another size.
+stream = Checkpoints(plan("stream"), True, WorkerEnv())
+stream.save(3, arrays(saved), position(3, steps_in_epoch=3), wait=True)
+wider = Checkpoints(plan("stream", batch=8, resume=True), True, WorkerEnv())
+said["other batches of a stream"] = refusal(lambda: wider.restore(other))
+stream.save(4, arrays(saved), position(4, steps_in_epoch=0), wait=True)
+said["other batches in the next epoch"] = refusal(lambda: wider.restore(other))
 
 # A save that fails is told, and the run goes on; the last one must be written.
 told = []
@@ -161,7 +194,6 @@ def test_a_resumed_run_has_the_bytes_of_the_saved_one_and_torch_is_not_imported(
     assert said["nothing to resume"] is True
     assert said["same bytes"] is True
     assert said["position"] == {"epoch": 0, "step": 4, "samples_in_epoch": 16, "epochs": []}
-    assert said["others wait for the main process"] is True
     assert said["torch"] is False
 
 
@@ -173,7 +205,6 @@ def test_what_would_make_it_another_run_is_refused_by_name(said: dict[str, str])
     assert "model/dense/bias is bfloat16 [400] in the checkpoint and bfloat16 [3] here" in said["another shape"]
     assert "optimizer/velocity is only in this run" in said["another optimizer"]
     assert "64 samples an epoch, this data has 65" in said["other data"]
-    assert "do not see the same checkpoints" in said["seen by one process alone"]
     assert "model/text" in said["a text"]
 
 
@@ -182,6 +213,27 @@ def test_a_restarted_run_takes_its_own_newest_sound_checkpoint(said: dict[str, o
     assert said["restarted from"] == 1
     assert said["passed over"] == "step-000002"
     assert said["not of this launch"] is True
+
+
+def test_the_main_process_chooses_and_the_others_load_the_same(said: dict[str, Any]) -> None:
+    assert said["others begin with"] == 4
+    assert "do not see the same checkpoints" in said["seen by one process alone"]
+    assert said["restarted without the main one's folder from"] == 1
+
+
+def test_others_wait_for_a_checkpoint_unless_none_is_to_be_written(said: dict[str, Any]) -> None:
+    assert said["nothing is left to wait for"] == ""
+    assert "step 5 is not there" in said["others wait in vain"]
+    assert said["others wait for"] == "step-000005"
+
+
+def test_a_later_fit_that_a_restarted_world_came_to_first_goes_on_after_the_next_fault(said: dict[str, Any]) -> None:
+    assert said["restarted in a later fit from"] == 3
+
+
+def test_a_stream_is_not_resumed_with_other_batches_in_the_middle_of_an_epoch(said: dict[str, Any]) -> None:
+    assert "3 batches of 4 into an epoch, and batches are of 8" in said["other batches of a stream"]
+    assert said["other batches in the next epoch"] == ""
 
 
 def test_a_save_that_fails_is_told_and_the_last_one_is_an_error(said: dict[str, Any]) -> None:

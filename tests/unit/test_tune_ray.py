@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from distributed.core.errors import LaunchError
 from distributed.launch.ray_cluster import RayCluster, RayNode
 from distributed.tune.on_ray import cluster_obstacles, cluster_slots
+from distributed.tune.on_ray_trial import Host, _Place
 from distributed.tune.runner import TuneRequest
 from distributed.tune.space import Space
 
@@ -53,3 +55,12 @@ def test_a_cluster_that_grows_is_taken_for_what_it_can_become():
     growing = RayCluster((RayNode("a", 4, 1),), grows_to={"CPU": 64, "GPU": 16})
     assert cluster_obstacles(request(num_gpus=16, gpus_per_trial=8), growing) == []
     assert cluster_obstacles(request(num_gpus=17), growing)
+
+
+def test_a_place_whose_trials_cannot_be_started_says_so_and_closes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = _Place(Host(str(tmp_path / "gone"), str(tmp_path), str(tmp_path), (), "cpu", 1))
+    place.begin({"note": {"attempt": 1}})
+    with pytest.raises(LaunchError, match="could not be started"):
+        place.next()
+    place.close()

@@ -280,6 +280,17 @@ def visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def gpu_names(visible: str | None, count: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the first `count` GPUs, for a process that is to see some of them; `visible` is
+    what hides others from all.
+
+    >>> gpu_names("4,5", 2), gpu_names(None, 2)
+    (['4', '5'], ['0', '1'])
+    """
+    names = visible.split(",") if visible else []
+    return names[:count] if len(names) >= count else [str(number) for number in range(count)]
+
+
 def inherited_environ() -> dict[str, str]:
     """A copy of this process's environment, for the ranks that a launcher starts."""
     return dict(os.environ)

@@ -57,7 +57,9 @@ _LOST_PEER = re.compile(
 # A dataset may have lost a connection too: that of ranks is known by who tells of it.
 _OF_TORCH = re.compile(r"gloo|nccl|c10d|ProcessGroup|TCPStore|rendezvous|collective|distributed/", re.IGNORECASE)
 _OF_TENSORFLOW = {"UnavailableError", "AbortedError", "InternalError", "DeadlineExceededError"}
-_LOST_TASK = re.compile(r"collective ops is aborted|/job:(worker|chief|ps)/|coordination service", re.IGNORECASE)
+_ABORTED = re.compile(r"collective ops is aborted|coordination (service|agent)", re.IGNORECASE)
+# The bare name of a task is in every error of a task's own kernels too.
+_LOST_TASK = re.compile(r"(remote target|error reported from) /job:(worker|chief|ps)/", re.IGNORECASE)
 
 
 def is_collateral(error: BaseException) -> bool:
@@ -77,7 +79,9 @@ def is_collateral(error: BaseException) -> bool:
             return True
         if name == "HorovodInternalError":  # also what ranks get that hand it tensors which differ
             return "mismatched" not in str(link).lower()
-        if name in _OF_TENSORFLOW and _LOST_TASK.search(str(link)):
+        if name in _OF_TENSORFLOW and _ABORTED.search(str(link)):
+            return True
+        if name in _OF_TENSORFLOW - {"InternalError"} and _LOST_TASK.search(str(link)):
             return True
         if name in ("RuntimeError", "TimeoutError") and _OF_TORCH.search(str(link)) and _LOST_PEER.search(str(link)):
             return True

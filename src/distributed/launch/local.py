@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distributed.core.env import WorkerEnv, inherited_environ
+from distributed.core.env import WorkerEnv, gpu_names, inherited_environ
 from distributed.launch.crew import Crew
 from distributed.launch.echo import Echo, Screen
 from distributed.launch.nodes import Alone, Nodes, Round
@@ -126,8 +126,7 @@ class LocalLauncher:
         rendered = self.render(request, round_.place, round_.restarts)
         if request.device != "cuda" or list(slots) == list(range(len(slots))):
             return rendered
-        visible = self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        names = visible if len(visible) > max(slots) else [str(number) for number in range(max(slots) + 1)]
+        names = gpu_names(self.environ.get("CUDA_VISIBLE_DEVICES"), max(slots) + 1)
         specs = [
             replace(spec, env=dict(spec.env) | {"CUDA_VISIBLE_DEVICES": names[slot]})
             for spec, slot in zip(rendered.processes, slots, strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import threading
@@ -114,6 +115,7 @@ class RayRun:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
+        self._write_launch()
         trainer = self._trainer()
         fitting = threading.Thread(target=self._fit, args=(trainer,), daemon=True, name="ray.train")
         environ = inherited_environ()
@@ -126,18 +128,29 @@ class RayRun:
                     self._answer()
                     self._following.look()
                     fitting.join(_POLL_S)
-                self._conclude()
+                if fitting.is_alive():
+                    self._following.look()
+                else:
+                    self._conclude()
                 status = "stopped" if self._stops.count else "done"
-            except BaseException:
-                if fitting.is_alive():  # this thread was made to leave, as that of a trial which Ray Tune ends
-                    internal_kv._internal_kv_put(stop_key(self._run), str(END_AT_ONCE).encode(), namespace=NAMESPACE)
-                    fitting.join(_END_S)
-                raise
             finally:
+                if fitting.is_alive():  # they had their time, or this thread was made to leave, as by Ray Tune
+                    self._ask(END_AT_ONCE)
+                    fitting.join(_END_S)
                 self._following.close(status)
-                internal_kv._internal_kv_del(f"{self._run}/", del_by_prefix=True, namespace=NAMESPACE)
+                if not fitting.is_alive():  # else ranks that come later still have to hear it
+                    internal_kv._internal_kv_del(f"{self._run}/", del_by_prefix=True, namespace=NAMESPACE)
         if self._stops.number is not None:
             raise Stopped(self._stops.number)
+
+    def _write_launch(self) -> None:
+        """Rank 0 writes its own. Where the first world does not come to that, the next one must not take the id of an
+        earlier launch for this one's, and that one's checkpoints for its own."""
+        Path(self._run_dir).mkdir(parents=True, exist_ok=True)
+        Path(self._run_dir, "launch.json").write_text(json.dumps({"id": self._run}) + "\n", encoding="utf-8")
+
+    def _ask(self, number: int) -> None:
+        internal_kv._internal_kv_put(stop_key(self._run), str(number).encode(), namespace=NAMESPACE)
 
     def _fit(self, trainer: DataParallelTrainer) -> None:
         try:
@@ -171,8 +184,7 @@ class RayRun:
         if requests <= self._answered:
             return
         assert self._stops.number is not None
-        asked = int(self._stops.number) if requests == 1 else END_AT_ONCE
-        internal_kv._internal_kv_put(stop_key(self._run), str(asked).encode(), namespace=NAMESPACE)
+        self._ask(int(self._stops.number) if requests == 1 else END_AT_ONCE)
         if requests == 1:
             self._stops.announce()
         can_save = requests == 1 and self._following.has_ranks
@@ -193,6 +205,7 @@ class RayRun:
             threads=request.threads_per_rank,
             env=dict(request.env),
         )
+        verdict = Verdict(self._run, self._run_dir, self._patience.max_restarts, request.attempt)
         return DataParallelTrainer(
             become_rank,
             train_loop_config=asdict(order),
@@ -206,10 +219,10 @@ class RayRun:
             ),
             run_config=RunConfig(  # type: ignore[arg-type]  # Ray types it as the older one
                 # Ray takes up an old run where it finds the same name; ours goes on by its own checkpoints.
-                name=f"launch-{request.attempt}",
+                name=f"launch-{request.attempt}-{self._run[:8]}",
                 storage_path=str(Path(self._run_dir, "ray")),
                 failure_config=FailureConfig(max_failures=-1, controller_failure_limit=MAX_RESTARTS),
-                callbacks=[Verdict(self._run, self._run_dir, self._patience.max_restarts)],
+                callbacks=[verdict],  # type: ignore[list-item]  # Ray takes those of its workers' groups too
                 logging_config=LoggingConfig(log_level="ERROR"),
             ),
         )

@@ -172,10 +172,10 @@ def _join(address: str) -> None:
     thread.start()
     thread.join(_JOIN_S)
     if thread.is_alive():
-        raise _no_answer(address, [*tried, f"joined {resolved}, which did not let us in within {_JOIN_S:g} s"])
+        raise _not_let_in(address, [*tried, f"no answer of {resolved} within {_JOIN_S:g} s"])
     if failed:
         text = str(failed[0]).strip().splitlines()
-        raise _no_answer(address, [*tried, f"asked {resolved}: {text[0] if text else type(failed[0]).__name__}"])
+        raise _not_let_in(address, [*tried, f"asked {resolved}: {text[0] if text else type(failed[0]).__name__}"])
 
 
 def _resolve(address: str) -> tuple[list[str], str]:
@@ -224,6 +224,17 @@ def _no_answer(address: str, tried: Sequence[str]) -> LaunchError:
         "cluster, use ray://host:10001"
     )
     return LaunchError(f"no Ray cluster answers at address={address!r}", why="; ".join(tried), do=hint)
+
+
+def _not_let_in(address: str, tried: Sequence[str]) -> LaunchError:
+    """Somebody is there. Ray tells a wrong token, or none, in words that differ, or not at all."""
+    mode = inherited_environ().get("RAY_AUTH_MODE", "")
+    return LaunchError(
+        f"the Ray cluster at address={address!r} answers, and did not let this process in",
+        why="; ".join([*tried, f"RAY_AUTH_MODE is {mode or 'not set'} here"]),
+        do="set RAY_AUTH_MODE=token and the cluster's token (RAY_AUTH_TOKEN, or ~/.ray/auth_token), and use the "
+        "cluster's versions of Ray and Python",
+    )
 
 
 def _count(*, is_private: bool) -> RayCluster:

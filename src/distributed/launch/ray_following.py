@@ -21,6 +21,7 @@ from distributed.launch.blame import Ending, failure_error
 from distributed.launch.echo import Echo
 from distributed.launch.logtail import crash_dump
 from distributed.launch.policy import Fault
+from distributed.launch.preflight import next_attempt
 from distributed.launch.ray_cluster import Wish
 from distributed.launch.ray_verdict import AttemptEnd, ranks_of
 from distributed.launch.report import RunReport
@@ -36,7 +37,7 @@ class Following:
         self._run_dir, self._echo, self._wish = run_dir, echo, wish
         self._events = Path(run_dir, "events.jsonl")
         self._report = RunReport()
-        self._attempt, self._next = -1, first_attempt
+        self._attempt, self._first, self._next = -1, first_attempt, first_attempt
         self._unfollowed: list[int] = []  # ranks of this attempt whose log is not there yet
         self._world_size, self._reached, self._worlds = 0, 0, 0
         self._end: AttemptEnd | None = None
@@ -46,8 +47,10 @@ class Following:
 
     def look(self) -> None:
         """Tell what has happened since."""
-        if ranks_of(self._folder(self._next)):
-            self._begin(self._next)
+        for attempt in range(self._next, next_attempt(self._run_dir)):
+            folder = self._folder(attempt)  # a world may also end before it has ranks, and leave its end only, or none
+            if ranks_of(folder) or AttemptEnd.read(folder) is not None:
+                self._begin(attempt)
         if self._attempt < 0 or self._end is not None:
             self._wait_for_ranks()
         else:
@@ -65,7 +68,9 @@ class Following:
 
     def failure(self) -> RankFailedError | None:
         """The error of a run that was given up; made known to whoever follows the events."""
-        end = self._end if self._end is not None else AttemptEnd.read(self._folder(max(self._attempt, 0)))
+        attempts = reversed(range(self._first, next_attempt(self._run_dir)))
+        ends = (AttemptEnd.read(self._folder(attempt)) for attempt in attempts)
+        end = next((end for end in ends if end is not None), None)
         if end is None or not end.given_up:
             return None
         fault, path = end.fault, end.log_path if os.path.exists(end.log_path) else ""
@@ -91,7 +96,8 @@ class Following:
         if self._attempt >= 0 and self._end is None:
             self._read_end()
         if self._attempt >= 0 and self._end is None:  # no fault: Ray has places for another number of ranks
-            text = f"Ray goes on with {size} rank{'s' * (size > 1)} instead of {self._world_size}"
+            ranks = f"{size} rank{'s' * (size > 1)}" if size else "another number of ranks"
+            text = f"Ray goes on with {ranks} instead of {self._world_size}"
             self._tell_end(Fault("resize", -1, "", self._reached, text))
         self._attempt, self._next, self._end = attempt, attempt + 1, None
         self._world_size, self._worlds = size, self._worlds + 1

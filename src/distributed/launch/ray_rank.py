@@ -26,8 +26,8 @@ from distributed.core.errors import LaunchError
 from distributed.core.heartbeat import heartbeat_path
 from distributed.core.ray_run import NAMESPACE, node_key, place_name, stop_key
 from distributed.launch.ports import free_port
-from distributed.launch.preflight import next_attempt
 from distributed.launch.rank import main as run_program
+from distributed.launch.ray_verdict import attempt_to_come
 
 _LISTEN_EVERY_S = 0.5
 END_AT_ONCE = -signal.SIGKILL  # what the driver asks for in place of a signal to stop by
@@ -113,7 +113,7 @@ def _take_place(order: RankOrder) -> WorkerEnv:
     rank, node = context.get_world_rank(), context.get_node_rank()
     meeting = None
     if rank == 0:
-        attempt = max(next_attempt(order.run_dir), order.first_attempt)
+        attempt = attempt_to_come(order.run_dir, order.first_attempt)
         Path(order.run_dir, "attempts", str(attempt)).mkdir(parents=True)
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         meeting = {"attempt": attempt, "address": address, "port": free_port()}

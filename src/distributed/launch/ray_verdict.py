@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ray.experimental import internal_kv
-from ray.train import UserCallback
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 
 from distributed.core.errors import DistributedError
 from distributed.core.failure import FailureRecord, failure_path
@@ -58,21 +58,28 @@ class AttemptEnd:
         return AttemptEnd(Fault(**raw["fault"]), raw["given_up"], raw["log_path"], record)
 
 
-class Verdict(UserCallback):  # type: ignore[misc]
-    """Asked by Ray's controller after every failure of its workers."""
+class Verdict(WorkerGroupCallback):  # type: ignore[misc]
+    """Asked by Ray's controller after every failure of its workers. Each group of workers is an attempt of the run."""
 
-    def __init__(self, run: str, run_dir: str, max_restarts: int | None) -> None:
+    def __init__(self, run: str, run_dir: str, max_restarts: int | None, first_attempt: int) -> None:
         self._run, self._run_dir, self._max_restarts = run, run_dir, max_restarts
         self._faults: list[Fault] = []
-        self._reached, self._judged = 0, -1
+        self._first_attempt = self._attempt = first_attempt
+        self._reached, self._is_judged = 0, False
         self._uses_trainer = False
 
-    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        attempt = max(0, next_attempt(self._run_dir) - 1)
-        if attempt == self._judged:  # Ray asks again while it waits for a node that is being taken away
-            return
-        self._judged = attempt
-        folder = Path(self._run_dir, "attempts", str(attempt))
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Its number is the one that rank 0 will find, also where the workers end before there is a rank 0."""
+        self._attempt, self._is_judged = attempt_to_come(self._run_dir, self._first_attempt), False
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        # Ray asks again while it waits for a node that is being taken away.
+        if worker_group_status.errors and not self._is_judged:
+            self._is_judged = True
+            self._judge(worker_group_status.errors)
+
+    def _judge(self, worker_exceptions: Mapping[int, Exception]) -> None:
+        folder = Path(self._run_dir, "attempts", str(self._attempt))
         self._look_at_steps(folder)
         end = self._blame(folder, worker_exceptions)
         self._faults.append(end.fault)
@@ -125,6 +132,11 @@ class Verdict(UserCallback):  # type: ignore[misc]
             return _gone(folder, first.rank, step, _short(exceptions[first.rank]))
         fault = classify(first, step, _host(folder, first.rank), is_alone=first.is_collateral)
         return AttemptEnd(fault, log_path=first.log_path, record=first.record)
+
+
+def attempt_to_come(run_dir: str, first_attempt: int) -> int:
+    """The number of the next attempt of a launch that begins with `first_attempt`."""
+    return max(next_attempt(run_dir), first_attempt)
 
 
 def ranks_of(folder: Path) -> range:

@@ -21,6 +21,7 @@ from distributed.core.env import trial_in_env
 from distributed.core.events import CheckpointSaved, EpochEnded, Event, RunStarted
 
 FILE = "trial.json"  # in a trial's folder
+_FIT = "fit-"  # and a number: the folder of a Trainer that is not the first of its trial
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,14 @@ class TrialLine:
                 self._file = self._socket.makefile("rb")
                 self._pid = os.getpid()
             assert self._socket is not None
-            self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
-            answer = self._file.readline()
+            try:
+                self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+                answer = self._file.readline()
+            except BaseException:  # a signal came between: half a message may be out, or an answer on its way
+                self._pid = 0
+                self._file.close()
+                self._socket.close()
+                raise
         if not answer:
             raise ConnectionError("whoever ran this trial is gone")
         return dict(json.loads(answer))
@@ -99,18 +106,19 @@ class TrialObserver:
         self._epochs: dict[int, int] = {}  # optimizer step -> epochs done by then
         self._is_leaving = False
         self._all_epochs = 0
+        self._fit = 1
 
     def on(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self._all_epochs = event.epochs
+            self._all_epochs, self._fit = event.epochs, fit_of(event.run_dir)
         elif isinstance(event, EpochEnded) and not self._is_leaving:  # what comes then is a part of an epoch
             self._epochs[event.step] = event.epoch + 1
             told = {"step": event.epoch + 1, "metrics": event.metrics, "is_last": event.epoch + 1 == self._all_epochs}
-            answer = self._line.tell("report", **told, by="trainer")
+            answer = self._line.tell("report", **told, by="trainer", fit=self._fit)
             self._is_leaving = not answer["go"]
         elif isinstance(event, CheckpointSaved) and event.step in self._epochs:
             # between two epochs another trial can go on from it with another batch size
-            self._line.tell("saved", step=self._epochs[event.step], path=event.path)
+            self._line.tell("saved", step=self._epochs[event.step], path=event.path, fit=self._fit)
 
     def close(self) -> None:
         pass
@@ -131,7 +139,7 @@ def tell_read(names: Iterable[str]) -> None:
 
 def trial_settings(note: TrialNote, fit: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What the Trainer takes from a trial in its n-th `fit`: where nothing else is said, and whatever is said."""
-    run_dir = os.path.join(note.directory, note.run, *([f"fit-{fit}"] if fit > 1 else []))
+    run_dir = os.path.join(note.directory, note.run, *([f"{_FIT}{fit}"] if fit > 1 else []))
     defaults = {"checkpoint_frequency": 1, "keep_last": 2, "progress": False}
     always = {
         "run_dir": run_dir,
@@ -139,3 +147,21 @@ def trial_settings(note: TrialNote, fit: int) -> tuple[Mapping[str, Any], Mappin
         "resume_from_checkpoint": True,
     }
     return defaults, always | note.settings
+
+
+def fit_of(run_dir: str) -> int:
+    """Which `fit` of its trial writes to this folder.
+
+    >>> fit_of("trials/0001/run"), fit_of("trials/0001/run/fit-3")
+    (1, 3)
+    """
+    name = os.path.basename(os.path.normpath(run_dir))
+    number = name.removeprefix(_FIT)
+    return int(number) if name.startswith(_FIT) and number.isdigit() else 1
+
+
+def newest_checkpoint(directory: str) -> tuple[str, int]:
+    """The newest that a trial reported, and its step; "" and 0 where there is none."""
+    folder = Path(directory, "checkpoints")
+    steps = sorted(path.name for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
+    return (str(folder / steps[-1]), int(steps[-1])) if steps else ("", 0)

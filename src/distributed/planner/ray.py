@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from distributed.core.config import DistributedConfig
@@ -30,11 +31,26 @@ def problems_of(config: DistributedConfig) -> list[Problem]:
                 do="set address=auto on a node of the cluster, ray://HOST:10001 elsewhere; or leave it out",
             )
         )
+    nodes = "max_nodes" if config.max_nodes else "num_nodes"
+    if (config.max_nodes or config.num_nodes) > 1 and address is None and not _is_connected():
+        found.append(
+            Problem(
+                f"{nodes}={config.max_nodes or config.num_nodes} ({config.source(nodes)}), but no address",
+                why="without one, Ray is started on this machine for this run, and has one node",
+                do="set address (--address) to that of a cluster with as many; or num_gpus, for ranks on this machine",
+            )
+        )
     for name, why in _RAYS.items():
         if config.given(name):
             what = f"{name} ({config.source(name)}) would have no effect with backend='ray'"
             found.append(Problem(what, why=why, do=f"leave {name} out"))
     return found
+
+
+def _is_connected() -> bool:
+    """Whether this process is in a cluster already, which is then the run's."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _is_address(address: str) -> bool:

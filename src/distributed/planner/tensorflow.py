@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from distributed.core.config import DistributedConfig
-from distributed.core.errors import Problem
+from distributed.core.env import WorkerEnv
+from distributed.core.errors import PlanError, Problem
 from distributed.core.plan import Decision, Plan
 
 # Settings that only torch's engines read; given for TensorFlow, they would have no effect.
@@ -78,6 +79,29 @@ def cut_for(plan: Plan, processes: int, num_nodes: int) -> Plan:
         return plan
     cut = plan.for_world(processes * engine["replicas"], num_nodes)
     return replace(cut, engine=engine | {"processes": processes, "tasks": processes})
+
+
+def check_world(plan: Plan, world: WorkerEnv) -> None:
+    """Refuse a launcher's world that this plan is not for: its processes would each train by themselves, or for ever
+    wait for ones that nobody started."""
+    strategy, tasks = plan.engine["strategy"], plan.engine["tasks"]
+    if strategy == "parameter_server" and not world.is_followed:
+        raise PlanError(
+            f"tensorflow_strategy='parameter_server' under {world.launcher}",
+            why="workers and servers answer until a launcher ends them, and this one waits for them to end",
+            do=f"distributed train --script … --backend tensorflow --num-gpus {plan.world_size} "
+            "tensorflow_strategy=parameter_server",
+        )
+    if strategy != "multi_worker" and world.world_size != tasks:
+        raise PlanError(
+            f"{world.launcher} started {world.world_size} processes, and tensorflow_strategy={strategy!r} has {tasks} "
+            f"for {plan.world_size} replicas",
+            why="each of the processes would train a whole run" if tasks == 1 else "",
+            do="set tensorflow_strategy where the processes are started: --backend tensorflow "
+            f"tensorflow_strategy={strategy}"
+            if world.is_followed
+            else f"start {tasks}, or set tensorflow_strategy='multi_worker'",
+        )
 
 
 def _why(layout: Layout, plan: Plan) -> Decision:

@@ -6,7 +6,9 @@ import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,26 @@ from ray.experimental import internal_kv
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from distributed.core.env import WorkerEnv, ray_run
+from distributed.core.events import Warned
 from distributed.core.ray_run import NAMESPACE, RESUMED, stop_key
 
 _LISTEN_EVERY_S = 0.25
+_TELL_S = 60.0  # for Ray to take one report, when the run waits for that at its end
 
 
 class RayHost:
-    """Threads of this rank speak with Ray, so that steps wait for none of it."""
+    """Threads of this rank speak with Ray, so that steps wait for none of it.
+
+    A report is not worth a run: one that cannot be made is told as a warning at the end.
+    """
 
     def __init__(self, env: WorkerEnv) -> None:
         self._env, self._run = env, ray_run()
         self._is_over = threading.Event()
         self._reports: queue.SimpleQueue[tuple[dict[str, Any], str] | None] = queue.SimpleQueue()
         self._reported = ""  # the newest checkpoint that Ray knows
+        self._telling, self._told = "", 0  # the report that Ray is being told, and how many it has been
+        self._failures: list[str] = []
         self._reporter = threading.Thread(target=self._tell_reports, daemon=True, name="reports to Ray")
         self._reporter.start()
 
@@ -46,7 +55,14 @@ class RayHost:
     def close(self) -> None:
         self._is_over.set()
         self._reports.put(None)
-        self._reporter.join()
+        told = -1
+        while self._reporter.is_alive() and self._told != told:  # there may be many left: each has its time
+            told = self._told
+            self._reporter.join(_TELL_S)
+        if self._reporter.is_alive():
+            self._failures.append(f"the report of {self._telling} was not taken within {_TELL_S:g} s")
+        if self._failures and self._env.is_main:
+            self._warn()
 
     def _listen(self, stop: Callable[[int], None]) -> None:
         while not self._is_over.wait(_LISTEN_EVERY_S):
@@ -58,13 +74,29 @@ class RayHost:
     def _tell_reports(self) -> None:
         """Ray counts the reports of every rank, and takes what they say from rank 0."""
         while (report := self._reports.get()) is not None:
-            if not self._env.is_main:
-                ray.train.report({})
-                continue
             metrics, path = report
-            checkpoint = self._shown(path) if path and path != self._reported else None
-            self._reported = path
-            ray.train.report(metrics, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+            self._telling = f"step {metrics.get('step', 'unknown')}"
+            checkpoint = self._new_checkpoint(path) if self._env.is_main else None
+            try:
+                if self._env.is_main:
+                    ray.train.report(metrics, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+                else:
+                    ray.train.report({})
+            except Exception as error:  # the next one is told all the same: every rank waits for it
+                self._failures.append(f"the report of {self._telling} failed: {type(error).__name__}: {error}")
+            self._told += 1
+
+    def _new_checkpoint(self, path: str) -> Checkpoint | None:
+        """One that Ray does not know; None where it cannot be shown, as on a full disk, or when it is removed again."""
+        if not path or path == self._reported:
+            return None
+        try:
+            shown = self._shown(path)
+        except Exception as error:  # without this report the others would wait for ever
+            self._failures.append(f"{path} could not be shown to Ray: {type(error).__name__}: {error}")
+            return None
+        self._reported = path
+        return shown
 
     def _shown(self, path: str) -> Checkpoint:
         """A checkpoint where Ray lets one lie, below its own folder: links to the files, or the address of others."""
@@ -79,6 +111,13 @@ class RayHost:
             for file in source.iterdir():
                 _link(shown / file.name, file)
         return Checkpoint(str(shown))
+
+    def _warn(self) -> None:
+        more = f" (and {len(self._failures) - 1} more)" if len(self._failures) > 1 else ""
+        message = f"Ray's result may lack a report: {self._failures[0]}{more}; the run itself lacks nothing"
+        line = Warned(time=time.time(), message=message).to_json()
+        with suppress(OSError), open(Path(self._env.run_dir, "events.jsonl"), "a", encoding="utf-8") as events:
+            events.write(f"{line}\n")
 
 
 def _link(path: Path, target: Path) -> None:

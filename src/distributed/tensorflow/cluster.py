@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
 from distributed.core.config import DistributedConfig
-from distributed.core.env import TENSORFLOW, WorkerEnv, announce, inherited_environ
+from distributed.core.env import TENSORFLOW, WorkerEnv, announce, gpu_names, inherited_environ, visible_devices
 from distributed.core.errors import ConfigError
 from distributed.core.plan import Plan
 from distributed.launch.ports import LOWEST_PORT, PORTS, free_port
@@ -19,6 +19,7 @@ from distributed.launch.request import NodePlace, Role
 from distributed.planner.tensorflow import Layout, lay_out
 
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 2 leaves out what its servers tell of every connection
+_OF_TASKS = ("multi_worker", "parameter_server")  # the strategies of several processes
 _STRIDE = 101  # between the ports of ranks where nobody can look whether they are free on the other nodes
 
 
@@ -35,7 +36,7 @@ def roles(config: DistributedConfig, num_nodes: int, devices: int) -> Cluster:
     )
     if layout.strategy == "parameter_server":
         told["GRPC_FAIL_FAST"] = "use_caller"  # else a call to a worker that is gone waits for it to come back
-    return Cluster(layout, told)
+    return Cluster(layout, told, visible_devices())
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Cluster:
 
     layout: Layout
     told: Mapping[str, str] = field(default_factory=dict)  # the same to all
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES, as it is for all of them
     free: Callable[[], int] = free_port
     _kept: tuple[str, ...] = field(default=(), init=False)
 
@@ -68,7 +70,7 @@ class Cluster:
 
     def _addresses(self, place: NodePlace) -> tuple[str, ...]:
         """Of every task, by rank. A server that goes on while a worker is replaced stays where the others know it."""
-        if self.layout.strategy not in ("multi_worker", "parameter_server"):
+        if self.layout.strategy not in _OF_TASKS:
             return ()
         if self._kept:
             return self._kept
@@ -90,12 +92,12 @@ class Cluster:
         return found
 
     def _devices(self, place: NodePlace, local_rank: int, device: str) -> dict[str, str]:
-        """One GPU for each task that trains, where a node has several tasks: TensorFlow takes all that it sees."""
-        if device != "cuda" or place.ranks == 1:
+        """One GPU for each task that trains, also where there is one task: TensorFlow takes all that it sees."""
+        if device != "cuda" or self.layout.strategy not in _OF_TASKS:
             return {}
         slot = local_rank - self.layout.chief
         trains = 0 <= slot < self.layout.processes
-        return {"CUDA_VISIBLE_DEVICES": str(slot) if trains else ""}
+        return {"CUDA_VISIBLE_DEVICES": gpu_names(self.visible, slot + 1)[slot] if trains else ""}
 
 
 def task_of(layout: Layout, rank: int) -> tuple[str, int]:
@@ -130,7 +132,7 @@ def derived_port(master_port: int, rank: int) -> int:
 def announce_in_world(plan: Plan, world: WorkerEnv) -> None:
     """Set TF_CONFIG in a process that mpirun, srun or torchrun started on one host, unless it has one."""
     layout = Layout(**{known.name: plan.engine[known.name] for known in fields(Layout)})
-    needs = layout.strategy in ("multi_worker", "parameter_server") and world.world_size > 1
+    needs = layout.strategy in _OF_TASKS and world.world_size > 1
     if not needs or inherited_environ().get("TF_CONFIG"):
         return
     if world.num_nodes > 1:
@@ -139,5 +141,6 @@ def announce_in_world(plan: Plan, world: WorkerEnv) -> None:
             why=f"{world.launcher} does not tell the addresses of all hosts",
             do="set TF_CONFIG, or run `distributed train --num-nodes … --master-addr …` on every host",
         )
-    ports = (derived_port(world.master_port, rank) for rank in range(world.world_size))
+    # Not the meeting point's own port, where torchrun may listen itself.
+    ports = (derived_port(world.master_port, rank + 1) for rank in range(world.world_size))
     announce({"TF_CONFIG": render(layout, tuple(f"127.0.0.1:{port}" for port in ports), world.rank)})

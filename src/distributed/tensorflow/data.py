@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -150,13 +151,18 @@ class EvalLoader:
     seed: int
 
     def __iter__(self) -> Iterator[Micro]:
-        made = self.source.made(self.seed)
-        whole = self.per_replica * self.ranks
+        made, whole = self._made, self.per_replica * self.ranks
         if isinstance(made, Arrays):
             for start in range(0, made.samples, whole):
                 size = min(whole, made.samples - start)
                 yield cut_batch(made.take(slice(start, start + size)), size, size, self.ranks, self.replicas)
             return
-        for batch in made.epoch(0).rebatch(whole).prefetch(2):
+        for batch in made.rebatch(whole).prefetch(2):
             size = rows(batch)
             yield cut_batch(batch, size, size, self.ranks, self.replicas)
+
+    @functools.cached_property
+    def _made(self) -> Any:
+        """Arrays or a dataset. A function that makes them is called once, not for each evaluation."""
+        made = self.source.made(self.seed)
+        return made if isinstance(made, Arrays) else made.epoch(0)

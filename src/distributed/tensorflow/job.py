@@ -14,6 +14,6 @@ class Job:
     """The plan, the model taken apart, and the data."""
 
     plan: Plan
-    model: Parts
+    model: Parts | None  # None: one that is there is trained as it is
     train: Source
     evaluation: Source | None

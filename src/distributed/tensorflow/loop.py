@@ -27,6 +27,7 @@ from distributed.core.plan import Plan
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.signals import StopSignals
 from distributed.tensorflow.data import Loader, Micro
+from distributed.tensorflow.layers import finalize
 from distributed.tensorflow.meter import Meter
 from distributed.tensorflow.rates import Rate
 from distributed.tensorflow.run_state import RunState
@@ -63,6 +64,7 @@ class Loop:
     def begin(self) -> None:
         """Take what a checkpoint holds, or nothing."""
         self._state.restore(on_saved=self._saved, on_failed=self._not_saved)
+        finalize(self._model)
         self._meter.load_state(self._state.progress.meter)
         self._rate.set(self._state.progress.step, is_own=self._plan.checkpoint.own_rates)
         self._announce()

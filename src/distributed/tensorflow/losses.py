@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +18,9 @@ class LossOf:
     """Means over samples are weighted by a replica's part of them; sums are added; regularization counts once.
 
     Keras itself divides a mean by the number of replicas where it runs in one of several, so that its optimizer can
-    add them up. That takes all replicas for equally large, which the last ones of an epoch are not: it is undone here.
+    add them up. That takes all replicas for equally large, which the last ones of an epoch are not. Legacy Keras
+    divides all means, which is undone here. Keras 3 does not divide what a loss function returns as one number, so that
+    it must not divide at all.
     """
 
     def __init__(self, model: Any, replicas: int) -> None:
@@ -28,8 +33,10 @@ class LossOf:
         """`weight` is this replica's part of the step's samples (or their number, for a sum of losses)."""
         total = tf.zeros((), tf.float32)
         if self._compiled is not None:
-            loss = self._compiled(y, predicted, sample_weight=sample_weight)
-            total += tf.cast(loss, tf.float32) if self._is_sum else tf.cast(loss, tf.float32) * weight * self._replicas
+            with nullcontext() if self._is_legacy else _UNDIVIDED:
+                loss = tf.cast(self._compiled(y, predicted, sample_weight=sample_weight), tf.float32)
+            part = weight * self._replicas if self._is_legacy else weight
+            total += loss * (tf.cast(weight > 0, tf.float32) if self._is_sum else part)  # a stand-in has no weight
         for extra in self._model.losses:  # regularization, and what layers add: means over samples too
             total += tf.reduce_sum(tf.cast(extra, tf.float32)) * weight
         return total
@@ -49,6 +56,37 @@ class LossOf:
                 ]
             )
         return kinds == {"sum"}
+
+
+class _Undivided:
+    """Meanwhile Keras 3 takes a loss for that of a single replica. Replicas are traced in threads, which may take turns
+    in here: the last one out puts Keras's own functions back."""
+
+    _NAMES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._own: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        module = import_module("keras.src.losses.loss")
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._own = {name: getattr(module, name) for name in self._NAMES}
+                for name in self._NAMES:
+                    setattr(module, name, lambda value: value)
+
+    def __exit__(self, *failure: object) -> None:
+        module = import_module("keras.src.losses.loss")
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                for name, own in self._own.items():
+                    setattr(module, name, own)
+
+
+_UNDIVIDED = _Undivided()
 
 
 def _flat(loss: Any) -> list[Any]:

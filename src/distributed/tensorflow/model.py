@@ -14,24 +14,14 @@ import tensorflow as tf
 
 from distributed.core.errors import TaskError
 from distributed.core.plan import OptimizerPlan, Plan
-from distributed.tensorflow.sources import leaves, map_tree
+from distributed.tensorflow.layers import adapted_to_data, finalize, has_layer_losses, synchronize_batchnorm
+from distributed.tensorflow.sending import LIBRARIES, apart, made
+from distributed.tensorflow.sources import leaves
 
-LIBRARIES = ("keras", "tf_keras")
 _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 _BUILD = "pass a function that builds it: TensorFlowDistributedTrainer(lambda: build_model())"
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 _WEIGHT_DECAY = {"adamw": 0.01}  # torch's, so that one setting means one thing
-
-
-@dataclass(frozen=True)
-class Remade:
-    """A Keras object that holds variables: it is made anew where they shall live."""
-
-    kind: type
-    config: dict[str, Any]
-
-    def make(self) -> Any:
-        return self.kind.from_config(self.config)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class Compiled:
     optimizer: Any = None  # Remade, a name, a function that makes one, or None: the plan's
 
     def apart(self) -> Compiled:
-        return Compiled(**{name: _apart(value) for name, value in self.__dict__.items()})
+        return Compiled(**apart(self.__dict__))
 
 
 @dataclass(frozen=True)
@@ -63,13 +53,14 @@ class Parts:
     def make(self, plan: Plan, batch: Any) -> Any:
         """The model, compiled and built with its numbers; in the scope of the strategy that shall train it."""
         model = self._make(plan)
-        check_compiled(model, self.compiled)
+        check_compiled(model, self.compiled, lambda: batch)
         compile_model(model, self.compiled, plan)
-        if plan.replicate.sync_batchnorm and plan.world_size > 1:
-            synchronize_batchnorm(model)
+        if plan.world_size > 1:
+            synchronize_batchnorm(model, plan.replicate.sync_batchnorm)
         build_state(model, batch)
         if self.weights:
             model.set_weights(list(self.weights))
+            finalize(model)
         if self.optimizer_values:
             for variable, value in zip(state_of(model.optimizer), self.optimizer_values, strict=True):
                 variable.assign(value)
@@ -94,6 +85,12 @@ def take_apart(model: Any, compiled: Compiled | None) -> Parts:
     """The parts of a model that is given whole; `compiled` wins over what it was compiled with."""
     library = library_of(model)
     assert library is not None
+    if adapted := adapted_to_data(model):
+        raise TaskError(
+            f"the layer {adapted[0]} cannot be sent to other processes with what it was adapted to",
+            why="that is neither in its config nor in a weight",
+            do=f"{_BUILD}; or give the layer its vocabulary or boundaries as an argument",
+        )
     try:
         config = import_module(library).saving.serialize_keras_object(model)
     except Exception as failed:  # as above
@@ -143,7 +140,7 @@ def compile_model(model: Any, given: Compiled | None, plan: Plan) -> None:
             return
         given = Compiled()
     library = import_module(library_of(model) or "keras")
-    wanted = map_tree(_made, given.__dict__)
+    wanted = made(given.__dict__)
     optimizer = wanted.pop("optimizer")
     if optimizer is None:
         optimizer = make_optimizer(library, plan.optimizer)
@@ -210,16 +207,6 @@ def array_of(variable: Any) -> np.ndarray[Any, Any]:
     return np.asarray(tf.convert_to_tensor(variable))
 
 
-def synchronize_batchnorm(model: Any) -> None:
-    """Statistics over all replicas, so that the result is that of one."""
-    for layer in batchnorms(model):
-        layer.synchronized = True
-
-
-def batchnorms(model: Any) -> list[Any]:
-    return [layer for layer in model._flatten_layers() if type(layer).__name__ == "BatchNormalization"]
-
-
 def with_policy(config: Any, policy: str | None) -> Any:
     """A model's config with this dtype policy wherever it has plain float32."""
     if isinstance(config, dict):
@@ -264,7 +251,9 @@ def library_of_class(kind: type, *, direct: bool = False) -> str | None:
 
 def checked_model(model: Any, what: str) -> Any:
     """A Keras model, or an error that says what it is instead."""
-    if library_of(model) is not None and hasattr(model, "compile"):
+    library = library_of(model)
+    if library is not None and hasattr(model, "compile"):
+        _check_backend(library)
         return model
     is_torch = any(kind.__module__.partition(".")[0] == "torch" for kind in type(model).__mro__)
     raise TaskError(
@@ -274,12 +263,23 @@ def checked_model(model: Any, what: str) -> Any:
     )
 
 
-def check_compiled(model: Any, given: Compiled | None) -> None:
+def _check_backend(library: str) -> None:
+    """Keras 3 computes with what it was told when it was imported."""
+    backend = "tensorflow" if library == "tf_keras" else import_module(library).config.backend()
+    if backend != "tensorflow":
+        raise TaskError(
+            f"Keras computes with {backend} in this process",
+            why="a tf.distribute strategy trains what TensorFlow computes",
+            do="set KERAS_BACKEND=tensorflow, in the environment or in ~/.keras/keras.json, before keras is imported",
+        )
+
+
+def check_compiled(model: Any, given: Compiled | None, batch: Callable[[], Any]) -> None:
     """Refuse a model that has nothing to minimize, and one whose own step we would pass over."""
     kind = type(model)
     loss = (given or compiled_of(model)).loss
     owns_loss = kind.compute_loss is not _base(kind, "compute_loss")
-    if not leaves(loss) and not getattr(model, "losses", None) and not owns_loss:
+    if not leaves(loss) and not owns_loss and not has_layer_losses(model, batch):
         what = "the model is not compiled, and no loss is given" if not is_compiled(model) else "there is no loss"
         raise TaskError(what, why="there is nothing to minimize", do="model.compile(loss=…, …), or pass loss=…")
     own = [name for name in ("train_step", "compute_loss") if getattr(kind, name) is not _base(kind, name)]
@@ -299,11 +299,3 @@ def _base(kind: type, name: str) -> Any:
 
 def _is_factory(optimizer: Any) -> bool:
     return callable(optimizer) and not hasattr(optimizer, "get_config")
-
-
-def _apart(value: Any) -> Any:
-    return map_tree(lambda leaf: Remade(type(leaf), leaf.get_config()) if hasattr(leaf, "get_config") else leaf, value)
-
-
-def _made(value: Any) -> Any:
-    return value.make() if isinstance(value, Remade) else value

@@ -6,6 +6,7 @@ hold what cannot be replaced; when one of them dies, all begin again from the ne
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import deque
@@ -23,7 +24,7 @@ from distributed.runtime.agent_line import AgentLine, agent_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.tensorflow.data import Micro, Part
 from distributed.tensorflow.step import Stepper, StepResult
-from distributed.tensorflow.strategy import World
+from distributed.tensorflow.strategy import Setup, World, set_threads
 
 _STEPS_AHEAD = 2  # that are handed out while earlier ones are not done
 
@@ -35,13 +36,17 @@ def has_servers(plan: Plan) -> bool:
 def enter(plan: Plan, world: WorkerEnv) -> World:
     """The strategy as the chief sees it, once all others answer. In any other process this does not return: it answers
     the chief until the launcher ends it, which is when the chief has ended."""
-    if plan.device == "cpu":
-        tf.config.threading.set_intra_op_parallelism_threads(plan.threads_per_rank)
-    resolver = _resolver()
+    set_threads(Setup.of(plan), plan.threads_per_rank)
+    return ChiefWorld(join_cluster(world), range(plan.engine["processes"]))
+
+
+@functools.cache
+def join_cluster(world: WorkerEnv) -> Any:
+    """The chief's strategy, once in a process: what was made in TensorFlow before has no device any more."""
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if resolver.task_type != "chief":
-        _serve(plan, world, resolver)
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
-    return ChiefWorld(strategy, range(plan.engine["processes"]))
+        _serve(world, resolver)
+    return tf.distribute.ParameterServerStrategy(resolver)
 
 
 class ChiefWorld(World):
@@ -57,33 +62,33 @@ class ChiefWorld(World):
         return False
 
 
-def _serve(plan: Plan, world: WorkerEnv, resolver: Any) -> NoReturn:
+def _serve(world: WorkerEnv, resolver: Any) -> NoReturn:
     server = tf.distribute.Server(
         resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id, protocol="grpc"
     )
-    heartbeat = Heartbeat(world.attempt_dir(plan.run_dir), world.rank)  # says that it lives; it makes no steps
-    join_crew(plan, world)
+    heartbeat = Heartbeat(world.attempt_dir(world.run_dir), world.rank)  # says that it lives; it makes no steps
+    join_crew(world.run_dir, world)
     server.join()
     raise AssertionError(f"{heartbeat} and {server} are there for as long as this process is")
 
 
-def join_crew(plan: Plan, world: WorkerEnv) -> None:
+def join_crew(run_dir: str, world: WorkerEnv) -> None:
     """Tell the launcher that this process is there, and stays when others are replaced; made once its heartbeat is."""
     line = agent_line()
     if line is None:
         return
     line.tell(Joined(regroups=True, sizes=[world.world_size]))
-    follow = threading.Thread(target=_follow, args=(line, plan, world), name="worlds", daemon=True)
+    follow = threading.Thread(target=_follow, args=(line, run_dir, world), name="worlds", daemon=True)
     follow.start()
 
 
-def _follow(line: AgentLine, plan: Plan, world: WorkerEnv) -> None:
+def _follow(line: AgentLine, run_dir: str, world: WorkerEnv) -> None:
     """A world in which another task was replaced is the same to this one; the launcher looks for it in the new one."""
-    first = heartbeat_path(world.attempt_dir(plan.run_dir), world.rank)
+    first = heartbeat_path(world.attempt_dir(run_dir), world.rank)
     after = world.attempt
     while (told := line.next_world(after)) is not None:
         after = told.attempt
-        folder = told.attempt_dir(plan.run_dir)
+        folder = told.attempt_dir(run_dir)
         os.makedirs(folder, exist_ok=True)
         with suppress(OSError):  # it has one already
             os.link(first, heartbeat_path(folder, world.rank))
@@ -175,7 +180,3 @@ def _count_atomically(optimizer: Any) -> None:
     held = getattr(iterations, "value", None)
     if isinstance(held, tf.Variable):
         iterations.assign_add = lambda value: held.assign_add(tf.cast(value, held.dtype))
-
-
-def _resolver() -> Any:
-    return tf.distribute.cluster_resolver.TFConfigClusterResolver()

@@ -24,6 +24,11 @@ class Rate:
         if not self._plan.is_constant or (is_own and not has_rate_schedule(self._optimizer)):
             self._optimizer.learning_rate = self._peak * rate_factor(self._plan, step, self._warmup, self._total)
 
+    def put_back(self) -> None:
+        """The peak, once all is over: the optimizer may be the user's own, who goes on with it."""
+        if not self._plan.is_constant:
+            self._optimizer.learning_rate = self._peak
+
     @property
     def now(self) -> float:
         return float(np.asarray(self._optimizer.learning_rate))

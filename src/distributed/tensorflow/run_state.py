@@ -63,7 +63,7 @@ class RunState:
             self._env.is_main,
             self._env,
             samples=self._samples,
-            least=lambda number: int(min(self._world.gather(number))),
+            spread=lambda number: int(self._world.gather(number)[0]),
             on_saved=on_saved,
             on_failed=on_failed,
         )

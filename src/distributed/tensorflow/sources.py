@@ -119,17 +119,19 @@ class Made:
     samples: int | None = None
 
     def made(self, seed: int) -> Arrays | Stream:
-        if inspect.signature(self.function).parameters:
-            return Stream(lambda epoch: _as_dataset(self.function(epoch), self.role))
-        found = read_source(self._seeded(seed, 0), self.role)
-        if isinstance(found, Arrays):
-            return found
+        if not self._takes_epoch():
+            found = read_source(self._seeded(seed, 0), self.role)
+            if isinstance(found, Arrays):
+                return found
         return Stream(lambda epoch: _as_dataset(self._seeded(seed, epoch), self.role))
 
     def _seeded(self, seed: int, epoch: int) -> Any:
         """A shuffle that has no seed of its own gets one of this epoch, the same in every process."""
         tf.random.set_seed(derive_seed(seed, "data", epoch) % 2**31)
-        return self.function()
+        return self.function(epoch) if self._takes_epoch() else self.function()
+
+    def _takes_epoch(self) -> bool:
+        return bool(inspect.signature(self.function).parameters)
 
 
 def _as_dataset(data: Any, role: str) -> Any:
@@ -189,7 +191,7 @@ def _check_batched(dataset: Any, role: str) -> int | None:
 
 def check_order(source: Any, role: str) -> None:
     """Every process reads the whole of a dataset and keeps its share: so all must read it in one order."""
-    if isinstance(source, Given) and _draws_its_own_order(source.dataset):
+    if draws_its_own_order(source):
         raise DataError(
             f"{role} shuffles without a seed",
             why="each process would draw an order of its own, and samples would be repeated and left out",
@@ -197,10 +199,12 @@ def check_order(source: Any, role: str) -> None:
         )
 
 
-def _draws_its_own_order(dataset: Any) -> bool:
-    """Whether its graph has a shuffle whose seeds are both 0, which means none."""
+def draws_its_own_order(source: Any) -> bool:
+    """Whether the graph of a dataset has a shuffle whose seeds are both 0, which means none."""
+    if not isinstance(source, Given):
+        return False
     try:
-        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=dataset._variant_tensor, external_state_policy=1)
+        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=source.dataset._variant_tensor, external_state_policy=1)
     except tf.errors.OpError:  # what cannot be written down cannot be looked at
         return False
     definition = tf.compat.v1.GraphDef.FromString(graph.numpy())

@@ -1,7 +1,7 @@
 """What of a TensorFlow run goes into a checkpoint and comes back: variables by name, and where the run stands.
 
-One process writes, since every process of a synchronous world holds all of the state; each reads for itself. The format
-is that of every other engine, and no tensor of torch is in it.
+One process writes, since every process of a synchronous world holds all of the state. It also chooses what they go on
+from, and each reads that for itself. The format is that of every other engine, and no tensor of torch is in it.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class Checkpoints:
         world: WorkerEnv,
         *,
         samples: int | None = None,
-        least: Callable[[int], int] = lambda number: number,
+        spread: Callable[[int], int] = lambda number: number,
         on_saved: Callable[[Saved], None] = lambda saved: None,
         on_failed: Callable[[CheckpointError], None] = lambda failed: None,
     ) -> None:
-        """`samples` of an epoch: a run is not resumed with another number. `least` gives the least of the numbers that
-        all processes pass. A save that fails goes to `on_failed`, unless it was waited for."""
-        self._plan, self._is_main, self._world, self._samples, self._least = plan, is_main, world, samples, least
+        """`samples` of an epoch: a run is not resumed with another number. `spread` gives all processes the number that
+        the main one passes. A save that fails goes to `on_failed`, unless it was waited for."""
+        self._plan, self._is_main, self._world, self._samples, self._spread = plan, is_main, world, samples, spread
         self._on_saved, self._on_failed = on_saved, on_failed
         self._storage = open_storage(plan.checkpoint.dir)
-        self._launch = _launch_id(plan, is_main, world)
+        self._launch = _launch_id(plan, world) if is_main else ""
         self._writer: Writer | None = None
         self._verified: frozenset[str] = frozenset()
         self._saved_at = -1
@@ -69,16 +69,13 @@ class Checkpoints:
         Names are `component/name`, as in `save`. Of a checkpoint that was imported from another program only the model
         is taken, and the position has its step alone.
         """
-        found = self._find(variables)
-        step = -1 if found is None else found[1].step
-        if (self._least(step), -self._least(-step)) != (step, step):
-            raise CheckpointError(
-                "the processes do not see the same checkpoints",
-                why=f"the newest that this one can read is {self.path or 'none'}",
-                do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…",
-            )
-        if found is None:
+        candidates, is_own = self._find() if self._is_main else ([], False)
+        found = self._first_sound(candidates, variables) if candidates else None
+        step, is_own = self._spread(-1 if found is None else found[1].step), bool(self._spread(is_own))
+        if step < 0:
             return None
+        if found is None:
+            found = self._first_sound(self._same(step, is_own), variables)
         tree, manifest = found
         is_imported = "imported" in manifest.meta
         for name, variable in variables.items():
@@ -101,7 +98,7 @@ class Checkpoints:
         Returns when the arrays are copied; hashing and writing go on behind. `wait` for the last one of a run.
         """
         if not self._is_main:
-            if wait:
+            if wait and self._saved_at != step:  # else it is the one that all began with, which may lie elsewhere
                 self._await(step)
             return
         writer = self._writer = self._writer or self._make_writer()
@@ -147,15 +144,27 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.close()
 
-    def _find(self, variables: Mapping[str, Any]) -> tuple[StateTree, Manifest] | None:
-        """A run that was restarted goes on from its own newest checkpoint; one that was not, from what it is told."""
-        checkpoint = self._plan.checkpoint
+    def _find(self) -> tuple[list[Candidate], bool]:
+        """A run that was restarted goes on from its own newest checkpoint (True); one that was not, from what it is
+        told."""
         if self._world.restarts:
             own = [found for found in find(self._storage, True) if self._is_own(found)]
             if own:
-                return self._first_sound(own, variables)
-        candidates = find(self._storage, checkpoint.resume)
-        return self._first_sound(candidates, variables) if candidates else None
+                return own, True
+        return find(self._storage, self._plan.checkpoint.resume), False
+
+    def _same(self, step: int, is_own: bool) -> list[Candidate]:
+        """What the main process chose, as this one sees it."""
+        seen = find(self._storage, True if is_own else self._plan.checkpoint.resume)
+        same = [candidate for candidate in seen if candidate.step == step]
+        if not same:
+            raise CheckpointError(
+                "the processes do not see the same checkpoints",
+                why=f"the main one goes on from step {step}, and the newest here is "
+                + (seen[0].path if seen else f"none: {self._storage.root} has no checkpoint"),
+                do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…",
+            )
+        return same
 
     def _first_sound(self, candidates: list[Candidate], variables: Mapping[str, Any]) -> tuple[StateTree, Manifest]:
         """The newest that verifies. A newer format or a store that does not answer is an error: no training is lost."""
@@ -207,13 +216,23 @@ class Checkpoints:
                 why="the order of samples would be another one, so some would be repeated and others left out",
                 do="pass the same data; to train on with new data, load the weights and begin a new checkpoint_dir",
             )
+        self._check_place(candidate, manifest)
+
+    def _check_place(self, candidate: Candidate, manifest: Manifest) -> None:
+        """In the middle of an epoch the next batch must begin where one ended."""
         position, batch = manifest.shared.skeleton.get(_POSITION, {}), self._plan.batch.global_batch
-        if self._samples is not None and position.get("samples_in_epoch", 0) % batch:
+        before = manifest.meta.get("global_batch")
+        if self._samples is not None:
+            place = f"{position.get('samples_in_epoch', 0)} samples"
+            is_between = position.get("samples_in_epoch", 0) % batch == 0
+        else:  # a dataset finds its place by counting batches
+            place = f"{position.get('steps_in_epoch', 0)} batches of {before}"
+            is_between = position.get("steps_in_epoch", 0) == 0 or before in (None, batch)
+        if not is_between:
             raise CheckpointError(
-                f"the checkpoint {candidate.path} stands {position['samples_in_epoch']} samples into an epoch, "
-                f"and batches are of {batch}",
+                f"the checkpoint {candidate.path} stands {place} into an epoch, and batches are of {batch}",
                 why="samples would be repeated or left out",
-                do=f"keep the global batch as it was in the first run, {meta.get('global_batch')}",
+                do=f"keep the global batch as it was in the first run, {before}",
             )
 
     def _make_writer(self) -> Writer:
@@ -255,13 +274,12 @@ class Checkpoints:
         }
 
 
-def _launch_id(plan: Plan, is_main: bool, world: WorkerEnv) -> str:
-    """What tells this launch of a run from others in the same folder; every process of a restarted world reads it."""
+def _launch_id(plan: Plan, world: WorkerEnv) -> str:
+    """What tells this launch of a run from others in the same folder: the same for all of its worlds."""
     path = Path(plan.run_dir) / "launch.json"
-    if world.restarts:
-        return str(json.loads(path.read_text())["id"]) if path.exists() else ""
+    if world.restarts and path.exists():
+        return str(json.loads(path.read_text())["id"])
     name = uuid.uuid4().hex
-    if is_main:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"id": name}) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"id": name}) + "\n")
     return name

@@ -36,9 +36,11 @@ class Stepper:
         self._clip = plan.optimizer.clip_norm
         self.optimizer = _single(model.optimizer)
         self._is_legacy = not hasattr(self.optimizer, "apply")
+        self._is_patched = False
         if not self._is_legacy and strategy.num_replicas_in_sync > 1:
             # Ours are summed already, since clipping and a look for infinities need the sum.
             self.optimizer._all_reduce_sum_gradients = lambda pairs: pairs
+            self._is_patched = True
         self._variables = list(model.trainable_variables)
         self._trained = self._variables  # those that the loss depends on, found when a step is traced
         is_scaled = plan.precision.kind == "fp16" or self.optimizer is not model.optimizer
@@ -62,6 +64,12 @@ class Stepper:
 
     def settle(self) -> None:
         """Wait until the variables are those after the last step; here they always are, to whoever reads them."""
+
+    def close(self) -> None:
+        """The optimizer may be the user's own, who goes on with it: it adds up gradients itself again."""
+        if self._is_patched:
+            del self.optimizer._all_reduce_sum_gradients
+            self._is_patched = False
 
     def evaluate(self, micro: Micro) -> tuple[Any, Any]:
         """The sum of the losses of an evaluation's batch over all replicas, and of its samples."""
@@ -194,8 +202,8 @@ class Scaler:
 
 
 def unpacked(batch: Any) -> tuple[Any, Any, Any]:
-    """(inputs, targets, sample weights), of which all but the first may be missing."""
-    x, y, sample_weight = (*batch, None, None)[:3]
+    """(inputs, targets, sample weights), of which all but the first may be missing; bare inputs are only these."""
+    x, y, sample_weight = (*(batch if isinstance(batch, tuple) else (batch,)), None, None)[:3]
     return x, y, sample_weight
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
+from distributed.core.env import WorkerEnv
 from distributed.core.errors import DistributedError, LaunchError, PlanError
 from distributed.core.plan import Plan
 
@@ -38,7 +37,7 @@ class World:
         """What every process passes, in their order."""
         if self.processes == 1:
             return [number]
-        told = _gatherer(self.strategy)(tf.constant([number], tf.float64)).numpy()
+        told = _gatherer(self.strategy)(tf.constant([float(number)], tf.float64)).numpy()
         return [float(value) for value in told[:: len(self.replicas)]]
 
 
@@ -61,24 +60,37 @@ class Setup:
     replicas: int = 1  # in this process
     device: str = "cpu"
     communication: str = field(default="auto", compare=False)  # the first of a process counts: there is one world
+    slot: int = field(default=0, compare=False)  # of its GPU, where it sees those of other processes too
 
     @staticmethod
-    def of(plan: Plan) -> Setup:
+    def of(plan: Plan, slot: int = 0) -> Setup:
         engine = plan.engine
-        return Setup(engine["strategy"], engine["replicas"], plan.device, engine["communication"])
+        return Setup(engine["strategy"], engine["replicas"], plan.device, engine["communication"], slot)
 
 
-def make_world(plan: Plan, rank: int) -> World:
+def make_world(plan: Plan, env: WorkerEnv) -> World:
     """The strategy that the plan names; made before TensorFlow has done anything else in this process."""
-    setup = Setup.of(plan)
-    _set_threads(setup, plan.threads_per_rank * setup.replicas)
+    setup = Setup.of(plan, env.local_rank)
+    set_threads(setup, plan.threads_per_rank * setup.replicas)
     strategy = make_strategy(setup)
+    _check_size(setup, strategy.num_replicas_in_sync, plan.world_size)
     if setup.kind == "multi_worker":
-        return World(strategy, range(rank * setup.replicas, (rank + 1) * setup.replicas), plan.engine["processes"])
-    if strategy.num_replicas_in_sync != plan.world_size:
-        cores = strategy.num_replicas_in_sync
-        raise PlanError(f"num_gpus={plan.world_size}, but this TPU has {cores} cores", do=f"set num_gpus={cores}")
+        first = env.rank * setup.replicas
+        return World(strategy, range(first, first + setup.replicas), plan.engine["processes"])
     return World(strategy, range(plan.world_size))
+
+
+def _check_size(setup: Setup, found: int, planned: int) -> None:
+    """Gradients are summed over the replicas that there are, and weighted for those that were planned."""
+    if found == planned:
+        return
+    if setup.kind == "tpu":
+        raise PlanError(f"num_gpus={planned}, but this TPU has {found} cores", do=f"set num_gpus={found}")
+    raise PlanError(
+        f"{planned} replicas were planned, but TensorFlow has {found}",
+        why="TF_CONFIG has other tasks than were started, or a process sees the GPUs of another",
+        do="let `distributed train` start the processes, or give each a TF_CONFIG of all, and one GPU",
+    )
 
 
 @functools.cache
@@ -97,7 +109,18 @@ def make_strategy(setup: Setup) -> Any:
 
 
 def given_world(strategy: Any) -> World:
-    """Of a strategy that the user made."""
+    """Of a strategy that the user made, all of whose replicas are in this process."""
+    of_several = {
+        "multi_worker": tf.distribute.MultiWorkerMirroredStrategy,
+        "parameter_server": tf.distribute.ParameterServerStrategy,
+    }
+    for name, kind in of_several.items():
+        if isinstance(strategy, kind):
+            raise PlanError(
+                f"strategy= is a {kind.__name__}",
+                why="it has replicas in other processes, which would each take themselves for the only one",
+                do=f"set tensorflow_strategy={name!r} in place of it, and give the model as a function that builds it",
+            )
     return World(strategy, range(int(strategy.num_replicas_in_sync)))
 
 
@@ -116,6 +139,9 @@ def _multi_worker(setup: Setup) -> Any:
 def _devices(setup: Setup) -> list[str]:
     """The devices of this process's replicas; CPUs are as many parts of one."""
     gpus, replicas = tf.config.list_physical_devices("GPU"), setup.replicas
+    seen = len(gpus)
+    if setup.kind == "multi_worker" and setup.device == "cuda":
+        gpus = own_gpu(gpus, setup.slot)
     try:
         if setup.device == "cpu":
             if gpus:
@@ -124,6 +150,8 @@ def _devices(setup: Setup) -> list[str]:
                 parts = [tf.config.LogicalDeviceConfiguration()] * replicas
                 tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
         else:
+            if len(gpus) < seen:
+                tf.config.set_visible_devices(gpus, "GPU")
             for gpu in gpus:
                 tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as failed:
@@ -136,6 +164,12 @@ def _devices(setup: Setup) -> list[str]:
             do='pip install "tensorflow[and-cuda]", or set device=cpu' if not gpus else f"set num_gpus={len(gpus)}",
         )
     return [f"{'CPU' if setup.device == 'cpu' else 'GPU'}:{number}" for number in range(replicas)]
+
+
+def own_gpu(gpus: list[Any], slot: int) -> list[Any]:
+    """Of the GPUs that a process of several sees: mpirun, srun and torchrun hide none of them from it, and
+    MultiWorkerMirroredStrategy takes all that it sees."""
+    return gpus if len(gpus) < 2 else gpus[slot : slot + 1]
 
 
 def _too_late(what: str, failed: RuntimeError) -> DistributedError:
@@ -158,18 +192,7 @@ def _tpu() -> Any:
     return tf.distribute.TPUStrategy(resolver)
 
 
-def prepare(text: str, processes_here: int) -> None:
-    """In a process that runs a script: what must come before the script's own use of TensorFlow.
-
-    `text` is JSON, from the launcher.
-    """
-    setup = Setup(**json.loads(text), device="cuda" if tf.config.list_physical_devices("GPU") else "cpu")
-    if setup.kind in ("mirrored", "multi_worker"):
-        _set_threads(setup, max(1, len(os.sched_getaffinity(0)) // processes_here))
-        make_strategy(setup)
-
-
-def _set_threads(setup: Setup, threads: int) -> None:
+def set_threads(setup: Setup, threads: int) -> None:
     if setup.device == "cpu":
         with suppress(RuntimeError):  # of a process that has used TensorFlow: then it has its threads already
             tf.config.threading.set_intra_op_parallelism_threads(threads)

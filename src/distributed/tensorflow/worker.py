@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import tensorflow as tf
 
 from distributed.core.control import Joined, Resumed
 from distributed.core.env import WorkerEnv, worker_env
+from distributed.core.errors import CheckpointError
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.observe.live import RunScreen, Ticker
@@ -26,6 +29,7 @@ from distributed.runtime.signals import StopSignals
 from distributed.tensorflow.cluster import announce_in_world
 from distributed.tensorflow.data import EvalLoader, train_loader
 from distributed.tensorflow.job import Job
+from distributed.tensorflow.layers import check_layer_losses
 from distributed.tensorflow.loop import Loop, history_path
 from distributed.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_crew
 from distributed.tensorflow.payload import PATHS, PAYLOAD, Payload
@@ -54,16 +58,19 @@ def run_process(
         line.tell(Joined(False, plan.legal_sizes))
     seed_everything(plan.seed)
     train = train_loader(job.train, plan.batch, world.replicas, seed=plan.seed)
+    batch = functools.cache(lambda: example_of(job.train, plan.seed))
     with world.strategy.scope():
         if model is None:
-            model = job.model.make(plan, example_of(job.train, plan.seed))
+            assert job.model is not None
+            model = job.model.make(plan, batch())
+        check_layer_losses(model, batch, world.strategy.num_replicas_in_sync // world.processes)
         stepper = (RemoteStepper if has_servers(plan) else Stepper)(model, world.strategy, plan)
     per_epoch = train.steps_per_epoch
     rate = Rate(stepper.optimizer, plan.schedule, per_epoch, plan.total_steps(per_epoch))
     state = RunState(plan, env, world, model, stepper.scaler, train.samples_per_epoch)
     heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), env.rank)
     if has_servers(plan):
-        join_crew(plan, env)
+        join_crew(plan.run_dir, env)
     watchers = _Watchers(plan, env, shows_progress)
     try:
         with StopSignals(is_supervised=line is not None) as stop:
@@ -88,7 +95,13 @@ def run_process(
         if env.is_main:
             history.save(history_path(plan))
         return Trained(history, model)
+    except BaseException:
+        with suppress(CheckpointError):  # what went wrong first is told
+            state.close()  # the save in flight is whole before this process ends: a next attempt goes on from it
+        raise
     finally:
+        rate.put_back()
+        stepper.close()
         watchers.close()
         heartbeat.close()
 
@@ -96,7 +109,7 @@ def run_process(
 def enter_world(plan: Plan, env: WorkerEnv) -> World:
     """The strategy of the plan, and this process's part in it; a process that only serves stays in here."""
     announce_in_world(plan, env)
-    return enter(plan, env) if has_servers(plan) else make_world(plan, env.rank)
+    return enter(plan, env) if has_servers(plan) else make_world(plan, env)
 
 
 def seed_everything(seed: int) -> None:

@@ -291,8 +291,8 @@ class RunState:
 def _launch_id(plan: Plan, session: Session) -> str:
     """What tells this launch of a run from others in the same folder; known to rank 0, also to one that comes later."""
     path = Path(plan.run_dir) / "launch.json"
-    if session.env.restarts:
-        return str(json.loads(path.read_text())["id"]) if path.exists() else ""
+    if session.env.restarts and path.exists():  # not there for a later fit that only a restarted world has come to
+        return str(json.loads(path.read_text())["id"])
     name = uuid.uuid4().hex
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"id": name}) + "\n")

@@ -113,9 +113,9 @@ def _prepare() -> None:
     first model, which it does before it has a trainer: so it is done when the script imports one."""
     told, world = tensorflow_in_env(), worker_env()
     if told and world is not None and is_installed("tensorflow"):
-        from distributed.tensorflow.strategy import prepare
+        from distributed.tensorflow.scripts import prepare
 
-        prepare(told, world.local_world_size)
+        prepare(told, world)
 
 
 _prepare()

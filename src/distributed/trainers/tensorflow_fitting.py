@@ -6,15 +6,16 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import ConfigError, LaunchError, Problem, RankFailedError
+from distributed.core.errors import ConfigError, LaunchError, PlanError, Problem, RankFailedError, TaskError
 from distributed.core.history import History
-from distributed.core.plan import Plan
+from distributed.core.plan import Decision, Plan
 from distributed.launch.local import LocalLauncher
 from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
@@ -23,14 +24,14 @@ from distributed.observe.live import RunScreen
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import probe_hardware
 from distributed.planner.planning import JobProfile, make_plan, plan_resources
-from distributed.planner.tensorflow import cut_for, lay_out
+from distributed.planner.tensorflow import check_world, cut_for, lay_out
 from distributed.tensorflow.job import Job
+from distributed.tensorflow.layers import batchnorms, finalize, synchronize_batchnorm
 from distributed.tensorflow.loop import history_path
 from distributed.tensorflow.model import (
     Compiled,
     Parts,
     array_of,
-    batchnorms,
     build_state,
     check_compiled,
     checked_model,
@@ -42,7 +43,7 @@ from distributed.tensorflow.model import (
 )
 from distributed.tensorflow.payload import PATHS, PAYLOAD, write_payload
 from distributed.tensorflow.run_state import read_arrays
-from distributed.tensorflow.sources import check_order, example_of, read_source
+from distributed.tensorflow.sources import check_order, draws_its_own_order, example_of, read_source
 from distributed.tensorflow.strategy import World, given_world
 from distributed.tensorflow.variables import name_variables
 from distributed.tensorflow.worker import run_process
@@ -68,7 +69,8 @@ class Fit:
         self.model: Any = None if is_function else checked_model(given, "model")
         self._compiled = self._compile_arguments(compiled)
         if self.model is not None:
-            check_compiled(self.model, self._compiled)
+            with nullcontext() if strategy is None else strategy.scope():
+                check_compiled(self.model, self._compiled, lambda: example_of(self._train, config.seed))
 
     def _compile_arguments(self, given: Mapping[str, Any]) -> Compiled | None:
         """Those of the trainer win over those that the model was compiled with; None: none were given."""
@@ -118,6 +120,7 @@ class Fit:
         if world.run_dir and number > 1:
             run_dir = os.path.join(world.run_dir, f"fit-{number}")
         plan = self._plan(run_dir, world)
+        check_world(plan, world)
         check_extras(plan)
         if world.is_main:
             if not world.run_dir:
@@ -130,14 +133,18 @@ class Fit:
         """Train in this process: with the user's own model, where it need not be made again in a scope."""
         world = given_world(self._strategy) if self._strategy is not None else None
         is_ready = self._strategy is not None or plan.engine["tasks"] * plan.engine["replicas"] == 1
-        job = self._job(plan)
         if self.model is not None and is_ready and plan.precision.kind == "fp32":
             with (world or World(_default_strategy(), range(1))).strategy.scope():
                 if self._compiled is not None or not is_compiled(self.model):
                     compile_model(self.model, self._compiled or Compiled(), plan)
+                else:
+                    _check_rate(plan)
+                if plan.world_size > 1:
+                    synchronize_batchnorm(self.model, plan.replicate.sync_batchnorm)
                 build_state(self.model, example_of(self._train, plan.seed))
+            job = Job(plan, None, self._train, self._evaluation)
             return run_process(job, env, shows_progress=shows_progress, world=world, model=self.model).history
-        history, trained = run_process(job, env, shows_progress=shows_progress, world=world)
+        history, trained = run_process(self._job(plan), env, shows_progress=shows_progress, world=world)
         if self.model is None and is_ready:
             self.model = trained
             return history
@@ -189,9 +196,22 @@ class Fit:
         if self._compiled is not None or not is_compiled(self.model):
             compile_model(self.model, self._compiled or Compiled(), plan)
         build_state(self.model, example_of(self._train, plan.seed))
-        for name, variable in name_variables(self.model).items():
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        peak = None if plan.schedule.is_constant else float(array_of(optimizer.learning_rate))
+        named = name_variables(self.model)
+        if missing := [name for name in named if name.startswith("model/") and name not in trained]:
+            raise TaskError(
+                f"the model here has {missing[0].removeprefix('model/')}, which the trained one has not",
+                why=f"{len(missing)} of its weights would stay untrained",
+                do="pass a function that builds the same model wherever it is called; what was trained is in "
+                f"{plan.checkpoint.dir}",
+            )
+        for name, variable in named.items():
             if name in trained and not name.startswith("metrics/"):
                 variable.assign(trained[name])
+        finalize(self.model)
+        if peak is not None:
+            optimizer.learning_rate = peak  # not that of the last step
 
     def _plan(self, run_dir: str, world: WorkerEnv | None) -> Plan:
         """Of the replicas that were asked for. A launcher counts processes, a plan replicas."""
@@ -210,6 +230,8 @@ class Fit:
         if plan.engine["processes"] > 1:
             for source, role in ((self._train, "train"), (self._evaluation, "validation")):
                 check_order(source, role)
+        elif (plan.checkpoint.every or plan.checkpoint.resume) and draws_its_own_order(self._train):
+            plan = replace(plan, decisions=(*plan.decisions, _UNREPEATED))
         return plan if world is None else cut_for(plan, world.world_size, world.num_nodes)
 
     def _profile(self) -> JobProfile:
@@ -226,6 +248,23 @@ class Fit:
             binds_schedule=schedules,
             parameters=self.model.count_params() if self.model is not None and self.model.built else 0,
         )
+
+
+def _check_rate(plan: Plan) -> None:
+    """A model that trains as it was compiled keeps its optimizer, and so its rate."""
+    if plan.optimizer.lr_factor != 1.0:
+        raise PlanError(
+            f"lr_scaling={plan.settings['lr_scaling']!r} with a model that is compiled, and trained in this process",
+            why="its optimizer is used as it is, so the setting would have no effect",
+            do=f"give the optimizer {plan.optimizer.lr_factor:.4g} times the rate, or pass optimizer= to the trainer",
+        )
+
+
+_UNREPEATED = Decision(
+    "a resumed run reads train in another order",
+    "its shuffle has no seed, so that in the middle of an epoch samples would be repeated and others left out",
+    "dataset.shuffle(buffer_size, seed=0)",
+)
 
 
 def _default_strategy() -> Any:

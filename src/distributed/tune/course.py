@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections import deque
@@ -9,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from distributed.core.errors import TaskError
+from distributed.core.errors import DistributedError, TaskError
 from distributed.observe.trial import TrialNote
 from distributed.tune.population import take_over
 from distributed.tune.records import Trial
 from distributed.tune.runner import OVER, Status, TrialSpec, TuneRequest, Watcher
-from distributed.tune.schedulers import GoOn, Stop, Take, make_scheduler
+from distributed.tune.schedulers import Decision, GoOn, Stop, Take, make_scheduler
 from distributed.tune.search import last_value, make_search
 
 Message = dict[str, Any]  # that a trial tells on its line
@@ -46,11 +47,16 @@ class Course:
             trial = Trial.of(past, index)
             self._trials[trial.id] = trial
             self._scheduler.began(trial.id, trial.params)
-            for report in past.history:
-                self._scheduler.decide(report)
             trial.status = past.status
-            if past.status not in OVER:
-                self._scheduler.went_back(trial.id, trial.checkpoint_step)
+            decisions = [self._scheduler.decide(report) for report in past.history]
+            if past.status in OVER:
+                self._scheduler.ended(trial.id)
+            elif decisions and (status := self._verdict(past.history[-1].step, decisions[-1])) is not None:
+                trial.status = status  # the search was killed before this trial was over
+                self._over(trial)
+                self._watcher.ended(trial.result(self._now()))
+            else:
+                self._scheduler.went_back(trial.id, trial.stands_at)
                 self._waiting.append(trial)
         if self._request.schedule.name == "pbt":  # all of a population take turns
             while len(self._trials) < self._search.total:
@@ -77,7 +83,7 @@ class Course:
             return None
         trial = self._waiting.popleft() if self._waiting else self._new_trial()
         trial.starts += 1
-        trial.status, trial.goes_on, trial.error = "running", True, ""
+        trial.status, trial.goes_on, trial.teller, trial.error = "running", True, 0, ""
         self.legs[trial.id] = Leg(trial)
         return trial
 
@@ -99,7 +105,9 @@ class Course:
         elif kind == "read":
             self._watcher.read(trial.id, frozenset(message["names"]))
         elif kind == "saved":
-            trial.saved, trial.saved_step = message["path"], message["step"]
+            if not trial.is_untried:  # else it is of the state that it has given up for another's
+                trial.saved = message["path"]
+                trial.saved_step = message["step"] + trial.base(message.get("fit", 1))
         elif kind == "report" and leg.leaves_as is None:
             self._reported(leg, message, at)
         elif kind in ("returned", "failed", "left"):
@@ -118,17 +126,22 @@ class Course:
 
     def _reported(self, leg: Leg, message: Message, at: float) -> None:
         trial = leg.trial
-        report = trial.add(message["step"], message["metrics"], message.get("checkpoint", ""), at)
+        report = trial.add(
+            message["step"],
+            message["metrics"],
+            message.get("checkpoint", ""),
+            at,
+            fit=message.get("fit", 0),
+            teller=message.get("pid", 0),
+        )
         self._watcher.reported(report)
         decision = self._scheduler.decide(report)
         if message.get("is_last"):  # it is about to end by itself
             return
-        most = self._request.schedule.max_steps
-        if most is not None and report.step >= most:
-            leg.leaves_as = "done"
-        elif isinstance(decision, Stop):
-            leg.leaves_as = "stopped"
-        elif (isinstance(decision, Take) and self._take(trial, decision, report.step)) or (
+        leg.leaves_as = self._verdict(report.step, decision)
+        if leg.leaves_as is not None:
+            return
+        if (isinstance(decision, Take) and self._take(trial, decision, report.step)) or (
             not isinstance(decision, GoOn) and self._waiting
         ):
             leg.leaves_as = "pending"
@@ -138,6 +151,13 @@ class Course:
                 why="in a population, trials go on from the state of others",
                 do="tune.report(metrics, checkpoint={'model': model.state_dict(), …}); begin with tune.checkpoint()",
             )
+
+    def _verdict(self, step: int, decision: Decision) -> Status | None:
+        """What a trial is over as after this step; None: it goes on."""
+        most = self._request.schedule.max_steps
+        if most is not None and step >= most:
+            return "done"
+        return "stopped" if isinstance(decision, Stop) else None
 
     def _take(self, trial: Trial, decision: Take, step: int) -> bool:
         source = self._trials[decision.source]
@@ -153,32 +173,44 @@ class Course:
         """Its process has ended; in these words, where it said nothing of it itself."""
         leg = self.legs.pop(trial.id)
         now = self._now()
-        outcome = leg.outcome or {"kind": "gone"}
         trial.seconds, trial.began_at = trial.elapsed(now), None
-        if leg.leaves_as is not None:
-            trial.status = leg.leaves_as
-        elif outcome["kind"] == "returned":
-            trial.status = "done"
-            if trial.is_untried:  # it took over a state after which nothing was left to train
-                trial.forget_takeover()
-        else:
-            trial.error = outcome.get("error") or ending
+        status = _left_as(leg)
+        if status is None:
+            trial.error = (leg.outcome or {}).get("error") or ending
             trial.failures += 1
-            trial.status = "pending" if trial.failures <= self._request.max_failures else "failed"
-            self._scheduler.went_back(trial.id, trial.checkpoint_step)
-        if trial.status == "pending":
+            status = "pending" if trial.failures <= self._request.max_failures else "failed"
+            self._scheduler.went_back(trial.id, trial.stands_at)
+        trial.status = status
+        if status == "pending":
             self._waiting.append(trial)
         else:
-            value = None if trial.status == "failed" else last_value(trial.result(now), self._request.metric)
-            self._search.told(trial.index, trial.params, value)
+            self._over(trial)
         self._watcher.ended(trial.result(now))
 
+    def _over(self, trial: Trial) -> None:
+        value = None if trial.status == "failed" else last_value(trial.result(self._now()), self._request.metric)
+        self._search.told(trial.index, trial.params, value)
+        self._scheduler.ended(trial.id)
+
     def interrupt(self) -> None:
-        """Something ended the search, and every process with it."""
+        """Something ended the search, and every process with it. A trial that was about to end is over as it was."""
         for leg in self.legs.values():
-            leg.trial.status = "interrupted"
-            self._watcher.ended(leg.trial.result(self._now()))
+            status = _left_as(leg)
+            leg.trial.status = status if status in OVER else "interrupted"
+            with contextlib.suppress(DistributedError):  # what ended the search is told; all trials are to be noted
+                self._watcher.ended(leg.trial.result(self._now()))
         self.legs.clear()
+
+
+def _left_as(leg: Leg) -> Status | None:
+    """What a leg was asked to leave as, or ended as by itself; None: neither."""
+    if leg.leaves_as is not None:
+        return leg.leaves_as
+    if leg.outcome is None or leg.outcome["kind"] != "returned":
+        return None
+    if leg.trial.is_untried:  # it took over a state after which nothing was left to train
+        leg.trial.forget_takeover()
+    return "done"
 
 
 def ending(code: int) -> str:

@@ -5,6 +5,7 @@ A search that was killed is read back from it: what was finished stays so, and w
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -45,11 +46,19 @@ class Past:
 
 
 class Journal:
-    """Appends. A line is a JSON object with its kind, so that later versions can add kinds."""
+    """Appends. A line is a JSON object with its kind, so that later versions can add kinds.
+
+    One process at a time has it: two that resume the same search would run every trial twice.
+    """
 
     def __init__(self, run_dir: str) -> None:
         os.makedirs(run_dir, exist_ok=True)
         self._handle = os.open(Path(run_dir, FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            _lock(self._handle, run_dir)
+        except BaseException:
+            os.close(self._handle)
+            raise
         _mend(Path(run_dir, FILE))
 
     def began(self, heading: Heading) -> None:
@@ -79,6 +88,19 @@ class Journal:
         """One call, so that a reader sees whole lines but for the last of a machine that lost its power."""
         line = json.dumps({"kind": kind, **content}, separators=(",", ":"), default=list)
         os.write(self._handle, line.encode() + b"\n")
+
+
+def _lock(handle: int, run_dir: str) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as held:
+        raise ConfigError(
+            f"a process is running the search in {run_dir}",
+            why="with two of them, every trial that is left would run twice",
+            do="wait for that process or end it, then resume; or set another run_dir",
+        ) from held
+    except OSError:
+        pass  # a file system without locks
 
 
 def _mend(path: Path) -> None:
@@ -124,12 +146,9 @@ def read_journal(run_dir: str) -> Past:
 
 def _apply(trials: dict[str, TrialResult], kind: str, content: dict[str, Any]) -> None:
     if kind == "started":
-        known = trials.get(content["id"])
-        trials[content["id"]] = (
-            TrialResult(content["id"], content["params"], "running", directory=content["directory"])
-            if known is None
-            else replace(known, params=content["params"], status="running", error="")
-        )
+        name, params, failures = content["id"], content["params"], content.get("attempt", 0)
+        known = trials.get(name) or TrialResult(name, params, "running", directory=content["directory"])
+        trials[name] = replace(known, params=params, status="running", error="", failures=failures)
     elif kind == "reported":
         report = Report(**content)
         trial = trials[report.trial]

@@ -18,6 +18,17 @@ from typing import Any
 
 Message = dict[str, Any]
 _MOST_BYTES = 1 << 24  # of one message that has not ended
+_MOST_PATH = 100  # bytes of a socket's path: the kernel has room for 107, on some systems for 103
+_SHORT = "/tmp"
+
+
+def _make_folder() -> str:
+    """In the temporary folder, or where a path is shorter."""
+    folder = tempfile.mkdtemp(prefix="distributed-tune-")
+    if len(os.fsencode(folder)) > _MOST_PATH - len("/line"):
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="distributed-tune-", dir=_SHORT)
+    return folder
 
 
 class LineServer:
@@ -25,7 +36,7 @@ class LineServer:
 
     def __init__(self, answer: Callable[[Message], Message]) -> None:
         self._answer = answer
-        self._folder = tempfile.mkdtemp(prefix="distributed-tune-")  # short: such a path has at most 107 characters
+        self._folder = _make_folder()
         self.path = os.path.join(self._folder, "line")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)

@@ -31,6 +31,7 @@ from distributed.tune.trial import write_function
 _REFRESH_S = 0.25
 _GRACE_S = 60.0  # for a trial that was asked to end: a step of the Trainer and a save
 _KILL_S = 5.0  # then, from SIGTERM to SIGKILL
+_LOOK_S = 0.02
 
 
 class LocalRunner:
@@ -46,6 +47,9 @@ class LocalRunner:
 
     def run(self, request: TuneRequest, watcher: Watcher) -> None:
         _Tune(request, watcher).run()
+
+    def close(self) -> None:
+        """`run` leaves nothing open."""
 
 
 @dataclass
@@ -68,6 +72,7 @@ class _Tune:
         log_path = os.path.join(request.run_dir, "nursery.log")
         self._nursery = Nursery(placement, str(folder), log_path, modules_for(request.train_fn))
         self._processes: dict[str, _Process] = {}
+        self._leftovers: list[_Process] = []  # of trials that ended: what they started and did not end themselves
         self._is_closing = False
 
     def run(self) -> None:
@@ -81,8 +86,11 @@ class _Tune:
             self._abandon()
             raise
         finally:
-            self._nursery.close()
-            self._line.close()
+            try:
+                self._clear()
+            finally:
+                self._nursery.close()
+                self._line.close()
 
     def _fill(self) -> None:
         while self._free and (trial := self._course.next()) is not None:
@@ -94,7 +102,8 @@ class _Tune:
     def _wait(self) -> None:
         """Until something happens, or it is time to look."""
         now = time.monotonic()
-        until = min([entry.end_by - now for entry in self._processes.values()], default=_REFRESH_S)
+        entries = [*self._processes.values(), *self._leftovers]
+        until = min([entry.end_by - now for entry in entries], default=_REFRESH_S)
         with selectors.DefaultSelector() as selector:
             selector.register(self._line, selectors.EVENT_READ)
             if self._nursery.can_be_waited_for:
@@ -112,6 +121,8 @@ class _Tune:
             if code is not None:
                 self._line.pump()  # its last words came before its end
                 del self._processes[name]
+                if not entry.process.is_gone():  # SIGTERM was sent by now
+                    self._leftovers.append(_Process(entry.process, entry.slot, time.monotonic() + _KILL_S))
                 self._free.append(entry.slot)
                 self._course.end(self._course.legs[name].trial, ending(code))
 
@@ -122,9 +133,22 @@ class _Tune:
             if now >= entry.end_by:
                 entry.process.end(signal.SIGKILL if entry.process.ended_by_us else signal.SIGTERM)
                 entry.end_by = now + _KILL_S
+        for left in self._leftovers:
+            if now >= left.end_by:
+                left.process.end(signal.SIGKILL)
+                left.end_by = now + _KILL_S
+        self._leftovers = [left for left in self._leftovers if not left.process.is_gone()]
+
+    def _clear(self) -> None:
+        """Wait for what is left of trials that ended, and end it."""
+        while self._leftovers:
+            self._press()
+            time.sleep(_LOOK_S)
 
     def _answer(self, message: Message) -> Message:
-        if self._is_closing:
+        if self._is_closing:  # a Trainer that was asked to end returns as one does that is done: it is not
+            if message["kind"] == "saved":
+                self._course.hear(message)
             return {"go": False}
         goes_on = self._course.hear(message)
         entry = self._processes.get(message["trial"])

@@ -15,7 +15,8 @@ from distributed.tune.placement import Placement
 from distributed.tune.records import Trial
 
 _OWN = ("distributed.tune.trial",)
-_TORCH = ("torch", "torch._dynamo", "numpy")  # the second is what the first optimizer imports
+_TORCH = ("torch", "numpy")
+_OPTIMIZER = "torch._dynamo"  # what the first optimizer of a process imports, for as long as torch itself takes
 _LOOK_S = 0.02  # between two looks at processes that nobody tells the end of
 
 
@@ -63,7 +64,7 @@ class Nursery:
     def _devices(self, slot: int) -> dict[str, str]:
         if self._placement.device == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
-        visible = (visible_devices() or "").split(",")
+        visible = [name for name in (visible_devices() or "").split(",") if name]  # none: all are, by their numbers
         numbers = self._placement.gpus(slot)
         names = visible if len(visible) > max(numbers) else [str(number) for number in range(max(numbers) + 1)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
@@ -83,9 +84,12 @@ def modules_for(train_fn: Any) -> tuple[str, ...]:
             text = file.read()
         uses_torch = b"torch" in text
         uses_trainer = b"Trainer" in text and (uses_torch or b"tensorflow" not in text.lower())
+        optimizes = b"optim" in text
     except OSError:  # written in a notebook
         uses_torch, uses_trainer = "torch" in sys.modules, "distributed.trainers.trainer" in sys.modules
-    wanted = ALWAYS if uses_trainer else _TORCH if uses_torch else ()
+        optimizes = _OPTIMIZER in sys.modules
+    plain = (*_TORCH, _OPTIMIZER) if optimizes else _TORCH
+    wanted = ALWAYS if uses_trainer else plain if uses_torch else ()
     return (*_OWN, *wanted, *(name for name in preloads(source) if name not in ALWAYS))
 
 

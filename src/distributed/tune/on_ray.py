@@ -67,10 +67,7 @@ class RayRunner:
             return placement.obstacles(request, probe_hardware())
         if address is not None and address.startswith(_CLIENT):
             return [_through_the_client(address)]
-        problems = cluster_obstacles(request, self._cluster(request))
-        if problems:
-            self._leave()
-        return problems
+        return cluster_obstacles(request, self._cluster(request))
 
     def slots(self, request: TuneRequest) -> int:
         if request.address is None and not ray.is_initialized():
@@ -81,17 +78,14 @@ class RayRunner:
         hardware = probe_hardware()
         device = "cuda" if hardware.gpus else "cpu"
         cpus = request.num_gpus or hardware.cpu_cores
-        try:
-            with connected(request.address, cpus, device) as cluster, _quiet():
-                _Search(request, watcher, cluster).run()
-        finally:
-            self._leave()
+        with connected(request.address, cpus, device) as cluster, _quiet():
+            _Search(request, watcher, cluster).run()
 
     def _cluster(self, request: TuneRequest) -> RayCluster:
         self._joined = self._joined or not ray.is_initialized()
         return cluster_now(request.address or "auto")
 
-    def _leave(self) -> None:
+    def close(self) -> None:
         if self._joined:
             self._joined = False
             ray.shutdown()

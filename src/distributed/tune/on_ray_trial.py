@@ -129,6 +129,7 @@ class _Place:
         except queue.Empty:
             return []
         if isinstance(told, BaseException):
+            self._going = None  # nobody is left who could end it
             raise told
         if told[-1]["kind"] == GONE:
             self._going = None

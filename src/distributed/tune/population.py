@@ -11,16 +11,24 @@ from distributed.tune.records import Trial
 from distributed.tune.runner import Exploit, Params
 
 _TRIES = 5
+_COMING = ".taken"  # in a trial's folder: what it takes over, until all of it is there
 
 
 def take_over(trial: Trial, source: Trial, params: Params, step: int) -> Exploit | None:
-    """Copy the newest checkpoint of `source`, the one that it reported or its Trainer's; None while it has none.
+    """Copy the newest checkpoint of `source`, the one that it reported or its Trainer's; None while it has none, and
+    when it goes away meanwhile: then nothing has changed.
 
     `step` is where the trial stands.
     """
     reported = source.checkpoint if os.path.isdir(source.checkpoint) else ""
     trained = source.saved if os.path.isdir(source.saved) else ""
     if not reported and not trained:
+        return None
+    coming = Path(trial.directory, _COMING)
+    try:
+        _copy(reported, trained, coming)
+    except OSError:  # its owner has saved newer ones and deleted this one, or the disk is full
+        shutil.rmtree(coming, ignore_errors=True)
         return None
     source_step = source.checkpoint_step if reported else source.saved_step
     exploit = Exploit(trial.id, step, source.id, source_step, dict(trial.params), dict(params))
@@ -31,12 +39,30 @@ def take_over(trial: Trial, source: Trial, params: Params, step: int) -> Exploit
     trial.checkpoint, trial.checkpoint_step = "", source_step
     trial.saved, trial.saved_step = "", 0
     if reported:
-        trial.checkpoint = str(own / os.path.basename(reported))
-        shutil.copytree(reported, trial.checkpoint)
+        trial.checkpoint = _move(coming / "reported", own, os.path.basename(reported))
     if trained:
-        _copy_store(Path(trained), Path(trial.directory, trial.run, "checkpoints"))
-        trial.saved, trial.saved_step = source.saved, source.saved_step
+        store = Path(trial.directory, trial.run, "checkpoints")
+        trial.saved, trial.saved_step = _move(coming / "trained", store, os.path.basename(trained)), source.saved_step
+    shutil.rmtree(coming, ignore_errors=True)
     return exploit
+
+
+def _copy(reported: str, trained: str, coming: Path) -> None:
+    shutil.rmtree(coming, ignore_errors=True)
+    if reported:
+        shutil.copytree(reported, coming / "reported" / os.path.basename(reported))
+    if trained:
+        _copy_store(Path(trained), coming / "trained")
+        if not (coming / "trained" / os.path.basename(trained)).is_dir():
+            raise FileNotFoundError(trained)
+
+
+def _move(coming: Path, folder: Path, name: str) -> str:
+    """To where the trial looks for it; the path of the checkpoint there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(coming, folder)
+    return str(folder / name)
 
 
 def _copy_store(checkpoint: Path, target: Path) -> None:

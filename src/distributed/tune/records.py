@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed.observe.trial import TrialNote
+from distributed.observe.trial import TrialNote, newest_checkpoint
 from distributed.tune.runner import Exploit, Params, Report, Status, TrialResult, TuneRequest
 
 
@@ -32,6 +33,7 @@ class Trial:
     error: str = ""
     is_untried: bool = False  # it took over another trial and has not reported since
     goes_on: bool = False  # since it was started it has not reported: a report may be of a step that it knew before
+    teller: int = 0  # the process that `tune.report` was last called in; another one after its ranks were restarted
 
     @staticmethod
     def new(request: TuneRequest, index: int, params: Mapping[str, Any]) -> Trial:
@@ -42,12 +44,27 @@ class Trial:
     def of(past: TrialResult, index: int) -> Trial:
         """As a search that ended left it; it goes on from the newest checkpoint that is still there."""
         trial = Trial(index, past.id, past.params, past.directory, "pending", list(past.history), list(past.lineage))
-        trial.seconds = past.seconds
-        folder = Path(past.directory, "checkpoints")
-        steps = sorted(path.name for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
-        if steps:
-            trial.checkpoint, trial.checkpoint_step = str(folder / steps[-1]), int(steps[-1])
+        trial.seconds, trial.failures = past.seconds, past.failures
+        trial.checkpoint, trial.checkpoint_step = newest_checkpoint(past.directory)
+        trial.saved, trial.saved_step = trial._newest_save()
         return trial
+
+    def _newest_save(self) -> tuple[str, int]:
+        """The Trainer's newest checkpoint, of its last `fit`, and the steps that it has behind it."""
+        fits = {1: Path(self.directory, self.run)} | {
+            int(path.name.removeprefix("fit-")): path for path in Path(self.directory, self.run).glob("fit-*")
+        }
+        for fit, folder in sorted(fits.items(), reverse=True):
+            for path in sorted(folder.glob("checkpoints/step-*"), reverse=True):
+                epoch = _epoch_of(path)
+                if epoch is not None:
+                    return str(path), self.base(fit) + epoch
+        return "", 0
+
+    @property
+    def stands_at(self) -> int:
+        """The step after which it goes on."""
+        return max(self.checkpoint_step, self.saved_step)
 
     @property
     def run(self) -> str:
@@ -70,14 +87,30 @@ class Trial:
     def elapsed(self, now: float) -> float:
         return self.seconds + (now - self.began_at if self.began_at is not None else 0.0)
 
-    def add(self, step: int, metrics: Mapping[str, float], checkpoint: str, now: float) -> Report:
-        """A report. After a start, it replaces what was reported of this step and later; a second `fit` counts on."""
-        if self.goes_on:
+    def base(self, fit: int) -> int:
+        """The steps before a `fit` of the Trainer: its first epoch is the step after them."""
+        before = 0
+        for report in self.history:
+            if report.fit == fit:
+                break
+            before = report.step
+        return before
+
+    def add(
+        self, step: int, metrics: Mapping[str, float], checkpoint: str, now: float, *, fit: int = 0, teller: int = 0
+    ) -> Report:
+        """A report. The same epoch of the same `fit` replaces what was reported of it and later, and so does a step
+        that a process repeats which took the place of another one; a later `fit` counts on."""
+        is_again = self.goes_on or (not fit and teller != self.teller and self.teller != 0)
+        if fit:
+            step += self.base(fit)
+        if fit or is_again:
             self.history = [report for report in self.history if report.step < step]
-            self.goes_on = False
-        self.is_untried = False
+        if not fit:
+            self.teller = teller
+        self.goes_on, self.is_untried = False, False
         step = max(step, self.history[-1].step + 1 if self.history else 1)
-        report = Report(self.id, step, dict(metrics), round(self.elapsed(now), 4), checkpoint)
+        report = Report(self.id, step, dict(metrics), round(self.elapsed(now), 4), checkpoint, fit)
         self.history.append(report)
         if checkpoint:
             self.checkpoint, self.checkpoint_step = checkpoint, step
@@ -87,6 +120,7 @@ class Trial:
         """The last one had no effect: what was reported is of the parameters before it."""
         self.params, self.is_untried = dict(self.lineage.pop().before), False
         self.checkpoint, self.saved, self.returned = "", "", {}
+        self.checkpoint_step, self.saved_step = 0, 0
 
     def result(self, now: float) -> TrialResult:
         last = self.history[-1].metrics if self.history else {}
@@ -101,4 +135,14 @@ class Trial:
             lineage=tuple(self.lineage),
             checkpoint=self.checkpoint or self.saved,
             directory=self.directory,
+            failures=self.failures,
         )
+
+
+def _epoch_of(checkpoint: Path) -> int | None:
+    """The epochs that one of the Trainer's checkpoints has behind it; None where it is not whole."""
+    try:
+        shared = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["shared"]
+        return int(shared["skeleton"]["progress"]["epoch"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -38,6 +38,7 @@ class Report:
     metrics: Mapping[str, float]
     seconds: float  # that the trial has run so far, over all its attempts
     checkpoint: str = ""  # a folder that holds the state after this step
+    fit: int = 0  # which `fit` of the Trainer in train_fn it is an epoch of, from 1; 0: of none
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class TrialResult:
     lineage: tuple[Exploit, ...] = ()
     checkpoint: str = ""  # the newest, a folder
     directory: str = ""
+    failures: int = 0  # so far, after which it was tried again but for the last
 
     @property
     def steps(self) -> int:
@@ -146,4 +148,7 @@ class Runner(Protocol):
 
     def run(self, request: TuneRequest, watcher: Watcher) -> None:
         """Run all trials to their end. A trial that fails does not end the others. KeyboardInterrupt ends all of them
-        in order, tells `ended` with "interrupted" for each, and is raised again."""
+        in order, tells `ended` with "interrupted" for each that was not about to end, and is raised again."""
+
+    def close(self) -> None:
+        """Let go of what `obstacles`, `slots` and `run` have opened; told once, whatever happened."""

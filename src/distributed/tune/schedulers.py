@@ -51,6 +51,9 @@ class Scheduler(Protocol):
     def went_back(self, trial: str, step: int) -> None:
         """A trial goes on from the state after this step, its own or another's."""
 
+    def ended(self, trial: str) -> None:
+        """A trial is over: it neither reports nor gives its state any more."""
+
 
 def make_scheduler(request: TuneRequest) -> Scheduler:
     schedule, metric, mode = request.schedule, request.metric, request.mode
@@ -73,6 +76,9 @@ class NoScheduler:
         pass
 
     def went_back(self, trial: str, step: int) -> None:
+        pass
+
+    def ended(self, trial: str) -> None:
         pass
 
 
@@ -129,11 +135,11 @@ class MedianStopping(NoScheduler):
         own[report.step] = _cost(value, self._sign)
         if report.step < self._schedule.grace_steps:
             return GoOn()
-        others = [
-            statistics.fmean(cost for step, cost in costs.items() if step <= report.step)
-            for trial, costs in self._costs.items()
-            if trial != report.trial and max(costs) >= report.step
-        ]
+        others = []
+        for trial, costs in self._costs.items():
+            by_then = [cost for step, cost in costs.items() if step <= report.step]
+            if trial != report.trial and by_then and max(costs) >= report.step:  # one that went back may have no cost
+                others.append(statistics.fmean(by_then))
         is_bad = len(others) >= _FEWEST and min(own.values()) > statistics.median(others)
         return Stop() if is_bad or math.isinf(min(own.values())) else GoOn()
 
@@ -148,7 +154,7 @@ class Population:
     parameters near theirs, so that parameters change in the course of a training.
 
     A trial is compared with the others where they stood at its own step at the latest: those that had more turns have
-    no advantage.
+    no advantage. Nobody looks before all that are not over have a value: the first to report would be the best of few.
     """
 
     def __init__(self, schedule: Schedule, metric: str, mode: Mode, space: Space, seed: int) -> None:
@@ -166,6 +172,10 @@ class Population:
         self._looked_at[trial] = step
         self._costs[trial] = {s: cost for s, cost in self._costs.get(trial, {}).items() if s <= step}
 
+    def ended(self, trial: str) -> None:
+        self._params.pop(trial, None)
+        self._costs.pop(trial, None)
+
     def decide(self, report: Report) -> Decision:
         value = report.metrics.get(self._metric)
         if value is None:
@@ -173,8 +183,10 @@ class Population:
         self._costs.setdefault(report.trial, {})[report.step] = _cost(value, self._sign)
         if report.step - self._looked_at.get(report.trial, 0) < self._schedule.perturb_every:
             return GoOn()
-        self._looked_at[report.trial] = report.step
         ranked = self._ranked(report.step)
+        if not self._params.keys() <= set(ranked):
+            return Yield()
+        self._looked_at[report.trial] = report.step
         count = max(1, int(len(ranked) * self._schedule.quantile))
         best, worst = ranked[:count], ranked[max(count, len(ranked) - count) :]
         if report.trial not in worst or report.step < self._schedule.grace_steps:

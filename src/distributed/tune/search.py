@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from distributed.core.errors import Problem
 from distributed.core.registry import import_extra
-from distributed.tune.runner import TrialResult, TuneRequest
+from distributed.tune.runner import OVER, TrialResult, TuneRequest
 from distributed.tune.space import Choice, Constant, Domain, Float, Grid, Int, Normal, Space
 
 
@@ -30,7 +30,9 @@ def make_search(request: TuneRequest) -> Search:
     kinds: dict[str, type[Any]] = {"random": RandomSearch, "grid": GridSearch, "bayes": BayesianSearch}
     search: Search = kinds[request.search](request)
     for index, trial in enumerate(request.past):
-        search.told(index, trial.params, last_value(trial, request.metric))
+        if trial.status in OVER:  # of the others it is told when they end
+            value = None if trial.status == "failed" else last_value(trial, request.metric)
+            search.told(index, trial.params, value)
     return search
 
 
@@ -45,7 +47,7 @@ def last_value(trial: TrialResult, metric: str) -> float | None:
 class RandomSearch:
     """Each draw follows from the seed and its number alone, so a resumed search makes the same ones.
 
-    With grids in the space, every draw is made for each of their combinations.
+    With grids in the space, each of their combinations has as many trials, with draws of their own.
     """
 
     def __init__(self, request: TuneRequest) -> None:
@@ -117,7 +119,7 @@ class BayesianSearch:
         self._study = optuna.create_study(
             direction="minimize" if request.mode == "min" else "maximize",
             # trials that are running count as bad for now, so that parallel ones do not ask the same
-            sampler=optuna.samplers.TPESampler(seed=request.seed, constant_liar=True),
+            sampler=optuna.samplers.TPESampler(seed=_sampler_seed(request), constant_liar=True),
         )
         self._asked: dict[int, Any] = {}
         self._options = {
@@ -149,6 +151,13 @@ class BayesianSearch:
 
     def _name(self, name: str, value: Any) -> Any:
         return self._options[name].index(value) if name in self._options else value
+
+
+def _sampler_seed(request: TuneRequest) -> int:
+    """One of its own for each resume: the first draws of the same one would be those of the search that it resumes."""
+    if not request.past:
+        return request.seed
+    return random.Random(f"{request.seed}/{len(request.past)}/bayes").getrandbits(32)
 
 
 def as_distribution(distributions: Any, domain: Domain) -> Any:

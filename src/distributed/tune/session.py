@@ -13,7 +13,7 @@ from typing import Any
 from distributed.core.env import trial_in_env, worker_env
 from distributed.core.errors import TaskError
 from distributed.core.registry import nearest_hint
-from distributed.observe.trial import TrialLine, TrialNote, current_trial, trial_line
+from distributed.observe.trial import TrialLine, TrialNote, current_trial, newest_checkpoint, trial_line
 
 _KEPT = 2  # checkpoints of a trial: another trial may be copying the one before the newest
 _PLAIN, _TENSORS = "state.json", "state.pt"  # a state that was given as a dictionary
@@ -105,7 +105,9 @@ class TrialSession:
 
     def __init__(self, note: TrialNote, line: TrialLine) -> None:
         self.note, self._line = note, line
-        self.step = note.step
+        self._checkpoint, self.step = newest_checkpoint(note.directory)  # also one since the trial was started
+        if self.step < note.step or not self._checkpoint:
+            self._checkpoint, self.step = note.checkpoint, note.step
         self.params = TrialParams(note.params, lambda names: line.tell("read", names=sorted(names)))
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
@@ -120,9 +122,9 @@ class TrialSession:
             raise TrialStopped
 
     def checkpoint(self) -> Any:
-        if not self.note.checkpoint:
+        if not self._checkpoint:
             return None
-        folder = Path(self.note.checkpoint)
+        folder = Path(self._checkpoint)
         if (folder / _PLAIN).exists():
             return json.loads((folder / _PLAIN).read_text(encoding="utf-8"))
         if (folder / _TENSORS).exists():
@@ -152,7 +154,8 @@ class TrialSession:
         os.replace(part, target)
         for old in sorted(path for path in base.iterdir() if path.name.isdigit())[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-        return str(target)
+        self._checkpoint = str(target)
+        return self._checkpoint
 
 
 def _write_state(state: Mapping[str, Any], folder: Path) -> None:

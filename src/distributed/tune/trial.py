@@ -5,13 +5,17 @@ The environment names the trial (observe/trial.py); how it ended goes over its l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import cloudpickle
@@ -48,16 +52,38 @@ def run_trial(train_fn: Callable[[Any], Any]) -> bool:
     line = trial_line(trial_in_env())
     line.tell("began")
     try:
-        returned = train_fn(session.params)
+        with _leaving_on_sigterm():
+            returned = train_fn(session.params)
         line.tell("returned", metrics=returned_metrics(returned))
-    except (TrialStopped, KeyboardInterrupt):
-        line.tell("left")
+    except (TrialStopped, KeyboardInterrupt) as stopped:
+        line.tell("left", error=str(stopped))
     except BaseException as failed:  # the process boundary: the failure is told, then the trial ends
         text = "".join(traceback.format_exception(failed))
         print(text, file=sys.stderr, flush=True)
         line.tell("failed", error="".join(traceback.format_exception_only(failed)).strip(), traceback=text)
         return False
     return True
+
+
+@contextlib.contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises TrialStopped in train_fn, so that its `finally` runs; a Trainer has its own way meanwhile."""
+    trial = os.getpid()
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == trial:
+            raise TrialStopped("its process was ended by SIGTERM")
+        signal.signal(number, signal.SIG_DFL)  # in a fork, a worker of a DataLoader say, which knows nothing of this
+        os.kill(os.getpid(), number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main() -> None:

@@ -156,15 +156,30 @@ class DistributedTuner:
         request = replace(self._request, num_samples=num_samples)
         name, reason = self._choose_engine()
         runner: Runner = RUNNERS.load(name)()
-        past = self._take_up(request, name)
+        self._take_up(request, name)  # refuses what cannot be taken up, before anything is written
+        try:
+            problems = runner.obstacles(request)
+            if problems:
+                raise PlanError(problems)
+            self._run(request, name, reason, runner)
+        finally:
+            runner.close()
+        return dict(self._board.require_best().params)
+
+    def _run(self, request: TuneRequest, name: str, reason: str, runner: Runner) -> None:
+        is_new = not holds_search(request.run_dir)
+        journal = Journal(request.run_dir)
+        with contextlib.closing(journal):
+            past = None if is_new else self._take_up(request, name)  # nobody else goes on with it from here on
+            self._run_from(past, request, name, reason, runner, journal)
+
+    def _run_from(
+        self, past: Past | None, request: TuneRequest, name: str, reason: str, runner: Runner, journal: Journal
+    ) -> None:
         request = replace(request, past=() if past is None else past.trials)
-        problems = runner.obstacles(request)
-        if problems:
-            raise PlanError(problems)
         self._board = Board(request.metric, self._mode, request.past, by_last=request.schedule.name == "pbt")
         reading = ReadCheck(request.space.domains, request.train_fn)
         reading.read(() if past is None else past.read)
-        journal = Journal(request.run_dir)
         slots = runner.slots(request)
         screen = Screen(self._board, _total(request), slots, shows_progress=self._progress)
         if self._progress:
@@ -175,11 +190,9 @@ class DistributedTuner:
             runner.run(request, Desk(journal, self._board, reading, screen))
         finally:
             screen.close()
-            journal.close()
             self._finish()
         if self._progress:
             self._sum_up(screen, reading.never_read())
-        return dict(self._board.require_best().params)
 
     def _sum_up(self, screen: Screen, unread: list[str]) -> None:
         if unread:
@@ -310,6 +323,11 @@ def _check_choices(search: str, scheduler: str, engine: str, address: str | None
     if metric is None and (scheduler != "none" or search == "bayes"):
         steers = f"scheduler={scheduler!r}" if scheduler != "none" else "search='bayes'"
         problems.append(Problem(f"{steers} without a metric", why="it decides by one", do="metric='val_loss', say"))
+    if search == "bayes" and scheduler == "pbt":
+        why = "a population's parameters change in the course of a trial, and the search would learn from the last ones"
+        problems.append(
+            Problem("search='bayes' with scheduler='pbt'", why=why, do="search='random', or another scheduler")
+        )
     if engine == "local" and address is not None:
         what = f"engine='local' and address={address!r}"
         problems.append(Problem(what, why="an address is that of a Ray cluster", do="leave one of them out"))
