@@ -22,6 +22,7 @@ from distributed.core.failure import is_collateral
 from distributed.core.history import History
 from distributed.core.hosts import Host, host_of
 from distributed.core.plan import Plan
+from distributed.core.run_files import HISTORY, PATHS
 from distributed.data.leaf_loader import LeafLoader
 from distributed.data.loader import EvalLoader, StreamLoader, TrainLoader
 from distributed.data.source import Source
@@ -41,7 +42,7 @@ from distributed.train.loop import LeftWorld, Loop
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
 
-PAYLOAD, PATHS, HISTORY = "payload.pt", "worker.json", "history.json"  # in the run directory
+PAYLOAD = "payload.pt"  # in the run directory
 
 
 @dataclass(frozen=True)

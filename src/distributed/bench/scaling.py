@@ -19,6 +19,7 @@ from distributed.bench.machine import describe_machine, describe_versions, load_
 from distributed.core.env import inherited_environ
 from distributed.core.errors import ConfigError, RankFailedError
 from distributed.core.history import History
+from distributed.core.run_files import HISTORY
 from distributed.planner.hardware import Hardware, probe_hardware
 
 BATCH = 32  # samples a device, weak; the global batch is this times the most processes under strong scaling
@@ -127,5 +128,5 @@ def _throughput(processes: int, steps: int, batch: int) -> float:
                 traceback=ended.stderr,
                 exit_code=ended.returncode,
             )
-        history = History.load(Path(run_dir) / "history.json")
+        history = History.load(Path(run_dir) / HISTORY)
         return replace(history, epochs=history.epochs[1:]).throughput

@@ -19,6 +19,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import DistributedError, LaunchError
 from distributed.core.ray_run import NAMESPACE, stop_key
+from distributed.core.run_files import LAUNCH
 from distributed.launch.echo import Echo, Screen
 from distributed.launch.local import LocalLauncher
 from distributed.launch.policy import MAX_RESTARTS
@@ -147,7 +148,7 @@ class RayRun:
         """Rank 0 writes its own. Where the first world does not come to that, the next one must not take the id of an
         earlier launch for this one's, and that one's checkpoints for its own."""
         Path(self._run_dir).mkdir(parents=True, exist_ok=True)
-        Path(self._run_dir, "launch.json").write_text(json.dumps({"id": self._run}) + "\n", encoding="utf-8")
+        Path(self._run_dir, LAUNCH).write_text(json.dumps({"id": self._run}) + "\n", encoding="utf-8")
 
     def _ask(self, number: int) -> None:
         internal_kv._internal_kv_put(stop_key(self._run), str(number).encode(), namespace=NAMESPACE)

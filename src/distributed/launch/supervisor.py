@@ -19,6 +19,7 @@ from distributed.core.config import DistributedConfig
 from distributed.core.control import Leave
 from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, Event, RankFailed
+from distributed.core.run_files import HISTORY
 from distributed.launch.blame import failure_error
 from distributed.launch.crew import Crew
 from distributed.launch.echo import Echo
@@ -157,7 +158,7 @@ class Supervisor:
     def _begin(self, round_: Round, broke_at: float | None = None) -> Watch:
         """Start the ranks of a world that are not there, and tell it to those who are."""
         rendered = self.render(round_, self._slots)
-        self._events, self._outcome = rendered.events_path, Path(rendered.run_dir, "history.json")
+        self._events, self._outcome = rendered.events_path, Path(rendered.run_dir, HISTORY)
         self._is_first = round_.place.node_rank == 0
         self._worlds += 1
         self.report.attempt_began(round_.attempt, time.monotonic())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from distributed.checkpoint.publishing import Saved
@@ -281,8 +280,3 @@ def _explain_nonfinite(value: float, replicas: range, epoch: int, step: int, ind
         why=f"{where}; usual causes: a bad sample, too high a learning rate, fp16 overflow",
         do="look at these samples, lower the learning rate, set gradient_clipping; on_nan=continue goes on regardless",
     )
-
-
-def history_path(plan: Plan) -> Path:
-    """Where the main process leaves the history of the run."""
-    return Path(plan.run_dir) / "history.json"

@@ -18,7 +18,7 @@ import cloudpickle
 from distributed.core.errors import DistributedError, TaskError
 from distributed.core.plan import Plan
 
-PAYLOAD, PATHS = "payload.bin", "worker.json"  # in the run directory
+PAYLOAD = "payload.bin"  # in the run directory
 _LENGTH = struct.Struct("<q")
 _ALIGN = 64  # bytes; what vector instructions like
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import platform
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401  # numpy knows bfloat16 and the like by name once it is there
@@ -31,6 +29,7 @@ from distributed.checkpoint.writing import Writer
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.core.plan import Plan
+from distributed.runtime.launch_id import launch_id
 
 Position = dict[str, Any]  # numbers, texts, lists and dicts of these
 _POSITION = "progress"
@@ -56,7 +55,7 @@ class Checkpoints:
         self._plan, self._is_main, self._world, self._samples, self._spread = plan, is_main, world, samples, spread
         self._on_saved, self._on_failed = on_saved, on_failed
         self._storage = open_storage(plan.checkpoint.dir)
-        self._launch = _launch_id(plan, world) if is_main else ""
+        self._launch = launch_id(plan.run_dir, world) if is_main else ""
         self._writer: Writer | None = None
         self._verified: frozenset[str] = frozenset()
         self._saved_at = -1
@@ -272,14 +271,3 @@ class Checkpoints:
             "launch": self._launch,
             "machine": platform.machine(),
         }
-
-
-def _launch_id(plan: Plan, world: WorkerEnv) -> str:
-    """What tells this launch of a run from others in the same folder: the same for all of its worlds."""
-    path = Path(plan.run_dir) / "launch.json"
-    if world.restarts and path.exists():
-        return str(json.loads(path.read_text())["id"])
-    name = uuid.uuid4().hex
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"id": name}) + "\n")
-    return name

@@ -19,6 +19,7 @@ from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import CheckpointError
 from distributed.core.history import History
 from distributed.core.plan import Plan
+from distributed.core.run_files import HISTORY, PATHS
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
@@ -30,9 +31,9 @@ from distributed.tensorflow.cluster import announce_in_world
 from distributed.tensorflow.data import EvalLoader, train_loader
 from distributed.tensorflow.job import Job
 from distributed.tensorflow.layers import check_layer_losses
-from distributed.tensorflow.loop import Loop, history_path
+from distributed.tensorflow.loop import Loop
 from distributed.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_crew
-from distributed.tensorflow.payload import PATHS, PAYLOAD, Payload
+from distributed.tensorflow.payload import PAYLOAD, Payload
 from distributed.tensorflow.rates import Rate
 from distributed.tensorflow.run_state import RunState
 from distributed.tensorflow.sources import example_of
@@ -93,7 +94,7 @@ def run_process(
             history = loop.run()
             state.close()
         if env.is_main:
-            history.save(history_path(plan))
+            history.save(Path(plan.run_dir) / HISTORY)
         return Trained(history, model)
     except BaseException:
         with suppress(CheckpointError):  # what went wrong first is told

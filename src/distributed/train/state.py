@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from distributed.core.errors import CheckpointError
 from distributed.core.failure import is_collateral
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
+from distributed.runtime.launch_id import launch_id
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
 from distributed.train.handover import Held, Inherited
@@ -73,7 +71,7 @@ class RunState:
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
         self.is_watched = self._witness.wants
         self.source = "the beginning"  # of the state that this run goes on from
-        self._launch = _launch_id(plan, session) if session.is_main else ""
+        self._launch = launch_id(plan.run_dir, session.env) if session.is_main else ""
         self._published_at = -1
 
     def restore(self, inherited: Inherited | None = None) -> Restored | None:
@@ -286,17 +284,6 @@ class RunState:
             for name in self._storage.list("witness"):
                 if name.split("/")[1].removeprefix("step-") not in kept:
                     self._storage.delete(name)
-
-
-def _launch_id(plan: Plan, session: Session) -> str:
-    """What tells this launch of a run from others in the same folder; known to rank 0, also to one that comes later."""
-    path = Path(plan.run_dir) / "launch.json"
-    if session.env.restarts and path.exists():  # not there for a later fit that only a restarted world has come to
-        return str(json.loads(path.read_text())["id"])
-    name = uuid.uuid4().hex
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"id": name}) + "\n")
-    return name
 
 
 def _reader(storage: Storage) -> Callable[[str], bytes | None]:

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 import torch
 
 from distributed.checkpoint.reading import load
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES, engine_of, load_strategy
+from distributed.core.engines import engine_of, load_strategy
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import ConfigError, LaunchError, Problem, RankFailedError
+from distributed.core.errors import ConfigError
 from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
-from distributed.core.registry import load_target
 from distributed.data.source import Source
 from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
 from distributed.launch.supervisor import Patience
-from distributed.observe.live import RunScreen
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import Gpu, Hardware, probe_for, probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.strategies.batchnorm import has_batchnorm
 from distributed.strategies.optimizer_state import load_named_state
 from distributed.train.task import Task
+from distributed.trainers.launching import active_mlflow_run, launch_job, refuse, write_plan
 from distributed.trainers.payload import write_payload
-from distributed.worker import HISTORY, PATHS, PAYLOAD, Job, line_for, open_session, run_rank
+from distributed.worker import PAYLOAD, Job, line_for, open_session, run_rank
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
 
@@ -63,7 +61,7 @@ class FitRequest:
     def plan(self, run_dir: str, world: WorkerEnv | None = None) -> Plan:
         """Of the ranks that were asked for, then cut for those that are there: the global batch stays."""
         nominal = replace(world, world_size=world.nominal_ranks) if world and world.nominal_ranks else world
-        mlflow_run = _active_mlflow_run()
+        mlflow_run = active_mlflow_run()
         hardware = _hardware() if world or self.config.address is None else probe_for(self.config)
         plan = make_plan(
             self.config, self.profile, hardware, run_dir=run_dir, world=nominal, active_mlflow_run=mlflow_run
@@ -91,8 +89,8 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
     check_extras(plan)
     if session.is_main:
         if not world.run_dir:
-            _refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
-        _write_plan(plan)
+            refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
+        write_plan(plan)
     followed = world.is_followed and number == 1  # whoever started us shows the progress
     return run_rank(request.job(plan), session, shows_progress=plan.observe.progress and not followed, line=line)
 
@@ -126,41 +124,17 @@ def fit_alone(request: FitRequest) -> History:
         warm=config.warm_start,
         address=config.address,
     )
-    _refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
+    refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
     if plan.world_size > 1 or spans:
         return _launch(request.job(plan), launch, Patience.of(config))
-    _write_plan(plan)
+    write_plan(plan)
     session = open_session(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt))
     return run_rank(request.job(plan), session, shows_progress=plan.observe.progress)
 
 
 def _launch(job: Job, launch: LaunchRequest, patience: Patience) -> History:
     """Send the job to new processes, wait for them, and take home what they trained."""
-    run_dir = Path(launch.run_dir)
-    payload, outcome = run_dir / PAYLOAD, run_dir / HISTORY
-    run_dir.mkdir(parents=True, exist_ok=True)
-    outcome.unlink(missing_ok=True)  # of an earlier attempt
-    try:
-        write_payload(job, payload)
-        _write_plan(job.plan)
-        (run_dir / PATHS).write_text(json.dumps({"sys_path": [path or os.getcwd() for path in sys.path]}))
-        screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=job.plan.observe.progress)
-        try:
-            launcher = load_target(ENGINES.entries[job.plan.strategy].starts)()
-            launcher.run(launch, screen, patience=patience, on_stop=screen.stopping)
-        except RankFailedError as failed:
-            is_ours = failed.exit_code != RankFailedError.exit_code  # then its text says all
-            trace = "" if is_ours else f"\n{failed.traceback}\n"
-            failed.add_note(f"{trace}the log of rank {failed.rank}: {failed.log_path}")
-            raise
-        except KeyboardInterrupt:
-            if not outcome.exists():  # stopped before there was anything to keep
-                raise
-        finally:
-            screen.close()
-    finally:
-        payload.unlink(missing_ok=True)
-    history = History.load(outcome)
+    history = launch_job(job.plan, launch, patience, PAYLOAD, partial(write_payload, job))
     _bring_home(job.task, job.plan, history.checkpoint)
     return history
 
@@ -181,28 +155,8 @@ def _bring_home(task: Task, plan: Plan, checkpoint: str) -> None:
         task.scheduler.load_state_dict(trained["schedule"])
 
 
-def _write_plan(plan: Plan) -> None:
-    path = Path(plan.run_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "plan.json").write_text(plan.to_json())
-    if not (path / "config.json").exists():  # the command line wrote one, with the script and all sources
-        (path / "config.json").write_text(json.dumps(plan.settings, indent=2) + "\n")
-
-
-def _refuse(problems: list[Problem]) -> None:
-    if problems:
-        raise LaunchError(problems)
-
-
 def _hardware() -> Hardware:
     """What nvidia-smi tells; where it is missing, torch's count of the GPUs, which touches none of them."""
     hardware = probe_hardware()
     missing = torch.cuda.device_count() - len(hardware.gpus)
     return replace(hardware, gpus=(*hardware.gpus, *[Gpu("GPU")] * missing)) if missing > 0 else hardware
-
-
-def _active_mlflow_run() -> str:
-    """The run that the script has opened with MLflow, if it uses it."""
-    mlflow = sys.modules.get("mlflow")
-    run = mlflow.active_run() if mlflow is not None else None
-    return "" if run is None else str(run.info.run_id)

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import ConfigError, LaunchError, PlanError, Problem, RankFailedError, TaskError
+from distributed.core.errors import ConfigError, PlanError, TaskError
 from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
-from distributed.launch.local import LocalLauncher
 from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
 from distributed.launch.supervisor import Patience
-from distributed.observe.live import RunScreen
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import probe_hardware
 from distributed.planner.planning import JobProfile, make_plan, plan_resources
 from distributed.planner.tensorflow import check_world, cut_for, lay_out
 from distributed.tensorflow.job import Job
 from distributed.tensorflow.layers import batchnorms, finalize, synchronize_batchnorm
-from distributed.tensorflow.loop import history_path
 from distributed.tensorflow.model import (
     Compiled,
     Parts,
@@ -41,12 +37,13 @@ from distributed.tensorflow.model import (
     is_compiled,
     take_apart,
 )
-from distributed.tensorflow.payload import PATHS, PAYLOAD, write_payload
+from distributed.tensorflow.payload import PAYLOAD, write_payload
 from distributed.tensorflow.run_state import read_arrays
 from distributed.tensorflow.sources import check_order, draws_its_own_order, example_of, read_source
 from distributed.tensorflow.strategy import World, given_world
 from distributed.tensorflow.variables import name_variables
 from distributed.tensorflow.worker import run_process
+from distributed.trainers.launching import active_mlflow_run, launch_job, refuse, write_plan
 
 
 class Fit:
@@ -102,10 +99,10 @@ class Fit:
             device=plan.device,
             warm=config.warm_start,
         ).for_engine("tensorflow", config)
-        _refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
+        refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
         if (plan.world_size > 1 or plan.engine["tasks"] > 1) and self._strategy is None:
             return self._launch(plan, launch)
-        _write_plan(plan)
+        write_plan(plan)
         return self._here(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt), plan.observe.progress)
 
     def in_world(self, world: WorkerEnv, number: int) -> History:
@@ -124,8 +121,8 @@ class Fit:
         check_extras(plan)
         if world.is_main:
             if not world.run_dir:
-                _refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
-            _write_plan(plan)
+                refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
+            write_plan(plan)
         followed = world.is_followed and number == 1  # whoever started us shows the progress
         return self._here(plan, world, plan.observe.progress and not followed)
 
@@ -153,30 +150,9 @@ class Fit:
 
     def _launch(self, plan: Plan, launch: LaunchRequest) -> History:
         """Send the job to new processes, wait for them, and take home what they trained."""
-        run_dir = Path(launch.run_dir)
-        payload, outcome = run_dir / PAYLOAD, history_path(plan)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        outcome.unlink(missing_ok=True)  # of an earlier attempt
-        try:
-            write_payload(plan, self._job(plan), payload)
-            _write_plan(plan)
-            (run_dir / PATHS).write_text(json.dumps({"sys_path": [path or os.getcwd() for path in sys.path]}))
-            screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=plan.observe.progress)
-            try:
-                LocalLauncher().run(launch, screen, patience=Patience.of(self._config), on_stop=screen.stopping)
-            except RankFailedError as failed:
-                is_ours = failed.exit_code != RankFailedError.exit_code  # then its text says all
-                trace = "" if is_ours else f"\n{failed.traceback}\n"
-                failed.add_note(f"{trace}the log of rank {failed.rank}: {failed.log_path}")
-                raise
-            except KeyboardInterrupt:
-                if not outcome.exists():  # stopped before there was anything to keep
-                    raise
-            finally:
-                screen.close()
-        finally:
-            payload.unlink(missing_ok=True)
-        history = History.load(outcome)
+        job = self._job(plan)
+        write = partial(write_payload, plan, job)
+        history = launch_job(plan, launch, Patience.of(self._config), PAYLOAD, write)
         self._bring_home(plan, read_arrays(history.checkpoint))
         return history
 
@@ -225,7 +201,7 @@ class Fit:
             size = layout.processes * layout.replicas
             replicas = replace(world, world_size=size, local_world_size=-(-size // world.num_nodes))
         plan = make_plan(
-            config, self._profile(), hardware, run_dir=run_dir, world=replicas, active_mlflow_run=_active_mlflow_run()
+            config, self._profile(), hardware, run_dir=run_dir, world=replicas, active_mlflow_run=active_mlflow_run()
         )
         if plan.engine["processes"] > 1:
             for source, role in ((self._train, "train"), (self._evaluation, "validation")):
@@ -271,23 +247,3 @@ def _default_strategy() -> Any:
     import tensorflow as tf
 
     return tf.distribute.get_strategy()
-
-
-def _write_plan(plan: Plan) -> None:
-    path = Path(plan.run_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "plan.json").write_text(plan.to_json())
-    if not (path / "config.json").exists():  # the command line wrote one, with the script and all sources
-        (path / "config.json").write_text(json.dumps(plan.settings, indent=2) + "\n")
-
-
-def _refuse(problems: list[Problem]) -> None:
-    if problems:
-        raise LaunchError(problems)
-
-
-def _active_mlflow_run() -> str:
-    """The run that the script has opened with MLflow, if it uses it."""
-    mlflow = sys.modules.get("mlflow")
-    run = mlflow.active_run() if mlflow is not None else None
-    return "" if run is None else str(run.info.run_id)
