@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import setuptools  # noqa: F401 - torch's compiler imports distutils, which setuptools must have replaced before
 
 from tests.warm_commands import warm_commands
 

@@ -152,7 +152,7 @@ def test_ranks_that_hang(tmp_path: Path, undisturbed: Undisturbed) -> None:
         fault("training", "hang", rank=1, step=10),
         fault("training", "extra barrier", rank=0, step=20),
         fault("training", "stop", rank=0, step=33),
-        fault("reading", "hang", rank=1, step=7),  # a sample
+        fault("reading", "hang", rank=1, step=4),  # a sample
         hang_timeout_s=2,
     ).end()
     result.assert_same_as(undisturbed(2))
