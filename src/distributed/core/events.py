@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
 
@@ -193,6 +194,35 @@ def parse_event(line: str) -> Event | None:
         return None
     known = {f.name for f in fields(kind)}
     return kind(**{name: value for name, value in raw.items() if name in known})
+
+
+class EventTail:
+    """The events that are written to a file from now on, or `from_end=False`: all of them."""
+
+    def __init__(self, path: Path, *, from_end: bool = True) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def read(self) -> list[Event]:
+        """Those of the complete lines that are new. One that is torn or of another version is passed over: whoever
+        follows a run must not end it."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        complete = new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        events = (_sound_event(line) for line in complete.splitlines())
+        return [event for event in events if event is not None]
+
+
+def _sound_event(line: bytes) -> Event | None:
+    try:
+        return parse_event(line.decode())
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def event_kinds() -> dict[str, dict[str, Any]]:

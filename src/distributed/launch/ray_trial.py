@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.core.env import trial_in_env
-from distributed.core.events import EpochEnded, Event, parse_event
+from distributed.core.events import EpochEnded, EventTail
 from distributed.launch.echo import Screen
 from distributed.launch.request import LaunchRequest
 
@@ -46,8 +46,7 @@ class TuneScreen:
     run_dir: str
 
     def __post_init__(self) -> None:
-        self._events = Path(self.run_dir, "events.jsonl")
-        self._offset = self._events.stat().st_size if self._events.exists() else 0
+        self._events = EventTail(Path(self.run_dir, "events.jsonl"))
 
     def rank_line(self, rank: int, text: str) -> None:
         if self.screen is not None:
@@ -62,17 +61,6 @@ class TuneScreen:
 
         if self.screen is not None:
             self.screen.refresh()
-        for event in self._new_events():
+        for event in self._events.read():
             if isinstance(event, EpochEnded):
                 tune.report({**event.metrics, "epoch": event.epoch + 1, "step": event.step})
-
-    def _new_events(self) -> list[Event | None]:
-        try:
-            with self._events.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        complete = new[: new.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [parse_event(line) for line in complete.decode().splitlines()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from distributed.core.events import Event, Observer, parse_event
+from distributed.core.events import EventTail, Observer
 from distributed.core.heartbeat import heartbeat_path, read_beat
 from distributed.observe.console import Console
 
@@ -22,8 +22,7 @@ class Follower:
     ) -> None:
         self.run_dir = Path(run_dir)
         self._observer = observer
-        self._events = self.run_dir / "events.jsonl"
-        self._offset = self._events.stat().st_size if from_end and self._events.exists() else 0
+        self._events = EventTail(self.run_dir / "events.jsonl", from_end=from_end)
         self.start_attempt(attempt)
 
     def start_attempt(self, attempt: int) -> None:
@@ -32,29 +31,8 @@ class Follower:
 
     def refresh(self) -> None:
         """Pass on the complete lines that are new, and the step that rank 0 has done."""
-        for line in self._new_lines():
-            event = _parse(line)
-            if event is not None:
-                self._observer.on(event)
+        for event in self._events.read():
+            self._observer.on(event)
         if isinstance(self._observer, Console):
             beat = read_beat(self._beats)
             self._observer.progress(beat.step if beat is not None and beat != self._stale_beat else None)
-
-    def _new_lines(self) -> list[bytes]:
-        try:
-            with self._events.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return []
-        complete = new[: new.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return complete.splitlines()
-
-
-def _parse(line: bytes) -> Event | None:
-    """The event of a line, or None for one that is torn or of another version: following must not end the run."""
-    try:
-        return parse_event(line.decode())
-    except (ValueError, TypeError, AttributeError):
-        return None
