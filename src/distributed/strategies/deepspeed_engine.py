@@ -21,7 +21,7 @@ from distributed.strategies.deepspeed_checks import check_optimizer, check_task
 from distributed.strategies.deepspeed_flats import keep_unaligned_gradients, share_masters
 from distributed.strategies.deepspeed_loan import Loan
 from distributed.strategies.deepspeed_precision import compute_in
-from distributed.strategies.deepspeed_process import complete, files_on_disk, process_group, told
+from distributed.strategies.deepspeed_process import complete, files_on_disk, linear_kept, process_group, told
 from distributed.strategies.deepspeed_state import ZeroState
 from distributed.strategies.deepspeed_values import check_values
 from distributed.strategies.in_parts import refuse_parts
@@ -64,6 +64,7 @@ class DeepSpeedEngine(Passes):
         saved = self._prepare(task, plan, session)
         self._until_closed.enter_context(files_on_disk(config, session))
         self._until_closed.enter_context(process_group(session.device.type))
+        self._until_closed.enter_context(linear_kept())
         self._until_closed.enter_context(told(session.device.type, session.env.local_rank))
         self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module)
         self._agree_on_buffers()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional
 
 from distributed.core.env import environ_with
 from distributed.core.offload_files import files_of
@@ -72,6 +73,20 @@ def told(device: str, local_rank: int) -> Iterator[None]:
         variables["DS_ACCELERATOR"] = "cpu"  # looked for when it is imported
     with environ_with(variables):
         yield
+
+
+@contextmanager
+def linear_kept() -> Iterator[None]:
+    """Stage 3 replaces ``torch.nn.functional.linear`` and leaves it so, for every model of the process.
+
+    Its own adds the bias in place where autograd does not see it, and what another model keeps of the product, to
+    recompute the rest from it, would have the bias in it.
+    """
+    linear = torch.nn.functional.linear
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = linear
 
 
 @contextmanager
