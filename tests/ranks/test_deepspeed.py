@@ -35,6 +35,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 FEATURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "recompute": (make_model, {"activation_checkpointing": True}),
+    "recompute_selective": (make_model, {"activation_checkpointing": "selective"}),
     "lora": (make_model, {"lora": True}),
     "lora_alone": (make_model, {"lora": True, "save_adapters_only": True}),
     "batchnorm": (make_normed, {"gradient_accumulation_steps": 2}),

@@ -35,6 +35,8 @@ def complete(plan: Plan) -> dict[str, Any]:
         place = config["zero_optimization"].get(name) or {}
         if place.get("device") == "nvme":
             place["nvme_path"] = str(files_of(place["nvme_path"], plan.run_dir))
+    if plan.memory.recompute == "selective":  # see `linear_kept`
+        config["zero_optimization"]["memory_efficient_linear"] = False
     return config | {
         "train_micro_batch_size_per_gpu": batch.per_device,
         "gradient_accumulation_steps": batch.accumulation,
