@@ -18,6 +18,7 @@ _SECTIONS = {  # by the first setting of each
     "batch_size": "Training",
     "sharding": "Parallelism",
     "activation_checkpointing": "Memory",
+    "capture": "Speed",
     "mixed_precision": "Optimization",
     "communication_backend": "Communication",
     "max_restarts": "Survival",

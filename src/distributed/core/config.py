@@ -140,17 +140,51 @@ class DistributedConfig(BaseModel):
     activation_checkpointing: bool | int | Literal["full", "selective"] = Field(
         False, description="compute blocks again in backward: True or full, selective (all but matmuls), n: each n-th"
     )
-    compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = Field(
-        False, description="torch.compile each block; or its mode"
-    )
     lora: bool | int | dict[str, Any] = Field(
         False, description="train adapters of low rank: True, their rank, or {rank, alpha, dropout, targets}"
     )
     save_adapters_only: bool = Field(False, description="for lora: checkpoints hold the adapters without the model")
 
+    # Speed: what "auto" came to is among the run's decisions, each with its reason
+    capture: bool | Literal["auto"] = Field(
+        "auto",
+        description="the whole step as one CUDA graph; auto: where launching it takes longer than computing it, and "
+        "its first steps come to the same",
+    )
+    compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = Field(
+        False, description="torch.compile each block; or its mode; auto: on a GPU, where the model has blocks"
+    )
+    compile_cache: str | None = Field(
+        None, description="where compiled code is kept for later runs and restarts; by default in the user's cache"
+    )
+    num_workers: int | Literal["auto"] | None = Field(
+        None, description="processes that read data; auto: measured; by default as the data loader says"
+    )
+    fused_optimizer: bool | Literal["auto"] = Field(
+        "auto", description="one kernel for the optimizer's step; auto: on a GPU, where torch has it"
+    )
+    bf16_parameters: bool | Literal["compensated", "stochastic"] = Field(
+        False,
+        description="parameters and gradients in bf16: True or compensated: with the rest of their digits kept aside; "
+        "stochastic: without, rounded at random",
+    )
+    channels_last: bool | Literal["auto"] = Field(
+        "auto", description="memory format of convolutions; auto: on a GPU in mixed precision"
+    )
+    tf32: bool | Literal["auto"] = Field(
+        "auto", description="what is left of fp32 products in TF32; auto: in mixed precision, which has fewer digits"
+    )
+    cudnn_attention: bool | Literal["auto"] = Field(
+        "auto", description="cuDNN's attention before torch's own; auto: on Hopper and later, in mixed precision"
+    )
+    expandable_segments: bool | Literal["auto"] = Field(
+        "auto",
+        description="let torch's allocator grow its segments; auto: on a GPU, unless PYTORCH_ALLOC_CONF says otherwise",
+    )
+
     # Optimization
-    mixed_precision: bool | Literal["fp16", "bf16"] = Field(
-        False, description="True: bf16 where the device has it, else fp16"
+    mixed_precision: bool | Literal["fp16", "bf16", "fp8"] = Field(
+        False, description="True: bf16 where the device has it, else fp16; fp8: bf16 with linear layers in 8 bits"
     )
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches a step")
     gradient_clipping: float | None = Field(None, gt=0, description="largest norm of the whole gradient")

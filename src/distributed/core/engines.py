@@ -96,6 +96,9 @@ def _sharding(kind: str) -> Callable[[Wanted], str]:
 FEATURES: dict[str, Feature] = {
     "bf16": Feature("bf16", _value("mixed_precision", "bf16")),
     "fp16": Feature("fp16 with a scaled loss", _value("mixed_precision", "fp16")),
+    "fp8": Feature("linear layers in fp8", _value("mixed_precision", "fp8")),
+    "bf16_parameters": Feature("parameters and gradients in bf16", _setting("bf16_parameters")),
+    "capture": Feature("the whole step as one CUDA graph", _value("capture", True)),
     "accumulation": Feature("gradient accumulation", _setting("gradient_accumulation_steps", 1)),
     "clipping": Feature("clipping by the norm of the whole gradient", _setting("gradient_clipping")),
     "targets": Feature("mean over targets, also when they are unevenly spread", _value("loss_weighting", "targets")),
@@ -115,7 +118,7 @@ FEATURES: dict[str, Feature] = {
     "pipeline": Feature("pipeline parallelism", _setting("pipeline_parallel", 1)),
     "context": Feature("context parallelism", _setting("context_parallel", 1)),
     "recompute": Feature("activations computed again", _setting("activation_checkpointing")),
-    "compile": Feature("torch.compile of each block", _setting("compile")),
+    "compile": Feature("torch.compile of each block", _setting("compile", "auto")),
     "lora": Feature("LoRA", _setting("lora")),
     "bitwise": Feature(
         "the same bytes at any number of ranks",
@@ -174,6 +177,13 @@ _MESH = _REPLICAS | {
     "meta": Can(),
     "dry_run": Can(),
 }
+# Of engines whose ranks may hold the whole model each.
+_WHOLE = {
+    "bitwise": Can(),
+    "fp8": Can("on Hopper and later", device="cuda"),
+    "bf16_parameters": Can("where nothing is shared out"),
+    "capture": Can("where nothing is shared out", device="cuda"),
+}
 
 
 def _why_fsdp(wanted: Wanted) -> str:
@@ -186,7 +196,7 @@ ENGINES: Registry[Engine] = Registry(
         "pytorch-ddp": Engine(
             "distributed.strategies.torch_mesh:TorchMesh",
             does="PyTorch's own, every rank with the whole model unless it is told otherwise",
-            can=_MESH | {"bitwise": Can(), "regroup": Can("where nothing is shared out, on gloo")},
+            can=_MESH | _WHOLE | {"regroup": Can("where nothing is shared out, on gloo")},
             offloads=("grad_op", "full", "hybrid"),
             bare="distributed.bench.hand_written:train",
             bitwise="distributed.strategies.bitwise:BitwiseReplicas",
@@ -255,7 +265,7 @@ ENGINES: Registry[Engine] = Registry(
             needs="ray.train",
             extra="ray",
             does="PyTorch's own, on ranks that Ray places on its cluster",
-            can=_MESH | {"bitwise": Can(), "cluster": Can()},
+            can=_MESH | _WHOLE | {"cluster": Can()},
             offloads=("grad_op", "full", "hybrid"),
             starts="distributed.launch.ray:RayLauncher",
             spans=True,

@@ -72,7 +72,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    kind: str = "fp32"  # "fp32", "bf16" or "fp16"
+    kind: str = "fp32"  # "fp32", "bf16", "fp16" or "fp8", which is bf16 but for linear layers
     scaler_init_scale: float = 65536.0
     scaler_growth_interval: int = 2000
 
@@ -157,7 +157,21 @@ class MemoryPlan:
     recompute_every: int = 1  # of the blocks, each n-th
     compile: bool = False  # each block
     compile_mode: str = ""
+    compile_cache: str = ""  # a folder; "": the user's
     lora: LoraPlan | None = None
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
+    """What makes a step faster and leaves what it computes as it is, or nearly so."""
+
+    capture: str = "off"  # "off"; "auto": where it is worth it and comes to the same; "on"
+    fused_optimizer: bool = False
+    parameters: str = "fp32"  # "fp32"; in bf16: "compensated" or "stochastic"
+    channels_last: bool = False
+    tf32: bool = False
+    cudnn_attention: bool = False
+    expandable_segments: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,6 +231,8 @@ class Plan:
     tensor: TensorPlan = field(default_factory=TensorPlan)
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     memory: MemoryPlan = field(default_factory=MemoryPlan)
+    speed: SpeedPlan = field(default_factory=SpeedPlan)
+    workers: int | str | None = None  # processes that read data: a number, "auto", or None for the data loader's own
     checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
     engine: dict[str, Any] = field(default_factory=dict)  # what only this strategy knows: its `plans` made it

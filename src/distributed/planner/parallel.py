@@ -79,6 +79,7 @@ def plan_parallel(
             every,
             compile=bool(config.compile),
             compile_mode=config.compile if isinstance(config.compile, str) else "",
+            compile_cache=config.compile_cache or "",
             lora=_lora(config, problems),
         ),
     )
@@ -225,8 +226,8 @@ def _useless(config: DistributedConfig, kind: str, engine: Engine) -> list[Probl
 def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> list[Problem]:
     found = []
     shares = kind != "none" or any(getattr(config, name) > 1 for name in _AXES)
-    if config.reproducible == "bitwise" and (shares or config.lora or config.compile):
-        asked = [name for name in ("lora", "compile") if getattr(config, name)]
+    if config.reproducible == "bitwise" and (shares or config.lora or config.compile not in (False, "auto")):
+        asked = [name for name in ("lora", "compile") if getattr(config, name) not in (False, "auto")]
         asked += [name for name in _AXES if getattr(config, name) > 1] + (
             [f"sharding ({kind})"] if kind != "none" else []
         )
@@ -275,7 +276,7 @@ def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> li
         ("context_parallel", "attention is replaced while a block runs, which a compiled block does not see"),
         ("tensor_parallel", "the layers of each block are replaced, so that each block would be compiled by itself"),
     ):
-        if config.compile and getattr(config, name) > 1:
+        if config.compile not in (False, "auto") and getattr(config, name) > 1:
             found.append(Problem(f"compile with {name}", why=why, do="leave one of them out"))
     if config.context_parallel > 1 and config.pipeline_parallel > 1:
         found.append(

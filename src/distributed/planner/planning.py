@@ -13,6 +13,7 @@ from distributed.core.plan import (
     BatchPlan,
     CheckpointPlan,
     Decision,
+    MemoryPlan,
     MlflowPlan,
     ObservePlan,
     OptimizerPlan,
@@ -27,6 +28,9 @@ from distributed.planner.deepspeed_adoption import adopt
 from distributed.planner.hardware import Hardware
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel
 from distributed.planner.reproducible import plan_leaves
+from distributed.planner.speed import plan_speed
+
+_NATIVE = ("pytorch-ddp", "fsdp", "ray")  # engines whose steps are torch's own
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class JobProfile:
     samples: int | None = None  # None: a stream
     sampling: str = ""  # how the user's own sampler is read, when that is worth saying
     has_batchnorm: bool = False
+    has_convolutions: bool = False
+    has_blocks: bool = False  # that can be compiled one by one
     owns_optimizer: bool = False  # the user passed an optimizer
     owns_schedule: bool = False
     binds_schedule: bool = False  # ... and its scheduler has already read the optimizer's rates
@@ -163,6 +169,8 @@ def make_plan(
             problems=problems,
         )
     syncs_batchnorm = config.sync_batchnorm and world_size > 1 and not bitwise
+    precision = _plan_precision(config, resources.device, hardware, decisions)
+    is_native = parallel.engine in _NATIVE
     plan = Plan(
         run_dir=run_dir,
         batch=batch,
@@ -179,7 +187,7 @@ def make_plan(
         on_nan=config.on_nan,
         loss_weighting=config.loss_weighting,
         iterable_split=config.iterable_split,
-        precision=_plan_precision(config, resources.device, hardware, decisions),
+        precision=precision,
         optimizer=_plan_optimizer(config, profile, batch, decisions, problems),
         schedule=SchedulePlan(
             config.lr_schedule,
@@ -197,7 +205,20 @@ def make_plan(
         shard=parallel.shard,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
-        memory=parallel.memory,
+        memory=_plan_compile(config, parallel.memory, profile, resources.device, is_native, decisions),
+        speed=plan_speed(
+            config,
+            device=resources.device,
+            hardware=hardware,
+            precision=precision,
+            is_native=is_native,
+            holds_whole=parallel.mesh.is_replicas and parallel.shard.kind == "none",
+            has_convolutions=profile.has_convolutions,
+            environ=dict(os.environ),
+            decisions=decisions,
+            problems=problems,
+        ),
+        workers=config.num_workers,
         checkpoint=_plan_checkpoints(config, run_dir),
         observe=_plan_observers(config, run_dir, active_mlflow_run),
         settings=config.model_dump(mode="json"),
@@ -260,6 +281,33 @@ def _schedule_problems(config: DistributedConfig, profile: JobProfile, schedule:
     return problems
 
 
+def _plan_compile(
+    config: DistributedConfig,
+    memory: MemoryPlan,
+    profile: JobProfile,
+    device: str,
+    is_native: bool,
+    decisions: list[Decision],
+) -> MemoryPlan:
+    """What compile='auto' comes to: compiling takes a minute once, which a CPU's kernels seldom bring back."""
+    if config.compile != "auto":
+        return memory
+    others = config.tensor_parallel > 1 or config.context_parallel > 1 or config.reproducible == "bitwise"
+    compiles = is_native and device == "cuda" and profile.has_blocks and not others
+    if compiles:
+        reason = "each of its blocks becomes a few kernels; equal blocks are compiled once, and kept for later runs"
+        decisions.append(Decision("compiled blocks", reason, "compile"))
+    else:
+        reasons = {
+            "this engine has kernels of its own": not is_native,
+            "there is no GPU": device != "cuda",
+            "the model has no blocks": not profile.has_blocks,
+            "what is asked for beside it replaces parts of each block": others,
+        }
+        decisions.append(Decision("nothing compiled", next(why for why, holds in reasons.items() if holds), "compile"))
+    return replace(memory, compile=compiles, compile_mode="")
+
+
 def _plan_collectives(
     config: DistributedConfig, device: str, decisions: list[Decision], problems: list[Problem]
 ) -> str:
@@ -319,6 +367,9 @@ def _plan_precision(
     config: DistributedConfig, device: str, hardware: Hardware, decisions: list[Decision]
 ) -> PrecisionPlan:
     kind = config.mixed_precision
+    if kind is False and config.bf16_parameters:
+        decisions.append(Decision("mixed precision bf16", "parameters in bf16 are computed with in bf16"))
+        kind = "bf16"
     if kind is False:
         return PrecisionPlan()
     if kind is True:

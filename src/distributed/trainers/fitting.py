@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from distributed.checkpoint.reading import load
 from distributed.core.config import DistributedConfig
@@ -25,6 +26,7 @@ from distributed.observe.observers import check_extras
 from distributed.planner.hardware import Gpu, Hardware, probe_for, probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.strategies.batchnorm import has_batchnorm
+from distributed.strategies.blocks import find_blocks
 from distributed.strategies.optimizer_state import load_named_state
 from distributed.train.task import Task
 from distributed.trainers.launching import active_mlflow_run, launch_job, refuse, write_plan
@@ -52,6 +54,8 @@ class FitRequest:
             samples=self.train.samples,
             sampling=self.train.sampling,
             has_batchnorm=has_batchnorm(self.task.model),
+            has_convolutions=any(isinstance(module, nn.Conv2d) for module in self.task.model.modules()),
+            has_blocks=bool(find_blocks(self.task.model)),
             owns_optimizer=self.task.optimizer is not None,
             owns_schedule=self.task.scheduler is not None,
             binds_schedule=hasattr(self.task.scheduler, "step"),

@@ -1,0 +1,143 @@
+"""Free speed: which ways to a faster step a run takes, each with its reason and the setting that changes it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from distributed.core.config import DistributedConfig
+from distributed.core.errors import Problem
+from distributed.core.plan import Decision, PrecisionPlan, SpeedPlan
+from distributed.planner.hardware import Hardware
+
+HOPPER = 9.0
+HAS_FP8 = 8.9  # Ada, and all since
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+Asked = bool | Literal["auto"]
+
+
+def plan_speed(
+    config: DistributedConfig,
+    *,
+    device: str,
+    hardware: Hardware,
+    precision: PrecisionPlan,
+    is_native: bool,
+    holds_whole: bool,
+    has_convolutions: bool,
+    environ: dict[str, str] | None = None,
+    decisions: list[Decision],
+    problems: list[Problem],
+) -> SpeedPlan:
+    """`is_native`: torch trains, and not an engine with kernels of its own. `holds_whole`: every rank has all of it."""
+    on_gpu = device == "cuda"
+    is_low = precision.kind != "fp32"
+    capability = min((gpu.compute_capability for gpu in hardware.gpus), default=0.0)
+    is_bitwise = config.reproducible == "bitwise"
+
+    def choose(name: str, asked: Asked, when: bool, what: str, why: str) -> bool:
+        if asked == "auto":
+            if when:
+                decisions.append(Decision(what, why, name))
+            return when
+        return asked
+
+    problems += _impossible(config, device, hardware, holds_whole, is_bitwise)
+    return SpeedPlan(
+        capture=_plan_capture(config, on_gpu and is_native and holds_whole and not is_bitwise),
+        fused_optimizer=choose(
+            "fused_optimizer",
+            config.fused_optimizer,
+            on_gpu and is_native and holds_whole,
+            "fused optimizer",
+            "one kernel reads and writes each number of its state once",
+        ),
+        parameters=_plan_parameters(config, decisions),
+        channels_last=choose(
+            "channels_last",
+            config.channels_last,
+            on_gpu and is_native and is_low and has_convolutions,
+            "channels last",
+            "convolutions in 16 bits run on the tensor cores in this format, and without a copy into it",
+        ),
+        tf32=choose(
+            "tf32",
+            config.tf32,
+            on_gpu and is_native and is_low and not is_bitwise and capability >= 8.0,
+            "TF32",
+            f"what {precision.kind} leaves in fp32 gets 10 bits of precision, more than the 7 that the rest has",
+        ),
+        cudnn_attention=choose(
+            "cudnn_attention",
+            config.cudnn_attention,
+            on_gpu and is_native and is_low and not is_bitwise and capability >= HOPPER,
+            "cuDNN attention",
+            "its kernels are made for this chip; torch's own for the one before",
+        ),
+        expandable_segments=choose(
+            "expandable_segments",
+            config.expandable_segments,
+            on_gpu and is_native and not any(name in (environ or {}) for name in _ALLOCATOR),
+            "expandable segments",
+            "batches of several sizes then leave no holes in the device's memory",
+        ),
+    )
+
+
+def _plan_capture(config: DistributedConfig, could: bool) -> str:
+    if config.capture == "auto":
+        return "auto" if could else "off"
+    return "on" if config.capture else "off"
+
+
+def _plan_parameters(config: DistributedConfig, decisions: list[Decision]) -> str:
+    asked = config.bf16_parameters
+    if not asked:
+        return "fp32"
+    if asked == "stochastic":
+        decisions.append(
+            Decision("parameters in bf16", "rounded at random, so that small steps count on average", "bf16_parameters")
+        )
+        return "stochastic"
+    reason = "the digits that bf16 cannot hold are kept aside, so that every step counts in full"
+    decisions.append(Decision("parameters in bf16", reason, "bf16_parameters"))
+    return "compensated"
+
+
+def _impossible(
+    config: DistributedConfig, device: str, hardware: Hardware, holds_whole: bool, is_bitwise: bool
+) -> list[Problem]:
+    found: list[Problem] = []
+    slow = [gpu for gpu in hardware.gpus if 0 < gpu.compute_capability < HAS_FP8]
+    if config.mixed_precision == "fp8" and device == "cuda" and slow:
+        found.append(
+            Problem(
+                f"mixed_precision='fp8' on {slow[0].name}",
+                why=f"it has compute capability {slow[0].compute_capability}, and products in 8 bits need {HAS_FP8}",
+                do="set mixed_precision='bf16', or take a GPU of Ada, Hopper or later",
+            )
+        )
+    asked = {
+        "bf16_parameters": config.bf16_parameters,
+        "capture": config.capture is True,
+        "mixed_precision='fp8'": config.mixed_precision == "fp8",
+    }
+    for name in [name for name, is_asked in asked.items() if is_asked and (not holds_whole or is_bitwise)]:
+        other = "reproducible='bitwise'" if is_bitwise else "a model that the ranks share out"
+        why = "its gradients are added up in a way of their own" if is_bitwise else "each rank has only parts of it"
+        found.append(
+            Problem(
+                f"{name} with {other}",
+                why=why,
+                do="leave one of them out",
+            )
+        )
+    if config.bf16_parameters and config.mixed_precision == "fp16":
+        found.append(
+            Problem(
+                "bf16_parameters with mixed_precision='fp16'",
+                why="gradients in bf16 need no scaled loss, and a model cannot compute in both",
+                do="set mixed_precision='bf16', or leave bf16_parameters out",
+            )
+        )
+    return found
