@@ -23,8 +23,6 @@ from distributed.core.history import History
 from distributed.core.hosts import Host, host_of
 from distributed.core.plan import Plan
 from distributed.core.run_files import HISTORY, PATHS
-from distributed.data.leaf_loader import LeafLoader
-from distributed.data.loader import EvalLoader, StreamLoader, TrainLoader
 from distributed.data.source import Source
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
@@ -37,7 +35,7 @@ from distributed.runtime.shutdown import StopRequest, left_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.strategies.base import Strategy
 from distributed.train.handover import Held, hand_over, take_model
-from distributed.train.loaders import Loader
+from distributed.train.loaders import open_evaluation, open_training
 from distributed.train.loop import LeftWorld, Loop
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
@@ -162,7 +160,9 @@ def _live(
         strategy.setup(task, plan, session)
         heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)
         session.enter = heartbeat.collective
-        train = _train_loader(job, session)
+        train, staff = open_training(job.train, plan, session)
+        if staff is not None:
+            plan = replace(plan, decisions=(*plan.decisions, staff.decision))
         per_epoch = train.steps_per_epoch
         total = plan.total_steps(per_epoch)
         schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, total)
@@ -176,7 +176,7 @@ def _live(
                 strategy,
                 schedule,
                 train,
-                _eval_loader(job, session, strategy.in_step),
+                open_evaluation(job.evaluation, plan, session, staff, in_step=strategy.in_step),
                 task.metric_names,
                 session,
                 stop,
@@ -259,38 +259,6 @@ class _Watchers:
             self._observer.close()
         if self._ticker is not None:
             self._ticker.close()
-
-
-def _train_loader(job: Job, session: Session) -> Loader:
-    plan, pins = job.plan, session.device.type == "cuda"
-    if not job.train.is_stream:
-        loader = LeafLoader if plan.is_bitwise else TrainLoader
-        return loader(job.train, plan.batch, session.data_rank, seed=plan.seed, pin_memory=pins)
-
-    def agree(samples: int, microbatches: int) -> tuple[int, int]:
-        total = session.sum("samples of a step", torch.tensor([samples], device=session.device))
-        most = session.max("micro-batches of a step", torch.tensor([microbatches], device=session.device))
-        return int(total.item()), int(most.item())
-
-    return StreamLoader(
-        job.train,
-        plan.batch,
-        session.data_rank,
-        seed=plan.seed,
-        split=plan.iterable_split,
-        agree=agree,
-        pin_memory=pins,
-    )
-
-
-def _eval_loader(job: Job, session: Session, in_step: bool) -> EvalLoader | None:
-    if job.evaluation is None:
-        return None
-    size = job.evaluation.batch_size or job.plan.batch.per_device
-    pins = session.device.type == "cuda"
-    split = job.plan.iterable_split
-    ranks = job.plan.mesh.data_ranks
-    return EvalLoader(job.evaluation, size, session.data_rank, ranks, split=split, pin_memory=pins, in_step=in_step)
 
 
 def line_for(plan: Plan, *, is_first: bool = True) -> Line | None:

@@ -29,6 +29,9 @@ MACHINE = Hardware(cpu_cores=2, memory_bytes=2**34, gpus=())
 ASKED: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "bf16"},
     "fp16": {"mixed_precision": "fp16", "scaler_init_scale": 128.0},
+    "fp8": {"mixed_precision": "fp8"},
+    "bf16_parameters": {"bf16_parameters": True},
+    "capture": {"capture": True},
     "accumulation": {"gradient_accumulation_steps": 2},
     "clipping": {"gradient_clipping": 0.5},
     "targets": {"loss_weighting": "targets"},
@@ -61,6 +64,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 # What no setting asks for, and what two ranks of ours in one world cannot show: the test that holds each engine to it.
 NATIVE = ("pytorch-ddp", "fsdp", "ray")
+WHOLE = ("pytorch-ddp", "ray")  # whose ranks may hold the whole model each
 GOES_ON = {
     name: "ranks/test_engine_matrix.py::test_every_engine_goes_on_from_every_others"
     for name, engine in ENGINES.entries.items()
@@ -69,6 +73,8 @@ GOES_ON = {
 TF_REPLICAS = {"tensorflow": "e2e/test_tensorflow.py::test_two_replicas_train_what_one_process_trains"}
 TF_PRECISION = {"tensorflow": "e2e/test_tensorflow.py::test_mixed_precision_learns_with_parameters_in_fp32"}
 ELSEWHERE: dict[str, dict[str, str]] = {
+    "fp8": dict.fromkeys(WHOLE, "gpu/test_fp8_gpu.py::test_linear_layers_train_as_in_bf16"),
+    "capture": dict.fromkeys(WHOLE, "gpu/test_capture_gpu.py::test_captured_and_eager_runs_end_with_the_same_weights"),
     "hybrid": dict.fromkeys(NATIVE, "ranks/test_mesh.py::test_it_trains_what_one_process_trains"),  # four ranks
     "compile": dict.fromkeys(NATIVE, "unit/test_strategies_recompute.py::test_a_compiled_model_trains_as_before"),
     "adasum": {"horovod": "ranks/test_horovod_adasum.py::test_adasum_under_mpirun_is_its_formula"},

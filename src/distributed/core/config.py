@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
@@ -151,13 +151,15 @@ class DistributedConfig(BaseModel):
         description="the whole step as one CUDA graph; auto: where launching it takes longer than computing it, and "
         "its first steps come to the same",
     )
-    compile: bool | Literal["auto", "default", "reduce-overhead", "max-autotune"] = Field(
-        False, description="torch.compile each block; or its mode; auto: on a GPU, where the model has blocks"
+    compile: bool | Literal["auto", "whole", "default", "reduce-overhead", "max-autotune"] = Field(
+        False,
+        description="torch.compile each block, or in that mode; whole: the model at once, which takes longer and gives "
+        "faster steps; auto: on a GPU, whole where each rank holds all of it",
     )
     compile_cache: str | None = Field(
         None, description="where compiled code is kept for later runs and restarts; by default in the user's cache"
     )
-    num_workers: int | Literal["auto"] | None = Field(
+    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
         None, description="processes that read data; auto: measured; by default as the data loader says"
     )
     fused_optimizer: bool | Literal["auto"] = Field(
@@ -173,9 +175,6 @@ class DistributedConfig(BaseModel):
     )
     tf32: bool | Literal["auto"] = Field(
         "auto", description="what is left of fp32 products in TF32; auto: in mixed precision, which has fewer digits"
-    )
-    cudnn_attention: bool | Literal["auto"] = Field(
-        "auto", description="cuDNN's attention before torch's own; auto: on Hopper and later, in mixed precision"
     )
     expandable_segments: bool | Literal["auto"] = Field(
         "auto",

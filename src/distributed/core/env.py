@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from distributed.core.errors import ConfigError
 
@@ -294,6 +295,15 @@ def gpu_names(visible: str | None, count: int) -> list[str]:
 def inherited_environ() -> dict[str, str]:
     """A copy of this process's environment, for the ranks that a launcher starts."""
     return dict(os.environ)
+
+
+def user_cache(environ: Mapping[str, str]) -> Path:
+    """Where this user's own files of ours are kept between runs.
+
+    >>> user_cache({"XDG_CACHE_HOME": "/cache"}).as_posix()
+    '/cache/distributed-training'
+    """
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distributed-training"
 
 
 def announce(variables: Mapping[str, str]) -> None:

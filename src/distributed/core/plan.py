@@ -156,6 +156,7 @@ class MemoryPlan:
     recompute: str = ""  # "", "full" or "selective"
     recompute_every: int = 1  # of the blocks, each n-th
     compile: bool = False  # each block
+    compile_whole: bool = False  # or the model at once
     compile_mode: str = ""
     compile_cache: str = ""  # a folder; "": the user's
     lora: LoraPlan | None = None
@@ -170,7 +171,6 @@ class SpeedPlan:
     parameters: str = "fp32"  # "fp32"; in bf16: "compensated" or "stochastic"
     channels_last: bool = False
     tf32: bool = False
-    cudnn_attention: bool = False
     expandable_segments: bool = False
 
 

@@ -9,59 +9,44 @@ from torch.utils.data import DataLoader
 
 from distributed.core.plan import BatchPlan
 from distributed.data.leaves import Leaf, LeafIndices, LeafReader, as_read
-from distributed.data.loader import Microbatch, Step, TrainLoader, epoch_order
+from distributed.data.loader import Microbatch, Order, Step, Taken, TrainLoader, numbers
 from distributed.data.shares import EpochCut
 from distributed.data.source import Source
-
-
-class _Leaves:
-    """The sampler of our DataLoader: the leaves that the current pass reads."""
-
-    def __init__(self) -> None:
-        self.leaves: Iterator[LeafIndices] = iter(())
-
-    def __iter__(self) -> Iterator[LeafIndices]:
-        return self.leaves
 
 
 class LeafLoader(TrainLoader):
     """A TrainLoader whose micro-batches are leaves; an empty leaf is not read."""
 
     def __init__(self, source: Source, batch: BatchPlan, rank: int, *, seed: int, pin_memory: bool = False) -> None:
-        self._source, self._batch, self._rank, self._seed = source, batch, rank, seed
-        self._leaves = _Leaves()
-        self._taken: list[list[int]] = []
+        self._begin(source, batch, rank, seed)
         self._loader = DataLoader(
             LeafReader(source.dataset, source.collate_fn),
             batch_size=None,
-            sampler=self._leaves,
+            sampler=self._reads,
             collate_fn=as_read,
             generator=torch.Generator(),  # each leaf has its own seed; this keeps the loader off the main generator
             **source.loader_options(pin_memory=pin_memory),
         )
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
-        order = epoch_order(self._source, self._seed, epoch)
+        order = self._order(epoch)
         cut = EpochCut(len(order), self._batch, self._rank)
-        self._leaves.leaves = self._index_lists(order, cut, epoch, first_step)
-        batches = iter(self._loader)
+        batches = self._read(order, cut, epoch, first_step)
         for step in range(first_step, cut.steps):
             cuts = cut.cuts(step)
             leaves = [
                 Microbatch(next(batches) if c.size else None, c.weight, c.size, leaf)
                 for c, leaf in zip(cuts, self._numbered(cut, epoch, step), strict=True)
             ]
-            self._taken = [list(order[c.start : c.stop]) for c in cuts]
+            self.taken = Taken(order, cut, step)
             yield Step(leaves, cut.samples_in(step))
 
     def _numbered(self, cut: EpochCut, epoch: int, step: int) -> list[Leaf]:
         first = Leaf.of(self._seed, epoch, step, cut.first_leaf)
         return [first._replace(number=first.number + n) for n in range(self._batch.leaves // self._batch.ranks)]
 
-    def _index_lists(
-        self, order: list[int] | range, cut: EpochCut, epoch: int, first_step: int
-    ) -> Iterator[LeafIndices]:
+    def _keys(self, order: Order, cut: EpochCut, epoch: int, first_step: int) -> Iterator[LeafIndices]:
         for step in range(first_step, cut.steps):
             for c, leaf in zip(cut.cuts(step), self._numbered(cut, epoch, step), strict=True):
                 if c.size:
-                    yield LeafIndices(leaf.loading_seed, list(order[c.start : c.stop]))
+                    yield LeafIndices(leaf.loading_seed, numbers(order[c.start : c.stop]))

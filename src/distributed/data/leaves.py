@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from distributed.data.drawn import seeded
 from distributed.data.order import derive_seed
 
 
@@ -52,14 +53,21 @@ class LeafReader(Dataset[Any]):
     """Reads whole leaves of a dataset, each under its own seed. For anything else it passes for the dataset.
 
     A worker_init_fn finds it as `get_worker_info().dataset` and may use and set the dataset's attributes through it.
+    With `apart` it reads in the process that trains, and leaves the generators there as they were.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.__dict__.update(_dataset=dataset, _collate=collate)
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, apart: bool = False) -> None:
+        self.__dict__.update(_dataset=dataset, _collate=collate, _apart=apart)
 
     def __getitem__(self, leaf: LeafIndices) -> Any:
-        dataset = self.__dict__["_dataset"]
+        if self.__dict__["_apart"]:
+            with seeded(leaf.loading_seed):
+                return self._read_leaf(leaf)
         seed_generators(leaf.loading_seed)
+        return self._read_leaf(leaf)
+
+    def _read_leaf(self, leaf: LeafIndices) -> Any:
+        dataset = self.__dict__["_dataset"]
         read_all = getattr(dataset, "__getitems__", None)
         samples = read_all(leaf.indices) if callable(read_all) else [dataset[index] for index in leaf.indices]
         return self.__dict__["_collate"](samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,11 @@ def shuffled_order(length: int, seed: int, epoch: int) -> list[int]:
     >>> sorted(shuffled_order(5, seed=0, epoch=1))
     [0, 1, 2, 3, 4]
     """
-    high, low = divmod(derive_seed(seed, "order", epoch), 2**32)
-    order: list[int] = np.random.RandomState([low, high]).permutation(length).tolist()
+    order: list[int] = permutation(length, seed, epoch).tolist()
     return order
+
+
+def permutation(length: int, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The same order as an array."""
+    high, low = divmod(derive_seed(seed, "order", epoch), 2**32)
+    return np.random.RandomState([low, high]).permutation(length)

@@ -8,6 +8,7 @@ leaves, the whole global batch is shared by these virtual ranks instead, and eac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +37,11 @@ class MicroCut(NamedTuple):
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+    @property
+    def read(self) -> tuple[int, int]:
+        """The positions that are read for it."""
+        return (self.start, self.stop) if self.size else (self.first, self.first + 1)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,17 @@ class EpochCut:
             low, high = share(size, self.batch.ranks, self.rank)
             cuts.append(MicroCut(first + low, first + high, first, (high - low) * self.batch.ranks / total))
         return cuts
+
+    def spans(self, first_step: int) -> Iterator[tuple[int, int]]:
+        """The positions that are read, micro-batch by micro-batch; of an empty share, those of its stand-in."""
+        size = self.batch.global_batch
+        shape = [micro.read for micro in self.micro_cuts(0)] if self.full_steps else []
+        for base in range(first_step * size, self.full_steps * size, size):
+            for start, stop in shape:
+                yield base + start, base + stop
+        for step in range(max(first_step, self.full_steps), self.steps):
+            for micro in self.micro_cuts(step):
+                yield micro.read
 
     @property
     def first_leaf(self) -> int:

@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from distributed.core.errors import DataError
+from distributed.data.dali import DaliBatches, is_dali_iterator
 from distributed.data.ray_data import RayRows, is_ray_dataset
 
 
@@ -57,7 +58,7 @@ class Source:
         options: dict[str, Any] = {
             "num_workers": self.num_workers,
             "pin_memory": self.pin_memory and pin_memory,
-            "timeout": self.timeout,
+            "timeout": self.timeout if self.num_workers else 0,  # of what a worker is waited for
         }
         if self.num_workers:
             options |= {
@@ -82,11 +83,15 @@ class WorkerStart:
 
 
 def read_source(data: object, role: str) -> Source:
-    """The Source of a DataLoader, a Dataset or a Ray dataset; `role` names it in errors."""
+    """The Source of a DataLoader, a Dataset, a Ray dataset or a DALI iterator; `role` names it in errors."""
     if isinstance(data, Source):
         return data
     if is_ray_dataset(data):
         return Source(RayRows(data))
+    if isinstance(data, DaliBatches) or is_dali_iterator(data):
+        ready = data if isinstance(data, DaliBatches) else DaliBatches(data)
+        note = "DALI shards and orders its data itself; a run that is resumed passes over the batches that it has had"
+        return Source(ready, batch_size=ready.batch_size, sampling=note)
     if isinstance(data, DataLoader):
         return _read_loader(data, role)
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
@@ -112,6 +117,12 @@ def _read_loader(loader: DataLoader[Any], role: str) -> Source:
         "persistent_workers": loader.persistent_workers,
         "multiprocessing_context": _context_name(loader.multiprocessing_context),
     }
+    if isinstance(loader.dataset, DaliBatches):
+        raise DataError(
+            f"{role} is a DataLoader around a DALI iterator",
+            why="DALI makes the batches itself, and a DataLoader would make batches of them",
+            do=f"pass {role}=the iterator",
+        )
     if loader.batch_size is None:
         _refuse_unbatched(loader, role)
     if isinstance(loader.dataset, RayRows) and loader.num_workers:

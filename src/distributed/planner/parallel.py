@@ -33,6 +33,11 @@ class Parallel:
     pipeline: PipelinePlan
     memory: MemoryPlan
 
+    @property
+    def holds_whole(self) -> bool:
+        """Whether each rank has all of the model and its state."""
+        return self.mesh.is_replicas and self.shard.kind == "none"
+
 
 def plan_parallel(
     config: DistributedConfig,
@@ -78,7 +83,8 @@ def plan_parallel(
             recompute,
             every,
             compile=bool(config.compile),
-            compile_mode=config.compile if isinstance(config.compile, str) else "",
+            compile_whole=config.compile == "whole",
+            compile_mode=config.compile if isinstance(config.compile, str) and config.compile != "whole" else "",
             compile_cache=config.compile_cache or "",
             lora=_lora(config, problems),
         ),

@@ -26,7 +26,7 @@ from distributed.core.registry import load_target
 from distributed.core.values import parse_best, parse_frequency
 from distributed.planner.deepspeed_adoption import adopt
 from distributed.planner.hardware import Hardware
-from distributed.planner.parallel import cut_for_pipeline, plan_parallel
+from distributed.planner.parallel import Parallel, cut_for_pipeline, plan_parallel
 from distributed.planner.reproducible import plan_leaves
 from distributed.planner.speed import plan_speed
 
@@ -170,7 +170,6 @@ def make_plan(
         )
     syncs_batchnorm = config.sync_batchnorm and world_size > 1 and not bitwise
     precision = _plan_precision(config, resources.device, hardware, decisions)
-    is_native = parallel.engine in _NATIVE
     plan = Plan(
         run_dir=run_dir,
         batch=batch,
@@ -205,14 +204,14 @@ def make_plan(
         shard=parallel.shard,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
-        memory=_plan_compile(config, parallel.memory, profile, resources.device, is_native, decisions),
+        memory=_plan_compile(config, parallel, profile, resources.device, decisions, problems),
         speed=plan_speed(
             config,
             device=resources.device,
             hardware=hardware,
             precision=precision,
-            is_native=is_native,
-            holds_whole=parallel.mesh.is_replicas and parallel.shard.kind == "none",
+            is_native=parallel.engine in _NATIVE,
+            holds_whole=parallel.holds_whole,
             has_convolutions=profile.has_convolutions,
             environ=dict(os.environ),
             decisions=decisions,
@@ -283,29 +282,38 @@ def _schedule_problems(config: DistributedConfig, profile: JobProfile, schedule:
 
 def _plan_compile(
     config: DistributedConfig,
-    memory: MemoryPlan,
+    parallel: Parallel,
     profile: JobProfile,
     device: str,
-    is_native: bool,
     decisions: list[Decision],
+    problems: list[Problem],
 ) -> MemoryPlan:
     """What compile='auto' comes to: compiling takes a minute once, which a CPU's kernels seldom bring back."""
+    memory, holds_whole = parallel.memory, parallel.holds_whole
+    if config.compile == "whole" and not holds_whole:
+        why = "each rank runs only parts of it, which are gathered or sent between its blocks"
+        problems.append(
+            Problem("compile='whole' with a model that the ranks share out", why=why, do="set compile=true")
+        )
     if config.compile != "auto":
         return memory
     others = config.tensor_parallel > 1 or config.context_parallel > 1 or config.reproducible == "bitwise"
-    compiles = is_native and device == "cuda" and profile.has_blocks and not others
-    if compiles:
+    reasons = {
+        "this engine has kernels of its own": parallel.engine not in _NATIVE,
+        "there is no GPU": device != "cuda",
+        "what is asked for beside it replaces parts of the model": others,
+        "the model has no blocks": not holds_whole and not profile.has_blocks,
+    }
+    why_not = next((why for why, holds in reasons.items() if holds), "")
+    if why_not:
+        decisions.append(Decision("nothing compiled", why_not, "compile"))
+    elif holds_whole:
+        reason = "also what lies between its blocks becomes few kernels; compiled once, and kept for later runs"
+        decisions.append(Decision("compiled as a whole", reason, "compile"))
+    else:
         reason = "each of its blocks becomes a few kernels; equal blocks are compiled once, and kept for later runs"
         decisions.append(Decision("compiled blocks", reason, "compile"))
-    else:
-        reasons = {
-            "this engine has kernels of its own": not is_native,
-            "there is no GPU": device != "cuda",
-            "the model has no blocks": not profile.has_blocks,
-            "what is asked for beside it replaces parts of each block": others,
-        }
-        decisions.append(Decision("nothing compiled", next(why for why, holds in reasons.items() if holds), "compile"))
-    return replace(memory, compile=compiles, compile_mode="")
+    return replace(memory, compile=not why_not, compile_whole=not why_not and holds_whole, compile_mode="")
 
 
 def _plan_collectives(

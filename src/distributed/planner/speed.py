@@ -9,7 +9,6 @@ from distributed.core.errors import Problem
 from distributed.core.plan import Decision, PrecisionPlan, SpeedPlan
 from distributed.planner.hardware import Hardware
 
-HOPPER = 9.0
 HAS_FP8 = 8.9  # Ada, and all since
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -43,6 +42,7 @@ def plan_speed(
         return asked
 
     problems += _impossible(config, device, hardware, holds_whole, is_bitwise)
+    problems += _useless(config, on_gpu, is_native)
     return SpeedPlan(
         capture=_plan_capture(config, on_gpu and is_native and holds_whole and not is_bitwise),
         fused_optimizer=choose(
@@ -50,13 +50,13 @@ def plan_speed(
             config.fused_optimizer,
             on_gpu and is_native and holds_whole,
             "fused optimizer",
-            "one kernel reads and writes each number of its state once",
+            "where torch has one, a kernel that reads and writes each number of its state once",
         ),
         parameters=_plan_parameters(config, decisions),
         channels_last=choose(
             "channels_last",
             config.channels_last,
-            on_gpu and is_native and is_low and has_convolutions,
+            on_gpu and is_native and holds_whole and is_low and has_convolutions and not is_bitwise,
             "channels last",
             "convolutions in 16 bits run on the tensor cores in this format, and without a copy into it",
         ),
@@ -66,13 +66,6 @@ def plan_speed(
             on_gpu and is_native and is_low and not is_bitwise and capability >= 8.0,
             "TF32",
             f"what {precision.kind} leaves in fp32 gets 10 bits of precision, more than the 7 that the rest has",
-        ),
-        cudnn_attention=choose(
-            "cudnn_attention",
-            config.cudnn_attention,
-            on_gpu and is_native and is_low and not is_bitwise and capability >= HOPPER,
-            "cuDNN attention",
-            "its kernels are made for this chip; torch's own for the one before",
         ),
         expandable_segments=choose(
             "expandable_segments",
@@ -120,6 +113,7 @@ def _impossible(
     asked = {
         "bf16_parameters": config.bf16_parameters,
         "capture": config.capture is True,
+        "channels_last": config.channels_last is True,
         "mixed_precision='fp8'": config.mixed_precision == "fp8",
     }
     for name in [name for name, is_asked in asked.items() if is_asked and (not holds_whole or is_bitwise)]:
@@ -141,3 +135,34 @@ def _impossible(
             )
         )
     return found
+
+
+_OF_A_GPU = {  # what a GPU alone has, and why
+    "channels_last": "a CPU's collectives send tensors in plain order only",
+    "tf32": "TF32 is a format of GPUs",
+    "expandable_segments": "it is a way in which a GPU's memory is handed out",
+}
+
+
+def _useless(config: DistributedConfig, on_gpu: bool, is_native: bool) -> list[Problem]:
+    """What was asked for and would do nothing here; what is left to us is left out without a word."""
+    asked = [name for name in ("fused_optimizer", *_OF_A_GPU) if getattr(config, name) is True]
+    found: list[Problem] = []
+    if config.compile_cache and not config.compile:
+        found.append(
+            Problem("compile_cache without compile", why="nothing is compiled", do="set compile, or leave it out")
+        )
+    if not is_native:
+        return found + [
+            Problem(
+                f"{name}=True with backend={config.backend!r}",
+                why="this engine has kernels and memory of its own",
+                do=f"leave {name} out, or train with backend='pytorch-ddp'",
+            )
+            for name in asked
+        ]
+    return found + [
+        Problem(f"{name}=True on a CPU", why=_OF_A_GPU[name], do=f"leave {name} out")
+        for name in asked
+        if name in _OF_A_GPU and not on_gpu
+    ]

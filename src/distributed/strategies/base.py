@@ -62,9 +62,37 @@ class StepTask(Protocol):
 
     def run(self, model: nn.Module, batch: Any) -> Outcome: ...
 
-    def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]: ...
+    def measure(self, outcome: Outcome, size: int, *, checks: bool = True) -> dict[str, MetricSum]: ...
+
+    def check_targets(self, outcome: Outcome) -> None:
+        """What `measure` checks unless told not to: it looks at values, for which a device must be waited for."""
 
     def make_optimizer(self, model: nn.Module, plan: Plan) -> torch.optim.Optimizer: ...
+
+
+class Capturable(Protocol):
+    """A strategy whose step can become one CUDA graph."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    clock: ComputeClock
+
+    def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput: ...
+
+    def step(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        """`train_step` without its clock and without a look at any value."""
+
+    def forget_step(self) -> None:
+        """A step was begun and is not carried out: no gradient of it is left."""
+
+    def check_measured(self, measured: Outcome | None) -> None: ...
+
+    @property
+    def measured(self) -> Outcome | None:
+        """Of the last step that was measured, what is still to be checked, without the outputs."""
+
+    def changing(self) -> list[torch.Tensor]:
+        """Every tensor that a step changes: parameters, buffers, and the state of optimizer and scaler."""
 
 
 class Strategy(Protocol):
@@ -74,6 +102,7 @@ class Strategy(Protocol):
     clock: ComputeClock  # of this rank's own part of a step
     counts: bool  # whether this rank's losses and metrics are to be added up: of ranks with the same samples, one's are
     in_step: bool  # whether an evaluation's step takes all ranks at once
+    notes: list[str]  # for people: what of a setting came to be used in this model
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:

@@ -76,6 +76,7 @@ class BitwiseReplicas(Replica):
 
     def close(self) -> None:
         self._restore_kernels()
+        super().close()
 
     def state(self) -> StateTree:
         return super().state() | {"bitwise": dict(self._cut)}

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from distributed.core.env import user_cache
 from distributed.core.errors import PlanError
 from distributed.core.registry import import_extra
 
@@ -50,10 +51,9 @@ def ops_folder(environ: Mapping[str, str]) -> Path:
     """
     if environ.get(_FOLDER):
         return Path(environ[_FOLDER])
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     versions = f"torch-{version('torch')}_deepspeed-{version('deepspeed')}_py{platform.python_version()}"
     place = hashlib.sha256(torch.__path__[0].encode()).hexdigest()[:8]
-    return cache / "distributed-training" / "deepspeed-ops" / f"{versions}_{place}"
+    return user_cache(environ) / "deepspeed-ops" / f"{versions}_{place}"
 
 
 def needed_ops(config: Mapping[str, Any]) -> tuple[str, ...]:

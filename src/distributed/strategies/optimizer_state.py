@@ -9,6 +9,9 @@ from torch import nn
 
 from distributed.core.errors import CheckpointError
 
+# Which of torch's kernels step, and not what they compute: of the device at hand, and not of a checkpoint.
+_PLAIN: dict[str, bool | None] = {"foreach": None, "fused": None, "capturable": False}
+
 
 def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
     """`optimizer.state_dict()` with names in place of positions.
@@ -20,6 +23,8 @@ def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str
     names = _names(optimizer, module)
     plain = optimizer.state_dict()
     groups = [group | {"params": [names[index] for index in group["params"]]} for group in plain["param_groups"]]
+    for group in groups:
+        group.update({key: value for key, value in _PLAIN.items() if key in group})
     return {"state": {names[index]: held for index, held in plain["state"].items()}, "param_groups": groups}
 
 
@@ -36,7 +41,7 @@ def load_named_state(optimizer: torch.optim.Optimizer, module: nn.Module, tree: 
             do="pass the optimizer that was trained with, or import the weights alone",
         )
     groups = [
-        {key: value for key, value in stored.items() if key != "params"} | {"params": mine["params"]}
+        stored | {key: mine[key] for key in ("params", *_PLAIN) if key in mine}
         for mine, stored in zip(own, tree["param_groups"], strict=True)
     ]
     state = {positions[name]: held for name, held in tree["state"].items()}

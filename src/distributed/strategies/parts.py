@@ -8,6 +8,7 @@ what is left on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property
 
 import torch
@@ -20,6 +21,7 @@ from distributed.core.plan import Plan
 from distributed.runtime.session import Session
 from distributed.strategies.block_compile import compile_blocks, undo_compile
 from distributed.strategies.blocks import find_blocks
+from distributed.strategies.compile_cache import compile_cache
 from distributed.strategies.context_parallel import ContextParallel
 from distributed.strategies.fully_sharded import accumulate, shard
 from distributed.strategies.gradient_norm import GradientNorm
@@ -55,7 +57,7 @@ class Parts:
             send_weights(module, None, device)
         self._cut_layers(plan)
         self._share_sequences(plan)
-        prepare_blocks(module, plan)
+        self._blocks = prepare_blocks(module, plan)  # what undoes it lasts as long as the parts
         self._cut_stages(plan, device)
         if self.is_fsdp:
             self._shard(plan, device)  # which moves what it shards, so that no device holds all of it
@@ -283,12 +285,21 @@ def prepare_blocks(module: nn.Module, plan: Plan) -> Callable[[], None]:
     """What is done to each block whatever the mesh; returns what undoes it."""
     memory, wanted = plan.memory, plan.shard.blocks
     compiled: list[str] = []
+    own = module._compiled_call_impl  # of a user who has compiled it
     if memory.recompute:
         recompute(module, memory.recompute, memory.recompute_every, wanted)
     if memory.compile:
-        compiled = compile_blocks(module, wanted, memory.compile_mode or None)
+        if memory.compile_whole:
+            module.compile()
+        else:
+            compiled = compile_blocks(module, wanted, memory.compile_mode or None)
+    cache = ExitStack()
+    cache.enter_context(compile_cache(plan))  # blocks are compiled when they are first called
 
     def undo() -> None:
+        cache.close()
+        if memory.compile_whole:
+            module._compiled_call_impl = own
         undo_compile(module, compiled)
         undo_recompute(module)
 

@@ -35,6 +35,7 @@ class Passes(Replica):
     _batchnorms: Sequence[SyncBatchNorm] = ()
 
     _buffers_differ = False  # whether those of the ranks may
+    measured: Outcome | None = None  # of a step whose targets nobody has looked at yet
     _data_groups: Sequence[dist.ProcessGroup | None] = (None,)  # over which the samples are shared out; None: all ranks
 
     def train(self, mode: bool) -> None:
@@ -49,7 +50,8 @@ class Passes(Replica):
                 for group in self._data_groups if not buffer.is_meta else ():
                     dist.broadcast(buffer, group=group, group_src=0)
 
-    def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
+    def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool, *, checks: bool = True) -> Passed:
+        """`checks`: look at the targets of what is measured; else that is left to `check_measured`."""
         loss: torch.Tensor | float = 0.0
         total: torch.Tensor | None = None
         last = len(microbatches) - 1
@@ -63,8 +65,15 @@ class Passes(Replica):
             if outcome.weight is not None:
                 weight = outcome.weight if micro.size else outcome.weight * 0
                 total = weight if total is None else total + weight
-        metrics = self._task.measure(outcome, micro.size) if measure and micro.size else None
+        metrics = None
+        if measure and micro.size:
+            metrics = self._task.measure(outcome, micro.size, checks=checks)
+            self.measured = None if checks else outcome._replace(outputs=None, loss=outcome.loss.detach())
         return Passed(loss, total, metrics)
+
+    def check_measured(self, measured: Outcome | None) -> None:
+        if measured is not None:
+            self._task.check_targets(measured)
 
     def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         """Forward and backward over one micro-batch, and its part of the loss."""

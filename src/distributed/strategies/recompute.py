@@ -16,7 +16,7 @@ from distributed.strategies.blocks import need_blocks
 
 _INNER = "_forward_to_recompute"
 _KIND = "_recompute_kind"
-_MATMULS = ("mm", "addmm")
+_MATMULS = ("mm", "addmm", "_scaled_mm")
 _KEPT = (
     "bmm",
     "baddbmm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,14 @@ from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask
 from distributed.strategies.compute_clock import ComputeClock
+from distributed.strategies.device_settings import device_settings
+from distributed.strategies.fused import fuse
 from distributed.strategies.in_parts import refuse_parts
+from distributed.strategies.low_parameters import LowParameters
+from distributed.strategies.memory_format import lay_out_state, to_channels_last
 from distributed.strategies.optimizer_state import load_named_state, named_state
 
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
 
 
 def unless_empty(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -40,6 +45,10 @@ class Replica:
     optimizer: torch.optim.Optimizer
     counts = True
     in_step = False
+    notes: list[str] = []  # noqa: RUF012 - those that have any make a list of their own
+    _has_channels_last = False
+    _low: LowParameters | None = None  # where the model computes with parameters in bf16
+    _loans: ExitStack | None = None  # what was taken from the user and the process, to be given back
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
@@ -54,8 +63,12 @@ class Replica:
         self._clip_norm = plan.optimizer.clip_norm
         self.module = task.model
         refuse_parts(self.module)
+        self._loans = ExitStack()
+        self._loans.enter_context(device_settings(plan.speed, session.device))
         self._prepare_model(task, plan, session)
+        self._lay_out(plan)
         self.optimizer = self._make_optimizer(task, plan)
+        self._speed_up(plan, session)
         self._stepper: Any = self.optimizer  # what steps in its name
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in self._parameters:  # of a step that was cut off, when a model goes on in another world
@@ -79,6 +92,38 @@ class Replica:
     def _make_optimizer(self, task: StepTask, plan: Plan) -> torch.optim.Optimizer:
         return task.make_optimizer(self.module, plan)
 
+    def _lay_out(self, plan: Plan) -> None:
+        """Before there is an optimizer: its state takes the order of the parameters."""
+        assert self._loans is not None
+        self._has_channels_last = plan.speed.channels_last
+        if self._has_channels_last:
+            self._loans.callback(to_channels_last(self.module))
+
+    def _speed_up(self, plan: Plan, session: Session) -> None:
+        """What is done to an optimizer and its parameters, and given back in the end."""
+        assert self._loans is not None
+        if self._has_channels_last:
+            lay_out_state(self.optimizer)
+        if plan.speed.fused_optimizer and (undo := fuse(self.optimizer, self.module)) is not None:
+            self._loans.callback(undo)
+        if plan.speed.parameters != "fp32":
+            self._low = self._lower_parameters(plan, session)
+            self._loans.callback(self._low.close)
+
+    def _lower_parameters(self, plan: Plan, session: Session) -> LowParameters:
+        several, rounds = session.world_size > 1 and not session.is_dry, plan.speed.parameters == "stochastic"
+        if several:  # DDP sends the low ones alone
+            from distributed.strategies.materialize import send_weights  # takes long to import
+
+            send_weights(self.module, None, session.device)
+        # Ranks draw numbers of their own for dropout, but must round alike.
+        shared = torch.Generator(session.device).manual_seed(plan.seed % 2**63) if several and rounds else None
+        return LowParameters(self.module, rounds=rounds, generator=shared)
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """The model with the parameters that the user and the optimizer know."""
+        return nullcontext() if self._low is None else self._low.whole()
+
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
         with torch.no_grad():
             outcome = self._forward(self.module, to_device(batch, self._session.device) if self._moves else batch)
@@ -100,17 +145,30 @@ class Replica:
     def finish(self) -> None:
         """Nothing: the user's model has its new weights."""
 
+    def close(self) -> None:
+        """Give the user's model, optimizer and process back as they were made, with the new weights."""
+        if self._loans is not None:
+            self._loans.close()
+
     def state(self) -> StateTree:
-        scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return {"model": self.module.state_dict(), "optimizer": named_state(self.optimizer, self.module)} | scaler
+        more: StateTree = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        if self._low is not None and self._low.generator is not None:
+            more["rounding"] = self._low.generator.get_state()
+        with self._whole():
+            return {"model": self.module.state_dict(), "optimizer": named_state(self.optimizer, self.module)} | more
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         return None
 
     def load_state(self, tree: StateTree) -> None:
-        self.module.load_state_dict(tree["model"])
-        if "optimizer" in tree:  # not in weights that came from another program
-            load_named_state(self.optimizer, self.module, tree["optimizer"])
+        with self._whole():
+            self.module.load_state_dict(tree["model"])
+            if "optimizer" in tree:  # not in weights that came from another program
+                load_named_state(self.optimizer, self.module, tree["optimizer"])
+        if self._has_channels_last:
+            lay_out_state(self.optimizer)
+        if self._low is not None and "rounding" in tree:
+            self._low.load_generator(tree["rounding"])
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
 
@@ -172,10 +230,31 @@ class Replica:
         else:
             self._scaler.step(self._stepper)
             self._scaler.update()
+        if self._low is not None:
+            self._low.write()
         self._in_step = False
         for parameter in self._parameters:  # what zero_grad does, without its profiling and grouping
             parameter.grad = None
         return norm
+
+    def forget_step(self) -> None:
+        self._in_step = False
+        if self._low is not None:
+            self._low.forget()
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()  # where it stands within a step
+
+    def changing(self) -> list[torch.Tensor]:
+        """Every tensor that a step changes."""
+        held = [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [*self._parameters, *self.module.buffers(), *(t for t in held if isinstance(t, torch.Tensor))]
+        if self._low is not None:
+            tensors += self._low.tensors()
+        if self._scaler is not None:
+            tensors += [t for t in (self._scaler._scale, self._scaler._growth_tracker) if t is not None]
+        return tensors
 
     def _finish_gradients(self, measure: bool) -> torch.Tensor | None:
         if self._clip_norm is None and not measure:

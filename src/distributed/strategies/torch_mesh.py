@@ -35,6 +35,8 @@ class TorchMesh(Passes):
     def __init__(self) -> None:
         self._desynchronize: Callable[[], None] = lambda: None
         self._restore_blocks: Callable[[], None] = lambda: None
+        self._restore_layers: Callable[[], None] = lambda: None
+        self.notes = []
         self._parts: Parts | None = None
         self._verifies = False
         self._is_weighted: bool | None = None  # whether the loss is a mean over something else than samples
@@ -45,6 +47,10 @@ class TorchMesh(Passes):
             from distributed.strategies.parts import check_model  # takes long to import
 
             check_model(task.model, plan)
+        if plan.precision.kind == "fp8":
+            from distributed.strategies.float8 import need_float8_layers
+
+            need_float8_layers(task.model)
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         super().setup(task, plan, session)
@@ -107,6 +113,11 @@ class TorchMesh(Passes):
             from distributed.strategies.parts import make
 
             make(self.module, plan, session)
+        if plan.precision.kind == "fp8":
+            from distributed.strategies.float8 import use_float8
+
+            layers, self._restore_layers = use_float8(self.module)
+            self.notes = [layers.note()]
         if plan.memory.recompute or plan.memory.compile:
             from distributed.strategies.parts import prepare_blocks
 
@@ -123,7 +134,14 @@ class TorchMesh(Passes):
             self._verify(microbatches[0])
         if self._parts is not None and self._parts.pipeline is not None:
             return self._pipeline_step(self._parts.pipeline, microbatches, measure)
-        return self._finish_step(self._pass_all(microbatches, measure), measure)
+        output = self.step(microbatches, measure)
+        if measure:
+            self.check_measured(self.measured)
+        return output
+
+    def step(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        """The step itself, on a GPU without a wait for anything: it can be captured as one CUDA graph."""
+        return self._finish_step(self._pass_all(microbatches, measure, checks=False), measure)
 
     def _verify(self, micro: Microbatch) -> None:
         """Before the first step over parts of sequences: that the model allows it."""
@@ -137,6 +155,8 @@ class TorchMesh(Passes):
         loss = passed.loss
         if self._parts is not None:
             self._parts.finish_gradients()
+        if self._low is not None:
+            self._low.take_gradients()
         if passed.weight is not None:
             factor = self._divide_gradients(passed.weight)
             loss = loss * (factor if self._moves else factor.item())
@@ -197,8 +217,9 @@ class TorchMesh(Passes):
 
     def load_state(self, tree: StateTree) -> None:
         if self._parts is None:
-            whole = self.module.state_dict() if self._saved is not None else {}
-            super().load_state(tree | {"model": whole | tree["model"]})
+            with self._whole():
+                whole = self.module.state_dict() if self._saved is not None else {}
+                super().load_state(tree | {"model": whole | tree["model"]})
             return
         self._parts.reshard()
         self._state.load(tree)
@@ -229,10 +250,14 @@ class TorchMesh(Passes):
 
     def close(self) -> None:
         """Give the user's model back as it was made, with its new weights; what was cut stays cut."""
-        self._restore_blocks()
-        self._desynchronize()
-        if self._parts is not None:
-            self._parts.close()
+        try:
+            self._restore_blocks()
+            self._restore_layers()
+            self._desynchronize()
+            if self._parts is not None:
+                self._parts.close()
+        finally:
+            super().close()
 
     @contextmanager
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:

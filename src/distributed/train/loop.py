@@ -34,6 +34,7 @@ from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
 from distributed.runtime.shutdown import StopRequest
 from distributed.strategies.base import NonFiniteLoss, Strategy
+from distributed.train.capture import StepCapture
 from distributed.train.explanations import explain_nonfinite
 from distributed.train.handover import Held, Inherited
 from distributed.train.links import Links
@@ -85,6 +86,10 @@ class Loop:
         )
         checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
         self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace, counts=strategy.counts)
+        self._capture = None
+        if plan.speed.capture != "off" and session.device.type == "cuda":
+            self._capture = StepCapture(strategy, plan, session, self._warn)  # type: ignore[arg-type]  # as planned
+        self._train_step = strategy.train_step if self._capture is None else self._capture.train_step
         self._state = RunState(
             plan, strategy, schedule, session, self._meter, train.samples_per_epoch, self._saved, self._not_saved
         )
@@ -122,6 +127,8 @@ class Loop:
     def close(self) -> None:
         """Whatever happened: a save that is still in flight may never hear of the others."""
         self._state.abandon()
+        if self._capture is not None:
+            self._capture.close()
         if self._ledger is not None:
             self._ledger.close()
 
@@ -131,7 +138,7 @@ class Loop:
 
     def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
-        state, meter, train_step, ledger = self._state, self._meter, self._strategy.train_step, self._ledger
+        state, meter, train_step, ledger = self._state, self._meter, self._train_step, self._ledger
         progress, train = state.progress, self._train
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
         seed_step, seed = self._session.seed_step, self._plan.seed
@@ -251,11 +258,11 @@ class Loop:
             )
         )
         if saved.warning:
-            self._emit(Warned(time=time.time(), message=saved.warning))
+            self._warn(saved.warning)
 
     def _not_saved(self, failed: CheckpointError) -> None:
         text = f"{failed.problems[0].what}: {failed.problems[0].why}; training goes on without this checkpoint"
-        self._emit(Warned(time=time.time(), message=text))
+        self._warn(text)
 
     def _restore(self, inherited: Inherited | None) -> None:
         restored = self._state.restore(inherited)
@@ -270,14 +277,14 @@ class Loop:
         if restored is None:
             return
         for line in str(restored.report).splitlines():
-            self._emit(Warned(time=time.time(), message=line))
+            self._warn(line)
         if "imported" in restored.manifest.meta:
             came, anew = ("and optimizer ", "") if "optimizer" in restored.shared else ("", "optimizer, ")
             message = f"weights {came}of another program: {anew}schedule and position begin anew"
-            self._emit(Warned(time=time.time(), message=message))
+            self._warn(message)
         elif not self._state.is_alike(restored) and not self._plan.is_bitwise:
             message = "other ranks or another mesh than before: random generators begin anew from the seed"
-            self._emit(Warned(time=time.time(), message=message))
+            self._warn(message)
         self._compare(self._state.verdict)
 
     def _complete_ledgers(self, inherited: Inherited) -> None:
@@ -320,7 +327,7 @@ class Loop:
                 first_step=self._state.progress.step,
                 global_batch=plan.batch.global_batch,
                 settings=plan.settings,
-                decisions=[str(decision) for decision in plan.decisions],
+                decisions=[*map(str, plan.decisions), *self._strategy.notes],
             )
         )
 
@@ -385,6 +392,9 @@ class Loop:
             )
         )
         return history
+
+    def _warn(self, message: str) -> None:
+        self._emit(Warned(time=time.time(), message=message))
 
     def _emit(self, event: Event) -> None:
         if self._observer is not None:

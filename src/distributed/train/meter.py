@@ -87,18 +87,22 @@ class Meter:
 
     def read(self) -> Reading:
         """Every rank calls it after the same step. Raises NonFiniteLoss for the first step that was not finite."""
-        samples, last = sum(self._samples), self._last
-        assert last is not None
+        samples = sum(self._samples)
+        assert self._last is not None
+        losses, last = _fetch(self._losses, self._last)
+        if self._checks_loss:
+            _check_finite(losses)
         ranks = self._session.world_size
         totals = MetricTotals()
         if self._counts:
-            totals.add({"loss": MetricSum(self._weighted_loss() / ranks, samples / ranks)})
+            weighted = math.fsum(loss * count for loss, count in zip(losses, self._samples, strict=True))
+            totals.add({"loss": MetricSum(weighted / ranks, samples / ranks)})
             totals.add(last.metrics or {})
         row = self._pace.row() if self._pace is not None else []
         metrics, rows = totals.mean_and_sums("training metrics", self._session, self._names, row)
         paces = self._pace.read(rows) if self._pace is not None else ()
         now = time.perf_counter()
-        norm = None if last.gradient_norm is None else last.gradient_norm.item()
+        norm = None if last.gradient_norm is None else float(last.gradient_norm)
         reading = Reading(metrics, samples, now - self._since, norm, len(self._losses), paces)
         self._losses, self._samples, self._since = [], [], now
         for name, value in metrics.items():
@@ -106,23 +110,32 @@ class Meter:
             self._epoch[name] = (total + value * samples, weight + samples)
         return reading
 
-    def _weighted_loss(self) -> torch.Tensor | float:
-        """The sum over the steps of loss × samples, where the losses are."""
-        if isinstance(self._losses[0], float):
-            return math.fsum(loss * samples for loss, samples in zip(self._losses, self._samples, strict=True))
-        losses = torch.stack(self._losses)  # type: ignore[arg-type]  # on a device all of them are tensors
-        if self._checks_loss:
-            _check_finite(losses)
-        weights = torch.tensor(self._samples, dtype=losses.dtype, device=losses.device)
-        return (losses * weights).sum().double()
-
     def epoch_metrics(self) -> dict[str, float]:
         """The loss over every sample of the epoch; other metrics over the batches of the steps that were read."""
         return {name: total / weight for name, (total, weight) in self._epoch.items()}
 
 
-def _check_finite(losses: torch.Tensor) -> None:
-    values = losses.tolist()
+def _fetch(losses: list[torch.Tensor | float], last: StepOutput) -> tuple[list[float], StepOutput]:
+    """The same as numbers: what lies on a device comes in one copy, for which the host waits once."""
+    if not isinstance(losses[0], torch.Tensor):
+        return losses, last  # type: ignore[return-value]  # on a CPU none of them is a tensor
+    device = losses[0].device
+    sums = [part for pair in (last.metrics or {}).values() for part in pair]
+    more = [] if last.gradient_norm is None else [last.gradient_norm]
+    more += [part for part in sums if isinstance(part, torch.Tensor) and part.device == device]
+    stacked = torch.stack(losses).double()  # type: ignore[arg-type]
+    if more:
+        stacked = torch.cat([stacked, torch.stack([value.detach().double().reshape(()) for value in more])])
+    numbers: list[float] = stacked.tolist()
+    rest = iter(numbers[len(losses) :])
+    norm = None if last.gradient_norm is None else torch.tensor(next(rest))
+    parts = [next(rest) if isinstance(p, torch.Tensor) and p.device == device else float(p) for p in sums]
+    pairs = zip(last.metrics or {}, parts[::2], parts[1::2], strict=True)
+    metrics = {name: MetricSum(total, weight) for name, total, weight in pairs}
+    return numbers[: len(losses)], StepOutput(numbers[len(losses) - 1], norm, metrics)
+
+
+def _check_finite(values: list[float]) -> None:
     for index, value in enumerate(values):
         if not math.isfinite(value):
             raise NonFiniteLoss(value, steps_ago=len(values) - 1 - index)

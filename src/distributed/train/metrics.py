@@ -80,8 +80,14 @@ class MetricTotals:
     ) -> tuple[dict[str, float], list[float]]:
         """The means, and in the same collective the sums of more numbers, as many on every rank."""
         pairs = [self._totals.get(metric, (0.0, 0.0)) for metric in names]
+        is_number = not any(isinstance(part, torch.Tensor) for pair in pairs for part in pair)
+        if is_number and session.world_size == 1:
+            return self._means(names, [float(part) for pair in pairs for part in pair]), more
         if session.device.type == "cpu":  # nothing to wait for, and numbers are quicker put together than tensors
             sums = torch.tensor([float(part) for pair in pairs for part in pair] + more, dtype=torch.float64)
+        elif is_number:
+            numbers = [float(part) for pair in pairs for part in pair] + more
+            sums = torch.tensor(numbers, dtype=torch.float64).to(session.device)
         else:
             columns = [
                 torch.as_tensor(part, dtype=torch.float64, device=session.device) for pair in pairs for part in pair
@@ -90,9 +96,11 @@ class MetricTotals:
             if more:
                 sums = torch.cat([sums, torch.tensor(more, dtype=torch.float64, device=session.device)])
         found: list[float] = session.sum(name, sums).tolist()
+        return self._means(names, found), found[2 * len(names) :]
+
+    def _means(self, names: list[str], found: list[float]) -> dict[str, float]:
         totals, weights = found[: 2 * len(names) : 2], found[1 : 2 * len(names) : 2]
-        means = {metric: total / weight for metric, total, weight in zip(names, totals, weights, strict=True) if weight}
-        return means, found[2 * len(names) :]
+        return {metric: total / weight for metric, total, weight in zip(names, totals, weights, strict=True) if weight}
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:

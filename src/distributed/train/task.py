@@ -96,13 +96,14 @@ class Task:
         counted = target != loss_fn.ignore_index
         return counted.sum() if loss_fn.weight is None else (loss_fn.weight[target.clamp_min(0)] * counted).sum()
 
-    def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:
-        self._check_ignored(outcome)
+    def measure(self, outcome: Outcome, size: int, *, checks: bool = True) -> dict[str, MetricSum]:
+        if checks:
+            self.check_targets(outcome)
         outputs = outcome.outputs
         logits = getattr(outputs, "logits", None)
         return sum_metrics(self._resolved, outputs if logits is None else logits, outcome.target, size)
 
-    def _check_ignored(self, outcome: Outcome) -> None:
+    def check_targets(self, outcome: Outcome) -> None:
         """Ignored targets make the mean go over fewer samples than we weighted it for; seen where values are read."""
         ignored = getattr(self.loss_fn, "ignore_index", None if self.loss_fn else _CROSS_ENTROPY.ignore_index)
         target, undecided = outcome.target, self.loss_weighting == "auto" and not outcome.is_sum

@@ -1,0 +1,195 @@
+"""Rows: a dataset that is tensors in memory, of which a batch is gathered by index, without Python for each sample.
+
+On a GPU the tensors are moved there once, and of each epoch only the order of its samples. A batch is then an index
+and a promise: whoever moves it to the device gathers it there, in a captured step too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from distributed.core.errors import DataError
+from distributed.core.plan import BatchPlan
+from distributed.data.loader import EvalLoader, Order, TrainLoader, epoch_order
+from distributed.data.order import permutation
+from distributed.data.shares import EpochCut
+from distributed.data.source import Source
+
+_PART_OF_FREE = 5  # of the device's free memory, what rows may take: the fifth part
+_CHUNK_BYTES = 64 << 20  # that are gathered on the host at once, on their way to the device
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True, eq=False)
+class RowBatch:
+    """A batch that is gathered where its rows are, when it is moved there. Waits for nothing."""
+
+    rows: Tensors
+    index: torch.Tensor  # int64, beside the rows; a part of the epoch's order
+
+    def to(self, device: torch.device | str) -> list[torch.Tensor]:
+        return [row.index_select(0, self.index).to(device, non_blocking=True) for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tensors of a dataset, and where its samples are among their rows."""
+
+    tensors: Tensors
+    positions: torch.Tensor | None  # None: sample n is row n
+    device: torch.device  # of the run; the rows may have stayed on the host
+    samples: int
+
+    @staticmethod
+    def of(source: Source, device: torch.device) -> Rows | None:
+        """Of a TensorDataset, or a Subset of one, whose batches default_collate makes; None for anything else."""
+        if source.collate_fn is not default_collate or (source.num_workers and source.worker_init_fn is not None):
+            return None
+        found = _unwrap(source.dataset)
+        if found is None or not all(_is_plain(tensor) and _gathers_alike(tensor) for tensor in found[0]):
+            return None
+        tensors, positions = found
+        samples = len(tensors[0]) if positions is None else len(positions)
+        places = {tensor.device for tensor in tensors}
+        if places != {torch.device("cpu")} and places != {device}:
+            return None
+        if places != {device} and _fits(tensors, samples, device):
+            tensors, positions = tuple(_moved(tensor, positions, device) for tensor in tensors), None
+            if not all(_gathers_alike(tensor) for tensor in tensors):  # there, too
+                return None
+        return Rows(tensors, None if positions is None else positions.to(tensors[0].device), device, samples)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a batch is where it is used."""
+        return self.tensors[0].device == self.device
+
+    def locate(self, order: Order) -> torch.Tensor:
+        """The rows of samples, as an index beside them: sent once for a whole epoch."""
+        index = torch.arange(len(order)) if isinstance(order, range) else _checked(torch.as_tensor(order), self.samples)
+        if self.tensors[0].device.type == "cuda":
+            index = index.pin_memory().to(self.tensors[0].device, non_blocking=True)
+        return index if self.positions is None else self.positions.index_select(0, index)
+
+    def reader(self) -> Callable[[torch.Tensor], Any]:
+        """What makes a batch of a part of such an index."""
+        tensors = self.tensors
+        if tensors[0].is_cuda:
+            return lambda index: RowBatch(tensors, index)
+        if self.device.type == "cuda":
+            return lambda index: [_gather_pinned(tensor, index) for tensor in tensors]
+        return lambda index: [tensor.index_select(0, index) for tensor in tensors]
+
+
+class RowLoader(TrainLoader):
+    """A TrainLoader over rows: no worker processes, and nothing is drawn while it reads."""
+
+    def __init__(self, source: Source, rows: Rows, batch: BatchPlan, rank: int, *, seed: int) -> None:
+        self._begin(source, batch, rank, seed)
+        self._rows = rows
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        source, samples = self._source, self._rows.samples
+        if source.sampler is not None:
+            return torch.as_tensor(epoch_order(source, self._seed, epoch), dtype=torch.int64)
+        if source.shuffle:
+            return torch.from_numpy(permutation(samples, self._seed, epoch))
+        return torch.arange(samples)
+
+    def _read(self, order: Order, cut: EpochCut, epoch: int, first_step: int) -> Iterator[Any]:
+        return _read_spans(self._rows, order, cut.spans(first_step))
+
+
+class RowEvalLoader(EvalLoader):
+    """An EvalLoader over rows."""
+
+    def __init__(self, source: Source, rows: Rows, batch_size: int, rank: int, ranks: int, *, in_step: bool) -> None:
+        super().__init__(source, batch_size, rank, ranks, in_step=in_step)
+        self._rows = rows
+
+    def _read(self, order: Order, spans: list[tuple[int, int]]) -> Iterator[Any]:
+        return _read_spans(self._rows, order, spans)
+
+
+def _read_spans(rows: Rows, order: Order, spans: Iterable[tuple[int, int]]) -> Iterator[Any]:
+    index, read = rows.locate(order), rows.reader()
+    for start, stop in spans:
+        yield read(index[start:stop])
+
+
+def _unwrap(dataset: Any) -> tuple[Tensors, torch.Tensor | None] | None:
+    """The tensors under a dataset, and which of their rows its samples are. A class of the user's own may do anything
+    in its `__getitem__`, so only torch's are taken."""
+    positions: torch.Tensor | None = None
+    while type(dataset) is Subset:
+        own = np.asarray(dataset.indices)
+        inner = len(dataset.dataset)  # type: ignore[arg-type]
+        if own.ndim != 1 or own.dtype.kind != "i" or not len(own) or own.min() < -inner or own.max() >= inner:
+            return None
+        here = torch.from_numpy(np.where(own < 0, own + inner, own).astype(np.int64))
+        positions = here if positions is None else here.index_select(0, positions)
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or not dataset.tensors or not len(dataset.tensors[0]):
+        return None
+    return dataset.tensors, positions
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return type(tensor) is torch.Tensor and is_dense and not tensor.requires_grad and not tensor.is_conj()
+
+
+def _gathers_alike(tensor: torch.Tensor) -> bool:
+    """Whether a batch of it has the layout that default_collate gives it; some kinds cannot be gathered at all."""
+    try:
+        taken = tensor.index_select(0, torch.tensor([0, 0], device=tensor.device))
+    except RuntimeError:
+        return False
+    return taken.stride() == torch.stack([tensor[0], tensor[0]]).stride()
+
+
+def _fits(tensors: Tensors, samples: int, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    size = sum(tensor[0].numel() * tensor.element_size() * samples for tensor in tensors)
+    return size * _PART_OF_FREE <= torch.cuda.mem_get_info(device)[0]
+
+
+def _moved(tensor: torch.Tensor, positions: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The rows on the device, contiguous; of a Subset, those alone, and in its order."""
+    samples = len(tensor) if positions is None else len(positions)
+    held = torch.empty((samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+    if positions is None:
+        return held.copy_(tensor)
+    at_once = max(1, _CHUNK_BYTES // max(1, tensor[0].numel() * tensor.element_size()))
+    for into, some in zip(held.split(at_once), positions.split(at_once), strict=True):
+        into.copy_(tensor.index_select(0, some))
+    return held
+
+
+def _gather_pinned(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """In memory from which the device copies while the host goes on; torch keeps it until that is done."""
+    into = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, index, out=into)
+
+
+def _checked(order: torch.Tensor, samples: int) -> torch.Tensor:
+    """A user's sampler may count from the end, as in a list. On a GPU, an index that is out of range would end the
+    process."""
+    if not len(order):
+        return order
+    least, most = (int(value) for value in torch.aminmax(order))
+    if least < -samples or most >= samples:
+        raise DataError(
+            f"the sampler draws sample {most if most >= samples else least}, and the dataset has {samples}",
+            why="samples are numbered from 0",
+            do="draw from range(len(dataset))",
+        )
+    return torch.where(order < 0, order + samples, order) if least < 0 else order

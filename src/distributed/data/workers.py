@@ -1,0 +1,200 @@
+"""How many processes read the data: measured before the first step, by every rank for itself.
+
+What a batch draws hangs on its place in the epoch and not on who reads it (TrainLoader's `seeds_batches`), so the ranks
+may choose differently, and a restarted one anew, without a change in any sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from distributed.core.errors import DataError
+from distributed.core.plan import BatchPlan, Decision
+from distributed.data.dali import DaliBatches
+from distributed.data.leaves import LeafIndices, LeafReader, as_read
+from distributed.data.loader import TrainLoader
+from distributed.data.ray_data import RayRows
+from distributed.data.source import Source
+
+SECONDS = 1.0  # for which a number of workers is tried
+_WORTH = 1.10  # more workers must bring so much, or no more are tried
+_NEAR = 0.95  # of the best: as good as it
+_MOST_KEYS = 256  # batches that a single reader is told to read, again and again if it is quick
+
+Rates = dict[int, float]  # batches a second, by the number of workers
+
+
+@dataclass(frozen=True)
+class Staff:
+    """How many workers, and what was measured."""
+
+    workers: int
+    rates: Rates  # none: it was not to be chosen
+    why: str = ""
+
+    @property
+    def decision(self) -> Decision:
+        if not self.rates:
+            return Decision(f"num_workers={self.workers}, the data loader's", self.why)
+        measured = f"{self.rates[self.workers]:.0f} batches/s"
+        others = [n for n in (0, max(self.rates)) if n != self.workers]
+        more = [f"with {n}: {self.rates[n]:.0f}" for n in others if n in self.rates]
+        name = f"{self.workers} worker{'s' * (self.workers != 1)} to read data"
+        return Decision(name, ", ".join([measured, *more]), "num_workers")
+
+
+def with_workers(source: Source, workers: int) -> Source:
+    """The source read by so many processes, whatever its data loader says."""
+    if workers and isinstance(source.dataset, RayRows | DaliBatches):
+        own = "Ray" if isinstance(source.dataset, RayRows) else "DALI"
+        raise DataError(
+            f"num_workers={workers} over data of {own}",
+            why=f"{own} reads it on its own, and processes forked from a rank cannot ask for it",
+            do="leave num_workers out",
+        )
+    if not workers:
+        return replace(source, num_workers=0, prefetch_factor=None, persistent_workers=False)
+    return replace(source, num_workers=workers)
+
+
+def can_choose(source: Source) -> bool:
+    """Whether any number of workers reads the same."""
+    return not source.is_stream and not isinstance(source.dataset, RayRows)
+
+
+def as_told(source: Source) -> Staff:
+    """Of what cannot be chosen."""
+    if isinstance(source.dataset, RayRows):
+        return Staff(0, {}, "Ray has read the data in processes of its own")
+    if isinstance(source.dataset, DaliBatches):
+        return Staff(0, {}, "DALI reads in threads of its own")
+    return Staff(source.num_workers, {}, "each worker of a stream reads a copy of it, unless it divides itself")
+
+
+def find_staff(
+    source: Source,
+    batch: BatchPlan,
+    rank: int,
+    *,
+    cores: int,
+    overlaps: bool,
+    pin_memory: bool = False,
+    kept: Path | None = None,
+    seconds: float = SECONDS,
+) -> Staff:
+    """Measure; or take what this rank has measured before its run was interrupted, if `kept` has it."""
+    if kept is not None and kept.exists():
+        found = json.loads(kept.read_text())
+        return Staff(found["workers"], {int(n): rate for n, rate in found["rates"].items()})
+    tries = candidates(cores)
+
+    def rate_of(workers: int) -> float:
+        first = tries.index(workers) / len(tries)  # others than before, which the system has now in memory
+        if not workers:
+            return _rate_alone(source, batch, rank, first, seconds)
+        loader = TrainLoader(_tried(source, workers), batch, rank, seed=0, pin_memory=pin_memory)
+        return _rate(loader.endless(first), workers, seconds)
+
+    rates = measure_rates(rate_of, tries)
+    return Staff(choose(rates, overlaps=overlaps), rates)
+
+
+def keep(staff: Staff, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"workers": staff.workers, "rates": staff.rates}))
+
+
+def candidates(cores: int) -> list[int]:
+    """
+    >>> candidates(6)
+    [0, 1, 2, 4, 6]
+    """
+    doubled = itertools.takewhile(lambda n: n < cores, (2**n for n in itertools.count()))
+    return [0, *doubled, max(1, cores)]
+
+
+def measure_rates(rate_of: Callable[[int], float], tries: list[int]) -> Rates:
+    """Until more workers are not worth it. One alone often brings nothing in itself, and says nothing of two."""
+    rates: Rates = {}
+    for workers in tries:
+        rates[workers] = rate_of(workers)
+        fewer = [rate for n, rate in rates.items() if 0 < n < workers]
+        if fewer and rates[workers] < _WORTH * max(fewer):
+            break
+    return rates
+
+
+def choose(rates: Rates, *, overlaps: bool) -> int:
+    """The fewest that are as good as the best. Where a GPU computes meanwhile, that is at least one if any: the rank
+    that reads by itself keeps it waiting.
+
+    >>> choose({0: 240.0, 1: 235.0, 2: 460.0, 4: 470.0}, overlaps=False)
+    2
+    >>> choose({0: 240.0, 1: 235.0}, overlaps=False), choose({0: 240.0, 1: 235.0}, overlaps=True)
+    (0, 1)
+    """
+    best = max(rates.values())
+    near = sorted(n for n, rate in rates.items() if rate >= _NEAR * best)
+    return next((n for n in near if n), 0) if overlaps else near[0]
+
+
+def _tried(source: Source, workers: int) -> Source:
+    return replace(with_workers(source, workers), persistent_workers=False)
+
+
+def _rate(batches: Iterator[Any], workers: int, seconds: float) -> float:
+    """Of a loader whose workers have begun: each has had time for a first batch."""
+    nothing = object()
+    if any(next(batches, nothing) is nothing for _ in range(workers)):
+        return 0.0
+    begun, count = perf_counter(), 0
+    while (spent := perf_counter() - begun) < seconds or not count:
+        next(batches)
+        count += 1
+    return count / spent
+
+
+def _rate_alone(source: Source, batch: BatchPlan, rank: int, first: float, seconds: float) -> float:
+    """Of reading without workers, yet in a process of its own: a dataset that counts or draws on its own account must
+    begin the run as it is."""
+    keys = list(
+        itertools.islice(
+            TrainLoader(_tried(source, 0), batch, rank, seed=0, seeds_batches=True).keys(first), _MOST_KEYS
+        )
+    )
+    if not keys:
+        return 0.0
+    reader = _Stopwatch(LeafReader(source.dataset, source.collate_fn), keys, seconds)
+    options = replace(_tried(source, 1), timeout=0).loader_options(pin_memory=False) | {"generator": torch.Generator()}
+    (rate,) = DataLoader(reader, batch_size=None, collate_fn=as_read, **options)
+    return float(rate)
+
+
+class _Stopwatch(Dataset[float]):
+    """Its one sample is the rate at which it reads."""
+
+    def __init__(self, reader: LeafReader, keys: list[LeafIndices], seconds: float) -> None:
+        self._reader, self._keys, self._seconds = reader, keys, seconds
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> float:
+        self._reader[self._keys[0]]  # files are opened, caches filled
+        begun, count = perf_counter(), 0
+        for key in itertools.cycle(self._keys[1:] or self._keys):
+            self._reader[key]
+            count += 1
+            spent = perf_counter() - begun
+            if spent >= self._seconds:
+                break
+        return count / spent

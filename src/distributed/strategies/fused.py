@@ -1,0 +1,99 @@
+"""Fused optimizers: torch's own kernels that read and write each number of an optimizer's state once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_DEVICES = ("cuda", "cpu")
+_OWN_WISH = ("foreach", "differentiable", "capturable", "fused")
+_SCALES = "_step_supports_amp_scaling"  # by which a GradScaler knows that the kernel divides by the scale itself
+
+
+def fuse(optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> Callable[[], None] | None:
+    """Let it step with fused kernels, in place; returns what undoes it, or None where it stays as it is.
+
+    It stays where torch has no such kernel for it or for its parameters, where the user has chosen how it steps, and
+    where the model has layers whose gradients are sparse.
+
+    >>> undo = fuse(torch.optim.AdamW(nn.Linear(1, 1).parameters()))
+    >>> undo is None
+    False
+    >>> fuse(torch.optim.RMSprop(nn.Linear(1, 1).parameters())) is None
+    True
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not _can_be_fused(optimizer, parameters) or (module is not None and _has_sparse_gradients(module)):
+        return None
+    before = [group.get("fused") for group in optimizer.param_groups]
+    scaled = optimizer.__dict__.get(_SCALES)
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    optimizer.__dict__[_SCALES] = True
+    for state, parameter in _steps(optimizer):
+        state["step"] = state["step"].to(parameter.device, torch.float32)
+    hook = optimizer.register_step_pre_hook(_make_momentum) if isinstance(optimizer, torch.optim.SGD) else None
+
+    def undo() -> None:
+        if hook is not None:
+            hook.remove()
+        for group, value in zip(optimizer.param_groups, before, strict=False):
+            group["fused"] = value
+        if scaled is None:
+            optimizer.__dict__.pop(_SCALES, None)
+        for state, _ in _steps(optimizer):
+            state["step"] = state["step"].cpu()  # where kernels that are not fused expect it
+
+    return undo
+
+
+def _can_be_fused(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
+    if type(optimizer) not in _KINDS or not parameters:  # a subclass may step in a way of its own
+        return False
+    if any(group.get(name) not in (None, False) for group in optimizer.param_groups for name in _OWN_WISH):
+        return False
+    if any(group.get(name) is False for group in optimizer.param_groups for name in ("fused", "foreach")):
+        return False
+    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
+        return False  # which the first step leaves out: see `_make_momentum`
+    device = parameters[0].device
+    if device.type not in _DEVICES or not all(p.is_floating_point() and p.device == device for p in parameters):
+        return False
+    return _has_kernel(type(optimizer), device)
+
+
+def _has_kernel(kind: Any, device: torch.device) -> bool:
+    """Asked by a step of one number: which kinds have a kernel on which device differs between versions of torch."""
+    trial = nn.Parameter(torch.zeros(1, device=device))
+    trial.grad = torch.zeros_like(trial)
+    try:
+        kind([trial], lr=0.0, fused=True).step()
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _has_sparse_gradients(module: nn.Module) -> bool:
+    return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules())
+
+
+def _steps(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """The states that count steps in a tensor, with their parameters."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):
+            yield state, parameter
+
+
+def _make_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Momentum of zeros before a first step, which then is the same.
+
+    torch's fused SGD begins with memory that nobody has written, and leaves it so where a scaled loss overflows.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

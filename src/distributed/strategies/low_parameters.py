@@ -1,0 +1,226 @@
+"""Parameters and gradients in bf16, while the optimizer steps in fp32 and no small step is lost.
+
+The model computes with bf16 parameters that stand in the places of its own. Its own stay with the optimizer, in fp32:
+- compensated: they hold every digit, and after a step the low ones are the nearest numbers of bf16;
+- stochastic: they are made from the low ones for the step, and what it comes to is rounded up or down at random, with
+  the odds that make the mean the right one.
+Why not one set of parameters whose data changes its type: autograd then forgets the hooks by which DDP hears of a
+gradient, and ranks would go apart without an error. Nothing here looks at a value, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from distributed.core.errors import TaskError
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # few numbers, which scale everything, and stay in fp32
+_BUCKET = 2**26  # numbers that are made or rounded at once
+_ALIGNED = 64  # numbers; kernels read whole lines where a tensor begins with one
+_CUT = -(2**16)  # keeps the bits of fp32 that bf16 has
+
+
+class _Pair(NamedTuple):
+    own: nn.Parameter  # the user's; the optimizer's
+    low: nn.Parameter  # what the model computes with
+    places: list[tuple[nn.Module, str]]  # several where it is tied
+
+
+class LowParameters:
+    """Of one model, from here until `close`. Norm layers keep their parameters, and so does what is not fp32."""
+
+    def __init__(self, module: nn.Module, *, rounds: bool, generator: torch.Generator | None = None) -> None:
+        """`rounds`: at random, drawing from the generator, or from the device's own where there is none."""
+        self._module, self._rounds, self.generator = module, rounds, generator
+        self._pairs = [_pair(own, places) for own, places in _places(module)]
+        self._trained = [pair for pair in self._pairs if pair.own.requires_grad]
+        self._wide: list[torch.Tensor] = []  # stochastic: the memory of the optimizer's parameters during a step
+        self._is_whole = True
+        self._leave_whole()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What a step changes here beside the optimizer's own."""
+        return [pair.low for pair in self._trained]
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """After the last backward pass of a step: the optimizer's parameters get the gradients, in fp32."""
+        if self._rounds:
+            self._widen()
+        dense = []
+        for pair in self._trained:
+            own, low, _ = pair
+            if own.grad is not None:
+                raise _reached_by_another_way(self._module, low)
+            if low.grad is not None and low.grad.is_sparse:
+                own.grad, low.grad = low.grad.float(), None
+            elif low.grad is not None:
+                dense.append(pair)
+        for bucket in _buckets(dense):
+            _, grads = _like(bucket)
+            torch._foreach_copy_(grads, [pair.low.grad for pair in bucket])  # type: ignore[misc]
+            for (own, low, _), grad in zip(bucket, grads, strict=True):
+                own.grad, low.grad = grad, None
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """After the optimizer's step: the low ones are what it came to."""
+        if self._rounds:
+            for flat in self._wide:
+                round_at_random(flat, self.generator)
+        _copy([pair.low for pair in self._trained], [pair.own for pair in self._trained])
+        if self._rounds:
+            self._narrow(self._trained)
+
+    def forget(self) -> None:
+        """No gradient of a step that was begun is left."""
+        for own, low, _ in self._trained:
+            own.grad = low.grad = None
+        if self._rounds:
+            self._narrow(self._trained)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """The model as the user has made it, in fp32, to read or to write; the low ones then follow."""
+        if self._is_whole:
+            yield
+            return
+        self._enter_whole()
+        try:
+            yield
+        finally:
+            self._leave_whole()
+
+    def load_generator(self, state: torch.Tensor) -> None:
+        """Of a checkpoint, unless it is of another kind of device, or of one process, which draws from its own."""
+        if self.generator is not None and state.shape == self.generator.get_state().shape:
+            self.generator.set_state(state.cpu())
+
+    def close(self) -> None:
+        """The user's parameters are the model's again."""
+        for own, low, _ in self._pairs:
+            own.grad = low.grad = None
+        if not self._is_whole:
+            self._enter_whole()
+
+    @torch.no_grad()
+    def _enter_whole(self) -> None:
+        for own, low, places in self._pairs:
+            if self._rounds:
+                own.data = low.data.float()  # each with memory of its own: whoever reads it may keep it
+            _put(own, places)
+        self._is_whole = True
+
+    @torch.no_grad()
+    def _leave_whole(self) -> None:
+        _copy([pair.low for pair in self._pairs], [pair.own for pair in self._pairs])
+        for _, low, places in self._pairs:
+            _put(low, places)
+        if self._rounds:
+            self._narrow(self._pairs)
+        self._is_whole = False
+
+    def _widen(self) -> None:
+        """Stochastic: for a step the optimizer's parameters have memory, in which they are the low ones exactly."""
+        self._wide = []
+        for bucket in _buckets(self._trained):
+            flat, values = _like(bucket)
+            torch._foreach_copy_(values, [pair.low for pair in bucket])
+            self._wide.append(flat)
+            for pair, value in zip(bucket, values, strict=True):
+                pair.own.data = value
+
+    def _narrow(self, pairs: Sequence[_Pair]) -> None:
+        """Stochastic: no memory of their own between steps."""
+        self._wide = []
+        for own, low, _ in pairs:
+            own.grad = None
+            own.data = low.data
+
+
+def round_at_random(values: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """To a neighbour that bf16 has, in place, such that the mean stays; what it has stays, and so do NaN and infinity.
+
+    >>> values = torch.tensor([1.0, 1.0 + 2**-9, float("inf")])
+    >>> round_at_random(values)
+    >>> values[0].item(), values[1].item() in (1.0, 1.0078125), values[2].item()
+    (1.0, True, inf)
+    """
+    bits = values.view(torch.int32)
+    noise = torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=values.device, generator=generator)
+    rounded = noise.add_(bits).bitwise_and_(_CUT).view(torch.float32)
+    torch.where(values.isfinite(), rounded, values, out=values)
+
+
+def _places(module: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """The parameters that become low ones, and wherever in the model each of them is."""
+    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    kept: set[int] = set()
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            found.setdefault(id(parameter), (parameter, []))[1].append((owner, name))
+            if isinstance(owner, _NORMS) or type(parameter) is not nn.Parameter or parameter.dtype != torch.float32:
+                kept.add(id(parameter))
+    return [pair for key, pair in found.items() if key not in kept]
+
+
+def _pair(own: nn.Parameter, places: list[tuple[nn.Module, str]]) -> _Pair:
+    low = nn.Parameter(torch.empty_like(own, dtype=torch.bfloat16), requires_grad=own.requires_grad)
+    low.__dict__.update(own.__dict__)  # what a library has written on it
+    own.grad = None
+    return _Pair(own, low, places)
+
+
+def _put(parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
+    for owner, name in places:
+        if isinstance(owner, nn.RNNBase):  # it keeps a list of them beside
+            setattr(owner, name, parameter)
+        else:
+            owner._parameters[name] = parameter
+
+
+def _buckets(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
+    """In order, and each of one device."""
+    bucket: list[_Pair] = []
+    size = 0
+    for pair in pairs:
+        if bucket and (size + pair.low.numel() > _BUCKET or pair.low.device != bucket[0].low.device):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(pair)
+        size += pair.low.numel()
+    if bucket:
+        yield bucket
+
+
+def _like(pairs: Sequence[_Pair]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Memory for their numbers in fp32, and tensors in it, each with the strides of its parameter."""
+    starts, end = [], 0
+    for pair in pairs:
+        starts.append(end)
+        end += -(-pair.low.numel() // _ALIGNED) * _ALIGNED
+    flat = torch.empty(end, dtype=torch.float32, device=pairs[0].low.device)
+    lows = (pair.low for pair in pairs)
+    return flat, [flat.as_strided(low.shape, low.stride(), start) for start, low in zip(starts, lows, strict=True)]
+
+
+def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(list(into), list(values))
+
+
+def _reached_by_another_way(module: nn.Module, low: Any) -> TaskError:
+    name = next((name for name, parameter in module.named_parameters() if parameter is low), "a parameter")
+    return TaskError(
+        f"a gradient came to {name} past the model",
+        why="with bf16_parameters the model computes with others than those that it was made with, which the loss used",
+        do="let the loss read model.parameters() when it is computed, or leave bf16_parameters out",
+    )

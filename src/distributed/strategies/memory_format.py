@@ -1,0 +1,38 @@
+"""Channels last: weights of convolutions in the order in which tensor cores read them. Values and shapes stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+def to_channels_last(module: nn.Module) -> Callable[[], None]:
+    """Lay out parameters of four dimensions with channels last, in place; returns what undoes it.
+
+    A convolution with such a weight brings its input into this order, and its output has it too, so that batches can
+    stay as they are.
+    """
+    changed = [p for p in module.parameters() if p.dim() == 4 and not p.is_meta]
+    for parameter in changed:
+        parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+    def undo() -> None:
+        for parameter in changed:
+            parameter.data = parameter.data.contiguous()
+            parameter.grad = None
+
+    return undo
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state of each parameter the parameter's order: fused kernels want all of them to have the same one.
+
+    State that was loaded, or made by an earlier training, has the plain one.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            is_like = isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape == parameter.shape
+            if is_like and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value).detach()

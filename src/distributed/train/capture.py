@@ -1,0 +1,270 @@
+"""Step capture: the whole step as one CUDA graph, tried, compared with the eager step, and used where both agree.
+
+On a small model the host launches kernels for longer than the device computes them. A graph launches all of them at
+once. Every shape of a step has a graph of its own; a shape that is rare, like that of the last batch, has none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from distributed.core.plan import Plan
+from distributed.data.loader import Microbatch
+from distributed.runtime.session import Session
+from distributed.strategies.base import Capturable, StepOutput
+from distributed.train.capture_checks import Before, differs, watched
+from distributed.train.captured import CapturedStep, NotCapturable, shape_of
+
+_WARM = 3  # eager steps before the first capture; the libraries choose their kernels and the optimizer makes its state
+_CHECKS = 2  # steps of each shape that are taken both ways
+_SHAPES = 8  # graphs at most: each holds its activations
+_BUSY = 0.25  # of the host's time that the device may go on after it: more, and there is nothing to gain
+_OPTIONS = ("betas", "momentum", "weight_decay", "eps", "dampening", "alpha", "lr_decay")
+_OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs themselves
+
+Tell = Callable[[str], None]
+
+
+class StepCapture:
+    """What the loop calls in place of a strategy's `train_step`."""
+
+    def __init__(self, strategy: Capturable, plan: Plan, session: Session, tell: Tell) -> None:
+        self._strategy, self._device, self._tell = strategy, session.device, tell
+        self._precision, self._is_asked = plan.precision.kind, plan.speed.capture == "on"
+        self._warm = _WARM if session.world_size == 1 else 11  # DDP settles its buckets and their order in these
+        self._steps = 0
+        self._graphs: dict[Any, CapturedStep] = {}
+        self._watched: set[Any] = set()
+        self._checked: Counter[Any] = Counter()
+        self._eager: set[Any] = set()  # shapes that stay eager
+        self._is_told = False
+        self._stream = torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._waits: list[tuple[float, float]] = []  # (seconds of the host, seconds that the device took after it)
+        self._rates = Rates(strategy.optimizer, self._device)
+        self.why_not = ""
+        if why := self._refused(plan, session):
+            self._refuse(why)
+
+    def _refused(self, plan: Plan, session: Session) -> str:
+        if session.world_size > 1 and not self._is_asked:
+            return "several ranks reduce their gradients in it: capture=true tries it all the same"
+        if plan.memory.compile_mode in _OWN_GRAPHS:
+            return f"compile={plan.memory.compile_mode!r} makes graphs of its own"
+        return self._rates.why_not
+
+    def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
+        if self.why_not:
+            return self._as_written(microbatches, measure)
+        try:
+            key = measure, *shape_of(microbatches)
+        except NotCapturable as why:
+            return self._give_up(str(why), microbatches, measure)
+        captured = self._graphs.get(key)
+        if captured is None or self._checked[key] < _CHECKS:
+            return self._eager_step(key, microbatches, measure)
+        if not self._rates.follow():
+            why_not = f"the optimizer's {self._rates.changed} changes from step to step"
+            return self._give_up(why_not, microbatches, measure)
+        clock = self._strategy.clock
+        clock.begin(measure)
+        output = captured.replay(microbatches)
+        clock.mark()
+        if measure:
+            self._strategy.check_measured(captured.measured)
+        return output
+
+    def close(self) -> None:
+        """The optimizer is as it was made; the graphs' memory is free."""
+        self._graphs.clear()
+        self._rates.close()
+
+    def _eager_step(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        """A step as it is written; on the way towards a graph it is watched, timed, or taken both ways."""
+        self._steps += 1
+        if key not in self._watched or self._steps <= self._warm:
+            return self._first_steps(key, microbatches, measure)
+        if key in self._eager or any(not micro.size for micro in microbatches):  # a stand-in, at an epoch's end
+            return self._plain(microbatches, measure)
+        if key not in self._graphs and len(self._graphs) >= _SHAPES:
+            self._stay_eager(key, f"there are more than {_SHAPES} shapes of steps, and each graph holds its memory")
+            return self._plain(microbatches, measure)
+        if not self._graphs and not self._is_asked and self._is_busy():
+            return self._give_up(self._nothing_to_gain(), microbatches, measure)
+        try:
+            return self._both_ways(key, microbatches, measure)
+        except NotCapturable as why:
+            self._strategy.forget_step()
+            return self._give_up(str(why), microbatches, measure)
+
+    def _first_steps(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        """Of a run, or of a shape: one of them is watched for what no graph could repeat."""
+        if self._steps == 1 or key in self._watched:  # in the first, libraries are set up and blocks compiled
+            return self._timed(microbatches, measure)
+        self._watched.add(key)
+        with watched(self._strategy.module) as found:
+            output = self._plain(microbatches, measure, checks=False)
+        if measure:
+            self._strategy.check_measured(self._strategy.measured)
+        if found and measure:
+            self._stay_eager(key, f"where it is measured, {found[0]}")
+        elif found:
+            self._refuse(found[0])
+        return output
+
+    def _timed(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        torch.cuda.synchronize(self._device)
+        begun = time.perf_counter()
+        output = self._plain(microbatches, measure)
+        launched = time.perf_counter()
+        torch.cuda.synchronize(self._device)
+        self._waits.append((launched - begun, time.perf_counter() - launched))
+        return output
+
+    def _plain(self, microbatches: Sequence[Microbatch], measure: bool, *, checks: bool = True) -> StepOutput:
+        """As written, on the stream that a graph is captured on, with the rates that it reads."""
+        present = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(present)
+        with torch.cuda.stream(self._stream), self._rates.on_device():
+            self._strategy.clock.begin(False)
+            output = self._strategy.step(microbatches, measure)
+        present.wait_stream(self._stream)
+        if measure and checks:
+            self._strategy.check_measured(self._strategy.measured)
+        return output
+
+    def _both_ways(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        """The captured step, then the eager one from the same state, which is the one that counts."""
+        before = Before(self._strategy, self._device)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(microbatches, measure)
+        self._rates.follow()
+        captured = self._graphs[key].replay(microbatches)
+        made = before.changes()
+        before.come_back()
+        output = self._plain(microbatches, measure)
+        found = differs(captured, made, output, before.changes(), self._precision)
+        self._checked[key] += 1
+        if found:
+            self._refuse(found)
+        elif self._checked[key] == _CHECKS and not self._is_told:
+            self._is_told = True
+            self._tell("each step is one CUDA graph from here on: it came to the same as the eager one [capture]")
+        return output
+
+    def _capture(self, microbatches: Sequence[Microbatch], measure: bool) -> CapturedStep:
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        seed_and_offset = generator.get_state()
+        self._strategy.clock.begin(False)
+        try:
+            with self._rates.on_device():
+                return CapturedStep(self._strategy, microbatches, measure, self._device, self._pool, self._stream)
+        except Exception as failed:
+            torch.cuda.synchronize(self._device)
+            generator.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())  # else it still captures
+            generator.set_state(seed_and_offset)
+            raise NotCapturable(f"CUDA refused it: {str(failed).splitlines()[0]}") from failed
+
+    def _is_busy(self) -> bool:
+        host, after = min(self._waits, default=(1.0, 0.0))
+        return after > _BUSY * host
+
+    def _nothing_to_gain(self) -> str:
+        host, after = min(self._waits)
+        return f"the device computes for {1e3 * after:.1f} ms after the host has launched all in {1e3 * host:.1f} ms"
+
+    def _give_up(self, why: str, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        self._refuse(why)
+        return self._as_written(microbatches, measure)
+
+    def _as_written(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        """With the rates where a graph would read them: whether a run is captured must not show in its bytes."""
+        with self._rates.on_device():
+            return self._strategy.train_step(microbatches, measure=measure)
+
+    def _stay_eager(self, key: Any, why: str) -> None:
+        if not self._eager:
+            self._tell(f"some steps are not captured: {why} [capture]")
+        self._eager.add(key)
+
+    def _refuse(self, why: str) -> None:
+        self.why_not = why
+        self._graphs.clear()
+        self._tell(f"the step is not captured: {why} [capture]")
+
+
+class Rates:
+    """Learning rates where a captured optimizer reads them: in tensors. For everybody else they stay numbers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer, self._device = optimizer, device
+        self.why_not = _keeps_on_host(optimizer)
+        self.changed = ""
+        self._tensors: list[torch.Tensor] | None = None
+        groups = optimizer.param_groups if not self.why_not else []
+        self._made = [i for i, g in enumerate(groups) if g.get("capturable") is False]
+        for index in self._made:  # before a checkpoint is loaded, which puts the state where this needs it
+            groups[index]["capturable"] = True
+
+    def follow(self) -> bool:
+        """Let the tensors have the present rates; False: something else than a rate has changed."""
+        if self._tensors is None:
+            self._begin()
+            assert self._tensors is not None
+        for index, group in enumerate(self._groups):
+            if group["lr"] != self._values[index]:
+                self._values[index] = group["lr"]
+                self._tensors[index].fill_(group["lr"])
+            if (options := _options(group)) != self._options[index]:
+                pairs = zip(_OPTIONS, options, self._options[index], strict=True)
+                self.changed = next(name for name, now, was in pairs if now != was)
+                self._options[index] = options
+                return False
+        return True
+
+    def _begin(self) -> None:
+        """At the first step: a checkpoint that was loaded has brought groups of its own."""
+        for state in self._optimizer.state.values() if not self.why_not else ():  # of an earlier training
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(self._device, torch.float32)
+        groups = self._optimizer.param_groups if not self.why_not else []
+        self._groups = [group for group in groups if not isinstance(group["lr"], torch.Tensor)]
+        self._tensors = [torch.tensor(float(group["lr"]), device=self._device) for group in self._groups]
+        self._values = [group["lr"] for group in self._groups]
+        self._options = [_options(group) for group in self._groups]
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """The optimizer reads tensors meanwhile: eager steps too, so that both kinds come to the same bytes."""
+        self.follow()
+        for group, tensor in zip(self._groups, self._tensors or (), strict=True):
+            group["lr"] = tensor
+        try:
+            yield
+        finally:
+            for group, value in zip(self._groups, self._values, strict=True):
+                group["lr"] = value
+
+    def close(self) -> None:
+        for index in self._made:
+            self._optimizer.param_groups[index]["capturable"] = False
+
+
+def _options(group: dict[str, Any]) -> list[Any]:
+    return [group.get(name) for name in _OPTIONS]
+
+
+def _keeps_on_host(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer's step cannot be repeated by a device alone."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return f"{type(optimizer).__name__} may keep numbers in Python, which a graph would repeat"
+    for group in optimizer.param_groups:
+        if not group.get("fused") and "capturable" not in group:
+            return f"{type(optimizer).__name__} reads its rate on the host: fused_optimizer=true would not"
+    return ""

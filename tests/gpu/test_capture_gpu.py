@@ -1,0 +1,277 @@
+"""The whole step as one CUDA graph: the same weights as eager steps, and every reason to stay eager is told."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from distributed import Trainer
+from distributed.checkpoint.reading import load
+from tests.conftest import clean_environ
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+CAPTURED = "one CUDA graph from here on"
+
+
+def rows(samples: int = 1000, width: int = 32) -> TensorDataset:
+    x = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 4))
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    layers = [nn.Unflatten(1, (2, 4, 4)), nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(128, 4))
+
+
+def fit(folder: Path, model: nn.Module, data: Any = None, **settings: Any) -> tuple[Trainer, dict[str, Any], list[str]]:
+    """The trainer, the weights, and what was said."""
+    given = {"num_gpus": 1, "batch_size": 32, "epochs": 2, "log_every_n_steps": 10, "run_dir": folder} | settings
+    names = ("optimizer", "scheduler", "loss_fn", "metrics")
+    parts = {name: given.pop(name) for name in names if name in given}
+    parts.setdefault("loss_fn", nn.CrossEntropyLoss())
+    trainer = Trainer(model, **parts, **given)
+    trainer.fit(data or DataLoader(rows(), shuffle=True, batch_size=given["batch_size"]))
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    said = [line["message"] for line in lines if line["event"] == "Warned"]
+    return trainer, {name: value.float() for name, value in model.state_dict().items()}, said
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], float]] = {
+    "sgd": (mlp, {"optimizer": sgd}, 1e-5),
+    "adamw_with_a_schedule": (mlp, {"lr_schedule": "cosine", "warmup_steps": 5, "learning_rate": 0.01}, 1e-4),
+    "not_fused": (mlp, {"learning_rate": 0.01, "fused_optimizer": False}, 1e-4),
+    "a_scheduler_of_torch": (
+        mlp,
+        {
+            "optimizer": sgd,
+            "scheduler": lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 50),
+            "scheduler_interval": "step",
+        },
+        1e-5,
+    ),
+    "accumulation_and_clipping": (
+        mlp,
+        {"optimizer": sgd, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
+        1e-5,
+    ),
+    "targets": (mlp, {"optimizer": sgd, "loss_weighting": "targets"}, 1e-5),
+    "dropout": (lambda: mlp(0.3), {"optimizer": sgd}, 1e-5),
+    "batchnorm_of_images": (normed, {"optimizer": sgd}, 1e-4),
+    "bf16": (mlp, {"optimizer": sgd, "mixed_precision": "bf16"}, 1e-2),
+    "fp16": (mlp, {"optimizer": sgd, "mixed_precision": "fp16", "gradient_clipping": 1.0}, 1e-2),
+    "bf16_parameters": (mlp, {"optimizer": sgd, "bf16_parameters": True}, 1e-2),
+    "stochastic": (mlp, {"optimizer": sgd, "bf16_parameters": "stochastic"}, 1e-1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_and_eager_runs_end_with_the_same_weights(kind: str, tmp_path: Path) -> None:
+    make, settings, tolerance = KINDS[kind]
+    _, eager, _ = fit(tmp_path / "eager", make(), capture=False, **settings)
+    _, captured, said = fit(tmp_path / "captured", make(), capture=True, **settings)
+    assert any(CAPTURED in line for line in said), said
+    for name, value in eager.items():
+        assert torch.allclose(captured[name], value, atol=tolerance, rtol=tolerance), name
+
+
+def test_batches_that_a_loader_reads_are_captured_too(tmp_path: Path) -> None:
+    """Not from tensors of a dataset that lies on the device, but copied for each step."""
+
+    def loader() -> Any:
+        return DataLoader([rows()[n] for n in range(1000)], shuffle=True, batch_size=32, num_workers=2)
+
+    _, eager, _ = fit(tmp_path / "eager", mlp(), loader(), capture=False, optimizer=sgd)
+    _, captured, said = fit(tmp_path / "captured", mlp(), loader(), capture=True, optimizer=sgd)
+    assert any(CAPTURED in line for line in said), said
+    assert all(torch.allclose(captured[name], value, atol=1e-5) for name, value in eager.items())
+
+
+class Odd(nn.Module):
+    """A model that does in `forward` what a graph cannot repeat."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 4)
+        self.does, self.calls = does, [0]
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.does == "waits" and x.sum().item() > 1e9:
+            x = x * 2
+        if self.does == "draws" and random.random() < 0:
+            x = x * 2
+        if self.does == "counts":
+            self.count += 1
+        if self.does == "hides":
+            self.calls[0] += 1
+            x = x * (1 + self.calls[0])
+        if self.does == "stops":
+            torch.cuda.synchronize()
+        return self.last(x.relu())
+
+
+class OwnSgd(torch.optim.SGD):
+    __module__ = "mine"
+
+
+def measured_on_the_host(outputs: torch.Tensor, target: torch.Tensor) -> float:
+    return float((outputs.argmax(1) == target).float().mean())
+
+
+def cycled(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=100)
+
+
+def with_names(samples: list[Any]) -> dict[str, Any]:
+    x, y = default_collate(samples)
+    return {"input": x, "target": y, "names": {"a", "b"}}
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = mlp()
+
+    def forward(self, input: torch.Tensor, names: Any = None) -> torch.Tensor:
+        return self.inner(input)
+
+
+def shapes() -> Any:
+    """Batches of many shapes: of sequences as long as their first sample says."""
+
+    def collate(samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        return x[:, : 16 + int(y.sum()) % 12], y
+
+    return DataLoader(rows(2000), shuffle=True, batch_size=32, collate_fn=collate)
+
+
+class AnyWidth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.last = nn.Linear(1, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x.mean(1, keepdim=True))
+
+
+class Busy(nn.Module):
+    """Computes for long what is launched at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.last = nn.Linear(32, 4)
+        self.register_buffer("large", torch.randn(6000, 6000) / 6000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.large
+        for _ in range(8):
+            made = made @ self.large
+        return self.last(x) + made.mean()
+
+
+REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "waits": (lambda: Odd("waits"), {}, "waits for the device at "),
+    "draws": (lambda: Odd("draws"), {}, "draws from the generator of random"),
+    "counts": (lambda: Odd("counts"), {}, "counts in Python: count changes"),
+    "hides": (lambda: Odd("hides"), {}, "captured, its loss is"),
+    "stops": (lambda: Odd("stops"), {}, "CUDA refused it"),
+    "own_optimizer": (mlp, {"optimizer": lambda p: OwnSgd(p, lr=0.05)}, "OwnSgd may keep numbers in Python"),
+    "sgd_not_fused": (mlp, {"fused_optimizer": False}, "SGD reads its rate on the host"),
+    "momentum_changes": (
+        mlp,
+        {"scheduler": cycled, "scheduler_interval": "step"},
+        "momentum changes from step to step",
+    ),
+    "metrics_on_the_host": (mlp, {"metrics": {"mine": measured_on_the_host}}, "where it is measured, it waits"),
+    "not_tensors": (Named, {"data": "names"}, "its batches hold a set"),
+    "many_shapes": (AnyWidth, {"data": "shapes", "epochs": 4}, "more than 8 shapes of steps"),
+    "busy": (Busy, {"capture": "auto", "mixed_precision": "bf16"}, "after the host has launched all"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_cannot_be_captured_is_told_and_trains_as_ever(reason: str, tmp_path: Path) -> None:
+    make, settings, expected = REASONS[reason]
+    settings = {"optimizer": sgd, "capture": True} | settings
+    kind = settings.pop("data", "")
+
+    def data() -> Any:
+        if kind == "names":
+            return DataLoader(rows(), shuffle=True, batch_size=32, collate_fn=with_names)
+        return shapes() if kind == "shapes" else None
+
+    random.seed(0)
+    _, eager, _ = fit(tmp_path / "eager", make(), data(), **settings | {"capture": False})
+    random.seed(0)
+    _, found, said = fit(tmp_path / "found", make(), data(), **settings)
+    assert any(expected in line for line in said), said
+    if reason == "waits":
+        assert any("test_capture_gpu.py" in line for line in said), said
+    if reason != "hides":  # whose forward was called once more, for the graph
+        assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in eager.items())
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader
+from distributed import Trainer
+from tests.gpu.test_capture_gpu import mlp, rows
+folder, number = sys.argv[1:]
+trainer = Trainer(mlp(0.2), loss_fn=nn.CrossEntropyLoss(), learning_rate=0.01, lr_schedule="cosine", num_gpus=1,
+                  batch_size=32, epochs=40, capture=True, mixed_precision="bf16", run_dir=f"{folder}/run-{number}",
+                  checkpoint_dir=f"{folder}/kept", checkpoint_frequency="100 steps", resume_from_checkpoint=True,
+                  progress=False)
+trainer.fit(DataLoader(rows(), shuffle=True))
+"""
+
+
+def test_a_captured_run_that_is_killed_and_resumed_is_exact(tmp_path: Path) -> None:
+    def start(name: str, number: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / name), str(number)]
+        return subprocess.Popen(command, env=clean_environ())
+
+    assert start("whole", 0).wait(300) == 0
+    killed = start("killed", 0)
+    deadline = time.monotonic() + 200
+    while not list((tmp_path / "killed").glob("kept/step-*/manifest.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    assert start("killed", 1).wait(300) == 0
+    paths = [str(sorted((tmp_path / name / "kept").glob("step-*"))[-1]) for name in ("whole", "killed")]
+    whole, resumed = (load(path).shared["model"] for path in paths)
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    events = (tmp_path / "killed" / "run-1" / "events.jsonl").read_text()
+    assert CAPTURED in events
+    assert '"passed":true' in events.replace(" ", "")

@@ -1,0 +1,80 @@
+"""One step ahead: the steps are the same, and what is told of a step is of the one that is being trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from distributed.core.plan import BatchPlan
+from distributed.data.loader import StreamLoader, TrainLoader
+from distributed.data.prefetch import Prefetch
+from distributed.data.rows import RowLoader, Rows
+from distributed.data.source import Source, read_source
+
+CPU = torch.device("cpu")
+BATCHES = [BatchPlan(4), BatchPlan(3, 2, 2), BatchPlan(2, 3).for_ranks(7)]
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(29))
+
+
+def seen(step: Any) -> list[tuple[list[int], float, int]]:
+    return [(micro.batch.tolist(), micro.weight, micro.size) for micro in step.microbatches]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_steps_and_indices_are_those_of_the_loader(batch: BatchPlan, workers: int) -> None:
+    source = Source(Numbers(), shuffle=True, num_workers=workers)
+    plain, ahead = (TrainLoader(source, batch, batch.ranks - 1, seed=1, seeds_batches=True) for _ in range(2))
+    prefetch = Prefetch(ahead, CPU)
+    assert prefetch.indices == []
+    assert prefetch.steps_per_epoch == plain.steps_per_epoch
+    for epoch, first in ((0, 0), (1, 2)):
+        steps = zip(prefetch.epoch(epoch, first), plain.epoch(epoch, first), strict=True)
+        for number, (step, expected) in enumerate(steps, first):
+            assert seen(step) == seen(expected)
+            assert step.samples == expected.samples
+            assert prefetch.indices == plain.indices == prefetch.sample_indices(epoch, number)
+
+
+def test_it_is_one_step_ahead_and_no_more() -> None:
+    source = Source(TensorDataset(torch.arange(12)), shuffle=True)
+    rows = Rows.of(source, CPU)
+    assert rows is not None
+    inner = RowLoader(source, rows, BatchPlan(3), 0, seed=1)
+    outer = Prefetch(inner, CPU)
+    positions = []
+    for step in outer.epoch(0):
+        assert outer.indices == step.microbatches[0].batch[0].tolist()
+        assert inner.taken is not None
+        positions.append(inner.taken.step)
+    assert positions == [1, 2, 3, 3]
+
+
+def test_an_epoch_that_is_left_can_be_begun_again() -> None:
+    prefetch = Prefetch(TrainLoader(Source(Numbers()), BatchPlan(4), 0, seed=1), CPU)
+    first = next(iter(prefetch.epoch(0)))
+    assert next(seen(step) for step in prefetch.epoch(0)) == seen(first)
+    assert list(prefetch.epoch(0, 8)) == []
+
+
+def test_a_stream_is_read_ahead_too() -> None:
+    source = read_source(DataLoader(Stream(), batch_size=4), "train_loader")
+    loader = StreamLoader(source, BatchPlan(4), 0, seed=0, split="share", agree=lambda n, m: (n, m))
+    prefetch = Prefetch(loader, CPU)
+    assert [i for step in prefetch.epoch(0) for m in step.microbatches for i in m.batch.tolist()] == list(range(29))
+    assert prefetch.indices == []

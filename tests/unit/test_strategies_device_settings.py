@@ -1,0 +1,111 @@
+"""Settings of the process: what a run changes in torch, what it leaves alone, and that all of it is as it was after."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distributed.core.env import WorkerEnv
+from distributed.core.plan import BatchPlan, OptimizerPlan, Plan, PrecisionPlan, SpeedPlan
+from distributed.data.loader import Microbatch
+from distributed.runtime.session import Session
+from distributed.strategies.device_settings import (
+    allocator_options,
+    device_settings,
+    tf32_products,
+)
+from distributed.strategies.torch_mesh import TorchMesh
+from distributed.train.task import Task
+
+MATMUL: Any = torch.backends.cuda.matmul
+CUDNN: Any = torch.backends.cudnn
+
+
+def seen() -> tuple[Any, ...]:
+    return (
+        MATMUL.fp32_precision,
+        CUDNN.conv.fp32_precision,
+    )
+
+
+@pytest.fixture
+def as_it_was() -> Iterator[None]:
+    matmul, convolutions = MATMUL.fp32_precision, CUDNN.conv.fp32_precision
+    yield
+    MATMUL.allow_tf32, CUDNN.allow_tf32 = False, True
+    MATMUL.fp32_precision, CUDNN.conv.fp32_precision = matmul, convolutions
+
+
+def test_on_a_cpu_nothing_changes() -> None:
+    before = seen()
+    speed = SpeedPlan(tf32=True, expandable_segments=True)
+    with device_settings(speed, torch.device("cpu")):
+        assert seen() == before
+
+
+def test_tf32_is_read_alike_by_both_ways_of_asking(as_it_was: None) -> None:
+    before = seen()
+    with tf32_products():
+        assert (MATMUL.allow_tf32, MATMUL.fp32_precision) == (True, "tf32")
+        assert (CUDNN.allow_tf32, CUDNN.conv.fp32_precision) == (True, "tf32")
+        assert torch.get_float32_matmul_precision() == "high"
+    assert seen() == before
+    assert (MATMUL.allow_tf32, torch.get_float32_matmul_precision()) == (False, "highest")
+
+
+@pytest.mark.parametrize("said", ["tf32", "ieee"])
+def test_a_process_that_has_used_the_newer_way_keeps_what_it_said(said: str, as_it_was: None) -> None:
+    MATMUL.fp32_precision = said
+    before = seen()
+    with tf32_products():
+        assert MATMUL.fp32_precision == "tf32"
+    assert seen() == before
+
+
+def test_what_the_user_told_the_allocator_is_told_again() -> None:
+    told = {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8, expandable_segments:True"}
+    assert allocator_options(told, True) == "garbage_collection_threshold:0.8,expandable_segments:True"
+    assert allocator_options(told, None) == "garbage_collection_threshold:0.8,expandable_segments:True"
+
+
+class Convolving(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3))
+
+
+@pytest.mark.parametrize("parameters", ["fp32", "compensated", "stochastic"])
+def test_channels_last_is_no_matter_to_checkpoints_and_to_the_model_that_is_given_back(parameters: str) -> None:
+    session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
+    torch.manual_seed(1)
+    micro = Microbatch((torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])), 1.0, 4)
+    trees: list[dict[str, Any]] = []
+    losses: list[float] = []
+    for channels_last in (False, True):
+        session.seed(0)
+        module, optimizer = Convolving(), OptimizerPlan(learning_rate=0.01)
+        speed = SpeedPlan(channels_last=channels_last, fused_optimizer=True, parameters=parameters)
+        precision = PrecisionPlan("fp32" if parameters == "fp32" else "bf16")
+        plan = Plan(run_dir="", batch=BatchPlan(4), optimizer=optimizer, speed=speed, precision=precision)
+        strategy = TorchMesh()
+        strategy.setup(Task(module), plan, session)
+        weight: torch.Tensor = module[0].weight
+        assert weight.is_contiguous(memory_format=torch.channels_last) is channels_last
+        if trees:
+            strategy.load_state(trees[0])
+            for held in strategy.optimizer.state.values():
+                assert held["exp_avg"].dim() != 4 or held["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+        for _ in range(0 if trees else 2):
+            strategy.train_step([micro])
+        tree = strategy.state()
+        trees.append({name: copy.deepcopy(tree[name]) for name in ("model", "optimizer")})
+        losses.append(float(strategy.train_step([micro]).loss))
+        strategy.close()
+        assert all(parameter.is_contiguous() for parameter in module.parameters())
+    assert all(torch.equal(trees[0]["model"][name], trees[1]["model"][name]) for name in trees[0]["model"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4 if parameters == "fp32" else 0.02)
