@@ -160,9 +160,11 @@ def _live(
         strategy.setup(task, plan, session)
         heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)
         session.enter = heartbeat.collective
-        train, staff = open_training(job.train, plan, session)
-        if staff is not None:
-            plan = replace(plan, decisions=(*plan.decisions, staff.decision))
+        train, staff, told = open_training(job.train, plan, session, strategy.optimizer)
+        evaluation, more = open_evaluation(
+            job.evaluation, plan, session, staff, strategy.optimizer, in_step=strategy.in_step
+        )
+        plan = replace(plan, decisions=(*plan.decisions, *told, *more))
         per_epoch = train.steps_per_epoch
         total = plan.total_steps(per_epoch)
         schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, total)
@@ -176,7 +178,7 @@ def _live(
                 strategy,
                 schedule,
                 train,
-                open_evaluation(job.evaluation, plan, session, staff, in_step=strategy.in_step),
+                evaluation,
                 task.metric_names,
                 session,
                 stop,

@@ -109,6 +109,9 @@ def test_batches_that_a_loader_reads_are_captured_too(tmp_path: Path) -> None:
     assert all(torch.allclose(captured[name], value, atol=1e-5) for name, value in eager.items())
 
 
+CALLS = [0]  # nobody sees it, but the comparison
+
+
 class Odd(nn.Module):
     """A model that does in `forward` what a graph cannot repeat."""
 
@@ -116,8 +119,9 @@ class Odd(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 4)
-        self.does, self.calls = does, [0]
+        self.does = does
         self.count = 0
+        self.register_buffer("mean", torch.zeros(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -128,11 +132,23 @@ class Odd(nn.Module):
         if self.does == "counts":
             self.count += 1
         if self.does == "hides":
-            self.calls[0] += 1
-            x = x * (1 + self.calls[0])
+            CALLS[0] += 1
+            x = x * (1 + CALLS[0])
+        if self.does == "replaces":
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         if self.does == "stops":
             torch.cuda.synchronize()
         return self.last(x.relu())
+
+
+def hooked() -> nn.Module:
+    model = mlp()
+    model[0].register_forward_hook(lambda *given: None)
+    return model
+
+
+def sgd_with_a_tensor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=torch.tensor(0.05), fused=True)
 
 
 class OwnSgd(torch.optim.SGD):
@@ -202,6 +218,9 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "waits": (lambda: Odd("waits"), {}, "waits for the device at "),
     "draws": (lambda: Odd("draws"), {}, "draws from the generator of random"),
     "counts": (lambda: Odd("counts"), {}, "counts in Python: count changes"),
+    "replaces": (lambda: Odd("replaces"), {}, "puts another tensor in the place of mean"),
+    "hooks": (hooked, {}, "a hook of the module 0 would not be called"),
+    "rate_in_a_tensor": (mlp, {"optimizer": sgd_with_a_tensor}, "its learning rate is a tensor"),
     "hides": (lambda: Odd("hides"), {}, "captured, its loss is"),
     "stops": (lambda: Odd("stops"), {}, "CUDA refused it"),
     "own_optimizer": (mlp, {"optimizer": lambda p: OwnSgd(p, lr=0.05)}, "OwnSgd may keep numbers in Python"),

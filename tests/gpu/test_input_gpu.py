@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from distributed import Trainer
+from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
-from distributed.data import rows as rows_module
 from distributed.data.loader import TrainLoader
 from distributed.data.prefetch import Prefetch
 from distributed.data.rows import RowBatch, RowLoader, Rows
@@ -194,8 +194,41 @@ def test_runs_end_with_the_same_weights_whichever_way_the_data_comes(tmp_path: P
     assert json.loads((tmp_path / "auto" / "workers" / "rank-0.json").read_text())["rates"]
 
 
-def test_the_limit_is_a_fifth_of_the_free_memory() -> None:
-    free = torch.cuda.mem_get_info(GPU)[0]
-    wide = torch.empty(1, 1).expand(16, free // 4 // 16 // 4)  # a quarter, if it were copied
-    assert not rows_module._fits((wide,), 16, GPU)
-    assert rows_module._fits((wide,), 12, GPU)
+@pytest.mark.parametrize(
+    ("on_device", "state_bytes", "free", "is_ahead"),
+    [
+        ("auto", 0, 50_000, True),
+        ("auto", 0, 30_000, False),
+        ("auto", 20_000, 50_000, False),
+        ("on", 20_000, 4_000, True),
+        ("on", 0, 3_000, False),
+        ("off", 0, 50_000, False),
+    ],
+)
+def test_rows_take_of_the_free_memory_what_they_may(
+    monkeypatch: pytest.MonkeyPatch, on_device: str, state_bytes: int, free: int, is_ahead: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 100_000))
+    rows = Rows.of(Source(TensorDataset(torch.zeros(1000))), GPU, on_device, state_bytes)  # 4000 bytes
+    assert rows is not None
+    assert rows.is_ahead == is_ahead
+    assert (rows.placing is None) == (on_device == "off")
+
+
+def test_where_the_data_went_is_among_the_decisions_and_can_be_changed(tmp_path: Path) -> None:
+    x = torch.randn(LENGTH, 32, generator=torch.Generator().manual_seed(0))
+    data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), shuffle=True)
+    found = {}
+    for name, setting in (("auto", "auto"), ("on", True), ("off", False)):
+        found[name] = trained(tmp_path, name, data, data_on_device=setting)
+        lines = (tmp_path / name / "events.jsonl").read_text().splitlines()
+        (started,) = [event for event in map(json.loads, lines) if event["event"] == "RunStarted"]
+        told = [line for line in started["decisions"] if line.startswith("training data on the device")]
+        assert len(told) == (name != "off")
+        assert all("[data_on_device]" in line for line in told)
+    assert found["auto"] == found["on"] == found["off"]
+
+
+def test_data_that_is_not_tensors_is_refused_where_it_was_told_to_go_to_the_device(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="data_on_device=True"):
+        trained(tmp_path, "refused", DataLoader(OneByOne(tensors())), data_on_device=True)

@@ -78,3 +78,57 @@ def test_a_stream_is_read_ahead_too() -> None:
     prefetch = Prefetch(loader, CPU)
     assert [i for step in prefetch.epoch(0) for m in step.microbatches for i in m.batch.tolist()] == list(range(29))
     assert prefetch.indices == []
+
+
+class Broken(Numbers):
+    """Its twelfth sample cannot be read."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 11:
+            raise OSError("no such file")
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_is_raised_when_its_step_is_asked_for(workers: int) -> None:
+    prefetch = Prefetch(TrainLoader(Source(Broken(), num_workers=workers), BatchPlan(4), 0, seed=1), CPU)
+    steps = prefetch.epoch(0)
+    assert [next(steps).microbatches[0].batch.tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(OSError, match="no such file"):
+        next(steps)
+
+
+class Counted(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self):
+        for number in range(40):
+            self.read += 1
+            yield number
+
+
+@pytest.mark.parametrize(("max_steps", "read"), [(3, 12), (None, 16)])
+def test_the_last_step_of_a_run_waits_for_no_other(max_steps: int | None, read: int) -> None:
+    data = Counted()
+    source = read_source(DataLoader(data, batch_size=4), "train_loader")
+    loader = StreamLoader(source, BatchPlan(4), 0, seed=0, split="share", agree=lambda n, m: (n, m))
+    steps = Prefetch(loader, CPU, max_steps=max_steps).epoch(0)
+    for _ in range(3):
+        next(steps)
+    assert data.read == read
+    assert next(steps).microbatches[0].batch.tolist() == [12, 13, 14, 15], "should somebody ask all the same"
+
+
+@pytest.mark.parametrize(("epoch", "first"), [(0, 0), (1, 0), (1, 3)])
+def test_nor_does_it_in_a_later_epoch(epoch: int, first: int) -> None:
+    inner = TrainLoader(Source(Numbers()), BatchPlan(4), 0, seed=1)
+    outer = Prefetch(inner, CPU, max_steps=8 + 5)
+    taken = []
+    for step, _ in enumerate(outer.epoch(epoch, first), first):
+        assert inner.taken is not None
+        taken.append(inner.taken.step - step)
+    expected = [1] * 7 + [0]
+    if epoch == 1:
+        expected[4] = 0  # the thirteenth step of the run
+    assert taken == expected[first:]

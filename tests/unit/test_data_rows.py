@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, Weighte
 
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan, Plan
+from distributed.core.plan import BatchPlan, Plan, SpeedPlan
 from distributed.data.leaf_loader import LeafLoader
 from distributed.data.loader import EvalLoader, TrainLoader
-from distributed.data.rows import RowBatch, RowEvalLoader, RowLoader, Rows
+from distributed.data.rows import Placing, RowBatch, RowEvalLoader, RowLoader, Rows
 from distributed.data.source import Source, read_source
 from distributed.data.transfer import to_device
 from distributed.runtime.session import Session
-from distributed.train.loaders import open_evaluation, open_training
+from distributed.train.loaders import open_evaluation, open_training, state_to_come
 
 CPU = torch.device("cpu")
 LENGTH = 37
@@ -192,10 +192,12 @@ def test_a_run_gets_the_loader_that_its_data_allows() -> None:
     session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
     plan, bitwise = Plan("run", BatchPlan(4)), Plan("run", BatchPlan(4, leaves=4))
     rows, pairs = Source(tensors(), num_workers=2), Source(Pairs())
-    kinds = [type(open_training(source, p, session)[0]) for source, p in ((rows, plan), (pairs, plan), (rows, bitwise))]
+    kinds = [
+        type(open_training(source, p, session).loader) for source, p in ((rows, plan), (pairs, plan), (rows, bitwise))
+    ]
     assert kinds == [RowLoader, TrainLoader, LeafLoader]
     evaluations = [open_evaluation(source, plan, session, None, in_step=False) for source in (rows, pairs, None)]
-    assert [type(found) for found in evaluations] == [RowEvalLoader, EvalLoader, type(None)]
+    assert [type(found.loader) for found in evaluations] == [RowEvalLoader, EvalLoader, type(None)]
 
 
 def test_a_promised_batch_is_gathered_when_it_is_moved() -> None:
@@ -206,3 +208,43 @@ def test_a_promised_batch_is_gathered_when_it_is_moved() -> None:
     assert [part.tolist() for part in moved] == [[[0, 1], [6, 7]], [0, 6]]
     batch.index = torch.tensor([5, 5])  # a step that was captured has a buffer of its own there
     assert to_device(batch, CPU)[1].tolist() == [10, 10]
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("placing", "is_taken", "said"),
+    [
+        (Placing("auto", GIB // 2, 132 * GIB), True, ["on the device", "0.5 GiB of 132.0 GiB"]),
+        (Placing("auto", 14 * GIB, 132 * GIB), False, ["on the host", "14.0 GiB of 132.0 GiB", "a tenth"]),
+        (Placing("auto", 10 * GIB, 132 * GIB, state=60 * GIB), False, ["on the host", "60.0 GiB"]),
+        (Placing("on", 130 * GIB, 132 * GIB, state=60 * GIB), True, ["on the device"]),
+        (Placing("on", 133 * GIB, 132 * GIB), False, ["on the host", "133.0 GiB of 132.0 GiB"]),
+    ],
+)
+def test_rows_go_to_the_device_where_they_leave_it_room_and_that_is_said(
+    placing: Placing, is_taken: bool, said: list[str]
+) -> None:
+    assert placing.is_taken == is_taken
+    told = placing.decision("training")
+    assert told.override == "data_on_device"
+    assert all(part in str(told) for part in said)
+
+
+def test_room_is_left_for_the_state_that_an_optimizer_has_not_made_yet() -> None:
+    layer = torch.nn.Linear(3, 4)
+    layer.bias.requires_grad_(False)
+    optimizer = torch.optim.Adam(layer.parameters())
+    assert state_to_come(optimizer, CPU) == 3 * 4 * 8
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert state_to_come(optimizer, CPU) == 0
+
+
+def test_data_that_cannot_go_to_the_device_is_refused_where_it_was_told_to() -> None:
+    session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
+    plan = Plan("run", BatchPlan(4), speed=SpeedPlan(data_on_device="on"))
+    with pytest.raises(DataError, match="data_on_device=True"):
+        open_training(Source(Pairs()), plan, session)
+    assert open_training(Source(tensors()), plan, session).decisions == [], "it is there already"

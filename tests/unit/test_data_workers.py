@@ -110,6 +110,55 @@ def test_measuring_leaves_the_dataset_of_the_rank_as_it_is(tmp_path: Path) -> No
     assert again == Staff(7, {0: 1.0, 7: 9.0}), "a rank that was restarted does not measure again"
 
 
+class Shuffled:
+    """A sampler that goes on drawing from a generator of its own, whatever the seed of the epoch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.rng = dataset, np.random.default_rng(5)
+
+    def __iter__(self):
+        return iter(self.rng.permutation(len(self.dataset)).tolist())
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def test_measuring_draws_nothing_from_a_sampler_of_the_users() -> None:
+    data = Augmented()
+    sampler, untouched = Shuffled(data), Shuffled(data)
+    staff = find_staff(Source(data, sampler=sampler), BatchPlan(4), 0, cores=2, overlaps=False, seconds=0.05)
+    assert staff.rates[0] > 0
+    assert list(sampler) == list(untouched)
+
+
+class Once(Shuffled):
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self.drawn = (n for n in range(len(dataset)))  # cannot be copied
+
+    def __iter__(self):
+        return self.drawn
+
+
+def test_a_sampler_that_cannot_be_copied_keeps_the_data_loaders_number_and_that_is_said() -> None:
+    data = Augmented()
+    source = Source(data, sampler=Once(data), num_workers=1)
+    staff = find_staff(source, BatchPlan(4), 0, cores=2, overlaps=False, seconds=0.05)
+    assert (staff.workers, staff.rates) == (1, {})
+    assert "cannot be copied" in staff.decision.reason
+    assert len(list(source.sampler)) == len(data)
+
+
+def test_the_dataset_of_a_sampler_is_not_copied_to_measure() -> None:
+    class Whole(Augmented):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise MemoryError
+
+    data = Whole()
+    staff = find_staff(Source(data, sampler=Shuffled(data)), BatchPlan(4), 0, cores=1, overlaps=False, seconds=0.05)
+    assert staff.rates[0] > 0
+
+
 def test_an_epoch_without_a_step_is_not_measured_for_ever() -> None:
     source = Source(Augmented(3))
     staff = find_staff(source, BatchPlan(4, drop_last=True), 0, cores=1, overlaps=False, seconds=0.05)

@@ -86,6 +86,29 @@ def test_what_only_a_gpu_has_is_refused_on_a_cpu(name: str) -> None:
     assert refused(CPU, **{name: True}) == [f"{name}=True on a CPU"]
 
 
+@pytest.mark.parametrize(
+    ("machine", "settings", "chosen"),
+    [
+        (HOPPER, {}, "auto"),
+        (HOPPER, {"data_on_device": True}, "on"),
+        (HOPPER, {"data_on_device": False}, "off"),
+        (HOPPER, {"backend": "fsdp"}, "auto"),
+        (HOPPER, {"backend": "deepspeed"}, "off"),
+        (HOPPER, {"reproducible": "bitwise", "virtual_ranks": 2}, "off"),
+        (CPU, {}, "off"),
+    ],
+)
+def test_where_data_may_go_to_the_device(machine: Hardware, settings: dict[str, Any], chosen: str) -> None:
+    assert plan(machine, **settings).speed.data_on_device == chosen
+
+
+def test_data_on_the_device_is_refused_where_it_would_not_be_used() -> None:
+    assert refused(CPU, data_on_device=True) == ["data_on_device=True on a CPU"]
+    assert "data_on_device=True with backend='deepspeed'" in refused(HOPPER, backend="deepspeed", data_on_device=True)
+    bitwise = {"reproducible": "bitwise", "virtual_ranks": 2}
+    assert refused(HOPPER, data_on_device=True, **bitwise) == ["data_on_device=True with reproducible='bitwise'"]
+
+
 def test_a_fused_optimizer_can_be_had_on_a_cpu() -> None:
     assert plan(CPU, fused_optimizer=True).speed.fused_optimizer
 

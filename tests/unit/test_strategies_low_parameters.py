@@ -288,3 +288,30 @@ def test_a_recurrent_layer_computes_with_what_its_list_of_weights_holds() -> Non
     assert all(weight.dtype == torch.bfloat16 for weight in layer._flat_weights)
     low.close()
     assert all(weight.dtype == torch.float32 for weight in layer._flat_weights)
+
+
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_that_would_not_be_called_is_refused(name: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    own = module[0].weight
+    getattr(module[1].weight, name)(lambda _: None)  # its parameters stay in their places
+    handle = getattr(own, name)(lambda _: None)
+    with pytest.raises(TaskError, match=r"hook on the gradient of 0\.weight") as caught:
+        LowParameters(module, rounds=False)
+    assert caught.value.problems[0].why
+    assert module[0].weight is own
+    handle.remove()
+    LowParameters(module, rounds=False).close()
+
+
+@pytest.mark.parametrize("kind", LOW)
+def test_an_optimizer_may_have_only_some_of_the_parameters(kind: str) -> None:
+    module = make_model()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    optimizer = torch.optim.SGD(module.head.parameters(), lr=0.1)
+    with training(kind, module, optimizer=optimizer) as strategy:
+        losses = steps(strategy, 0, 4)
+        after = weights(strategy)
+    assert losses[-1] < losses[0]
+    moved = {name for name in before if not torch.equal(after[name].bfloat16(), before[name].bfloat16())}
+    assert moved == {name for name in before if name.startswith("head")}

@@ -162,6 +162,11 @@ class DistributedConfig(BaseModel):
     num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
         None, description="processes that read data; auto: measured; by default as the data loader says"
     )
+    data_on_device: bool | Literal["auto"] = Field(
+        "auto",
+        description="data that is tensors in memory is copied to the GPU once, and batches are gathered there; auto: "
+        "where it takes at most a tenth of the memory that is free",
+    )
     fused_optimizer: bool | Literal["auto"] = Field(
         "auto", description="one kernel for the optimizer's step; auto: on a GPU, where torch has it"
     )

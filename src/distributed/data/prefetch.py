@@ -6,8 +6,9 @@ that trains would take its random numbers out of turn.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -34,11 +35,20 @@ class Ahead(Protocol):
     ) -> list[int]: ...
 
 
+class _Coming(NamedTuple):
+    """A step on its way to the device."""
+
+    step: Step
+    copied: torch.cuda.Event | None  # after which it is there
+    taken: Taken | None
+
+
 class Prefetch:
     """A loader one step ahead of whoever trains. `indices` are those of the step that is being trained."""
 
-    def __init__(self, loader: Ahead, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+    def __init__(self, loader: Ahead, device: torch.device, *, max_steps: int | None = None) -> None:
+        """`max_steps`: of the run, whose last step does not wait for one that nobody will ask for."""
+        self._loader, self._device, self._max_steps = loader, device, max_steps
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._taken: Taken | None = None
 
@@ -61,29 +71,47 @@ class Prefetch:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
         steps = self._loader.epoch(epoch, first_step)
-        coming = self._fetch(steps)
-        while coming is not None:
-            step, copied, taken = coming
-            coming = self._fetch(steps)
-            if copied is not None:
-                torch.cuda.current_stream(self._device).wait_event(copied)
-            self._taken = taken
-            yield step
+        coming: _Coming | Exception | None = self._fetch(steps)
+        for count in itertools.count(first_step + 1):
+            if coming is None:
+                return
+            if isinstance(coming, Exception):  # the step before it was trained first, as without reading ahead
+                raise coming
+            now, is_last = coming, self._is_last(epoch, count)
+            coming = None if is_last else self._look_ahead(steps)
+            if now.copied is not None:
+                torch.cuda.current_stream(self._device).wait_event(now.copied)
+            self._taken = now.taken
+            yield now.step
+            if is_last:  # and yet there is one more
+                coming = self._fetch(steps)
 
-    def _fetch(self, steps: Iterator[Step]) -> tuple[Step, torch.cuda.Event | None, Taken | None] | None:
-        """The next step on its way to the device, and the event after which it is there."""
+    def _is_last(self, epoch: int, count: int) -> bool:
+        """Whether the run ends with this step of an epoch. A guess after the first epoch of a stream, or where the
+        number of ranks has changed; being wrong, it costs one copy beside a step or one read."""
+        per_epoch = self.steps_per_epoch
+        is_known = per_epoch is not None or epoch == 0
+        return is_known and epoch * (per_epoch or 0) + count == self._max_steps
+
+    def _look_ahead(self, steps: Iterator[Step]) -> _Coming | Exception | None:
+        try:
+            return self._fetch(steps)
+        except Exception as failed:
+            return failed
+
+    def _fetch(self, steps: Iterator[Step]) -> _Coming | None:
         step = next(steps, None)
         if step is None:
             return None
         taken = self._loader.taken
         if self._stream is None:
-            return self._move(step), None, taken
+            return _Coming(self._move(step), None, taken)
         # Memory of earlier batches is used again on this stream: first, the steps that read them must be done. All
         # that have begun are waited for; the one that is about to begin is not, so the copy goes on beside it.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             moved = self._move(step)
-            return moved, self._stream.record_event(), taken
+            return _Coming(moved, self._stream.record_event(), taken)
 
     def _move(self, step: Step) -> Step:
         micros = [micro._replace(batch=to_device(micro.batch, self._device)) for micro in step.microbatches]

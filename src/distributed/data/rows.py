@@ -15,14 +15,16 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan
+from distributed.core.plan import BatchPlan, Decision
 from distributed.data.loader import EvalLoader, Order, TrainLoader, epoch_order
 from distributed.data.order import permutation
 from distributed.data.shares import EpochCut
 from distributed.data.source import Source
 
-_PART_OF_FREE = 5  # of the device's free memory, what rows may take: the fifth part
+_PART_OF_FREE = 10  # of the device's free memory, what rows may take by themselves: the tenth part
 _CHUNK_BYTES = 64 << 20  # that are gathered on the host at once, on their way to the device
+
+_SETTING = "data_on_device"
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -39,6 +41,38 @@ class RowBatch:
 
 
 @dataclass(frozen=True)
+class Placing:
+    """Whether rows went to the device, and the bytes by which that was decided."""
+
+    on_device: str  # of the plan: "auto" or "on"
+    size: int
+    free: int  # on the device
+    state: int = 0  # of `free`, what the optimizer is still to take
+
+    @property
+    def is_taken(self) -> bool:
+        """
+        >>> Placing("auto", 10, 100).is_taken, Placing("auto", 10, 100, state=1).is_taken
+        (True, False)
+        >>> Placing("on", 99, 100).is_taken
+        True
+        """
+        if self.on_device == "on":
+            return self.size <= self.free
+        return self.size * _PART_OF_FREE <= self.free - self.state
+
+    def decision(self, whose: str) -> Decision:
+        sizes = f"{say_bytes(self.size)} of {say_bytes(self.free)} free"
+        if self.is_taken:
+            return Decision(f"{whose} data on the device", f"{sizes}, so that batches are gathered there", _SETTING)
+        part = "" if self.on_device == "on" else f", of which it may take a tenth{self._less()}"
+        return Decision(f"{whose} data on the host", sizes + part, _SETTING)
+
+    def _less(self) -> str:
+        return f" of what the optimizer's state leaves, {say_bytes(self.state)} less" if self.state else ""
+
+
+@dataclass(frozen=True)
 class Rows:
     """The tensors of a dataset, and where its samples are among their rows."""
 
@@ -46,10 +80,14 @@ class Rows:
     positions: torch.Tensor | None  # None: sample n is row n
     device: torch.device  # of the run; the rows may have stayed on the host
     samples: int
+    placing: Placing | None = None  # None: there was nothing to decide
 
     @staticmethod
-    def of(source: Source, device: torch.device) -> Rows | None:
-        """Of a TensorDataset, or a Subset of one, whose batches default_collate makes; None for anything else."""
+    def of(source: Source, device: torch.device, on_device: str = "auto", state_bytes: int = 0) -> Rows | None:
+        """Of a TensorDataset, or a Subset of one, whose batches default_collate makes; None for anything else.
+
+        `on_device`, as in SpeedPlan: "auto", "on" or "off". `state_bytes`: what the optimizer will still take there.
+        """
         if source.collate_fn is not default_collate or (source.num_workers and source.worker_init_fn is not None):
             return None
         found = _unwrap(source.dataset)
@@ -60,11 +98,15 @@ class Rows:
         places = {tensor.device for tensor in tensors}
         if places != {torch.device("cpu")} and places != {device}:
             return None
-        if places != {device} and _fits(tensors, samples, device):
+        placing = None
+        if places != {device} and device.type == "cuda" and on_device != "off":
+            placing = Placing(on_device, _size(tensors, samples), torch.cuda.mem_get_info(device)[0], state_bytes)
+        if placing is not None and placing.is_taken:
             tensors, positions = tuple(_moved(tensor, positions, device) for tensor in tensors), None
             if not all(_gathers_alike(tensor) for tensor in tensors):  # there, too
                 return None
-        return Rows(tensors, None if positions is None else positions.to(tensors[0].device), device, samples)
+        positions = None if positions is None else positions.to(tensors[0].device)
+        return Rows(tensors, positions, device, samples, placing)
 
     @property
     def is_ahead(self) -> bool:
@@ -155,11 +197,16 @@ def _gathers_alike(tensor: torch.Tensor) -> bool:
     return taken.stride() == torch.stack([tensor[0], tensor[0]]).stride()
 
 
-def _fits(tensors: Tensors, samples: int, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    size = sum(tensor[0].numel() * tensor.element_size() * samples for tensor in tensors)
-    return size * _PART_OF_FREE <= torch.cuda.mem_get_info(device)[0]
+def _size(tensors: Tensors, samples: int) -> int:
+    return sum(tensor[0].numel() * tensor.element_size() * samples for tensor in tensors)
+
+
+def say_bytes(size: int) -> str:
+    """
+    >>> say_bytes(132 << 30), say_bytes(300 << 20), say_bytes(5 << 20)
+    ('132.0 GiB', '0.3 GiB', '5.0 MiB')
+    """
+    return f"{size / 2**30:.1f} GiB" if size >= 100 << 20 else f"{size / 2**20:.1f} MiB"
 
 
 def _moved(tensor: torch.Tensor, positions: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -6,6 +6,7 @@ may choose differently, and a restarted one anew, without a change in any sample
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -92,6 +93,12 @@ def find_staff(
     seconds: float = SECONDS,
 ) -> Staff:
     """Measure; or take what this rank has measured before its run was interrupted, if `kept` has it."""
+    try:
+        source = _apart(source)
+    except Exception as failed:  # whatever a class of the user's raises
+        return Staff(
+            source.num_workers, {}, f"measuring would draw from the sampler, which cannot be copied ({failed})"
+        )
     if kept is not None and kept.exists():
         found = json.loads(kept.read_text())
         return Staff(found["workers"], {int(n): rate for n, rate in found["rates"].items()})
@@ -145,6 +152,12 @@ def choose(rates: Rates, *, overlaps: bool) -> int:
     best = max(rates.values())
     near = sorted(n for n, rate in rates.items() if rate >= _NEAR * best)
     return next((n for n in near if n), 0) if overlaps else near[0]
+
+
+def _apart(source: Source) -> Source:
+    """With a sampler to measure with: one that goes on from where it was, on ranks that have drawn from it more and
+    less often, would give each an order of its own. It may have the dataset, which is not copied."""
+    return replace(source, sampler=copy.deepcopy(source.sampler, {id(source.dataset): source.dataset}))
 
 
 def _tried(source: Source, workers: int) -> Source:

@@ -44,7 +44,7 @@ def plan_speed(
     problems += _impossible(config, device, hardware, holds_whole, is_bitwise)
     problems += _useless(config, on_gpu, is_native)
     return SpeedPlan(
-        capture=_plan_capture(config, on_gpu and is_native and holds_whole and not is_bitwise),
+        capture=_left_open(config.capture, on_gpu and is_native and holds_whole and not is_bitwise),
         fused_optimizer=choose(
             "fused_optimizer",
             config.fused_optimizer,
@@ -74,13 +74,15 @@ def plan_speed(
             "expandable segments",
             "batches of several sizes then leave no holes in the device's memory",
         ),
+        data_on_device=_left_open(config.data_on_device, on_gpu and is_native and not is_bitwise),
     )
 
 
-def _plan_capture(config: DistributedConfig, could: bool) -> str:
-    if config.capture == "auto":
+def _left_open(asked: Asked, could: bool) -> str:
+    """What is decided, and told, when a run has begun."""
+    if asked == "auto":
         return "auto" if could else "off"
-    return "on" if config.capture else "off"
+    return "on" if asked else "off"
 
 
 def _plan_parameters(config: DistributedConfig, decisions: list[Decision]) -> str:
@@ -126,6 +128,14 @@ def _impossible(
                 do="leave one of them out",
             )
         )
+    if config.data_on_device is True and is_bitwise:
+        found.append(
+            Problem(
+                "data_on_device=True with reproducible='bitwise'",
+                why="the parts of its batches are read one by one, as on any number of ranks",
+                do="leave one of them out",
+            )
+        )
     if config.bf16_parameters and config.mixed_precision == "fp16":
         found.append(
             Problem(
@@ -141,6 +151,7 @@ _OF_A_GPU = {  # what a GPU alone has, and why
     "channels_last": "a CPU's collectives send tensors in plain order only",
     "tf32": "TF32 is a format of GPUs",
     "expandable_segments": "it is a way in which a GPU's memory is handed out",
+    "data_on_device": "the data is in its memory already",
 }
 
 

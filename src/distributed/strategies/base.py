@@ -91,6 +91,9 @@ class Capturable(Protocol):
     def measured(self) -> Outcome | None:
         """Of the last step that was measured, what is still to be checked, without the outputs."""
 
+    def parts(self) -> list[Any]:
+        """What Python runs in a step: the model and the loss."""
+
     def changing(self) -> list[torch.Tensor]:
         """Every tensor that a step changes: parameters, buffers, and the state of optimizer and scaler."""
 

@@ -38,7 +38,9 @@ class LowParameters:
     def __init__(self, module: nn.Module, *, rounds: bool, generator: torch.Generator | None = None) -> None:
         """`rounds`: at random, drawing from the generator, or from the device's own where there is none."""
         self._module, self._rounds, self.generator = module, rounds, generator
-        self._pairs = [_pair(own, places) for own, places in _places(module)]
+        found = _places(module)
+        _refuse_hooks(module, [own for own, _ in found])
+        self._pairs = [_pair(own, places) for own, places in found]
         self._trained = [pair for pair in self._pairs if pair.own.requires_grad]
         self._wide: list[torch.Tensor] = []  # stochastic: the memory of the optimizer's parameters during a step
         self._is_whole = True
@@ -75,6 +77,8 @@ class LowParameters:
             for flat in self._wide:
                 round_at_random(flat, self.generator)
         _copy([pair.low for pair in self._trained], [pair.own for pair in self._trained])
+        for pair in self._trained:  # also where no optimizer has it, which would forget it
+            pair.own.grad = None
         if self._rounds:
             self._narrow(self._trained)
 
@@ -215,6 +219,19 @@ def _like(pairs: Sequence[_Pair]) -> tuple[torch.Tensor, list[torch.Tensor]]:
 def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     if into:
         torch._foreach_copy_(list(into), list(values))
+
+
+def _refuse_hooks(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """They hang on a tensor, and no gradient comes to this one any more."""
+    hooked = {id(p) for p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in hooked]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise TaskError(
+            f"bf16_parameters with a hook on the gradient of {names[0]}{more}",
+            why="the model then computes with other parameters in the place of these, whose gradients never meet it",
+            do="let the model's forward do what it does (a mask: on the weight), or leave bf16_parameters out",
+        )
 
 
 def _reached_by_another_way(module: nn.Module, low: Any) -> TaskError:

@@ -246,10 +246,15 @@ class Replica:
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()  # where it stands within a step
 
+    def parts(self) -> list[Any]:
+        loss = getattr(self._task, "loss_fn", None)
+        return [self.module] if loss is None else [self.module, loss]
+
     def changing(self) -> list[torch.Tensor]:
         """Every tensor that a step changes."""
         held = [value for state in self.optimizer.state.values() for value in state.values()]
-        tensors = [*self._parameters, *self.module.buffers(), *(t for t in held if isinstance(t, torch.Tensor))]
+        tensors = [*self._parameters, *(t for t in held if isinstance(t, torch.Tensor))]
+        tensors += [buffer for part in self.parts() if isinstance(part, nn.Module) for buffer in part.buffers()]
         if self._low is not None:
             tensors += self._low.tensors()
         if self._scaler is not None:

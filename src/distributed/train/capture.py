@@ -18,14 +18,13 @@ from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.strategies.base import Capturable, StepOutput
-from distributed.train.capture_checks import Before, differs, watched
+from distributed.train.capture_checks import Before, differs, hooks_of, watched
 from distributed.train.captured import CapturedStep, NotCapturable, shape_of
 
 _WARM = 3  # eager steps before the first capture; the libraries choose their kernels and the optimizer makes its state
 _CHECKS = 2  # steps of each shape that are taken both ways
 _SHAPES = 8  # graphs at most: each holds its activations
 _BUSY = 0.25  # of the host's time that the device may go on after it: more, and there is nothing to gain
-_OPTIONS = ("betas", "momentum", "weight_decay", "eps", "dampening", "alpha", "lr_decay")
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs themselves
 
 Tell = Callable[[str], None]
@@ -37,12 +36,12 @@ class StepCapture:
     def __init__(self, strategy: Capturable, plan: Plan, session: Session, tell: Tell) -> None:
         self._strategy, self._device, self._tell = strategy, session.device, tell
         self._precision, self._is_asked = plan.precision.kind, plan.speed.capture == "on"
-        self._warm = _WARM if session.world_size == 1 else 11  # DDP settles its buckets and their order in these
         self._steps = 0
         self._graphs: dict[Any, CapturedStep] = {}
         self._watched: set[Any] = set()
         self._checked: Counter[Any] = Counter()
         self._eager: set[Any] = set()  # shapes that stay eager
+        self._rehearsed: dict[Any, Any] = {}  # a shape, and the same where it is measured, which has no graph yet
         self._is_told = False
         self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -53,8 +52,8 @@ class StepCapture:
             self._refuse(why)
 
     def _refused(self, plan: Plan, session: Session) -> str:
-        if session.world_size > 1 and not self._is_asked:
-            return "several ranks reduce their gradients in it: capture=true tries it all the same"
+        if session.world_size > 1:
+            return "several ranks add up their gradients in it, and each would have to capture the same steps"
         if plan.memory.compile_mode in _OWN_GRAPHS:
             return f"compile={plan.memory.compile_mode!r} makes graphs of its own"
         return self._rates.why_not
@@ -70,8 +69,9 @@ class StepCapture:
         if captured is None or self._checked[key] < _CHECKS:
             return self._eager_step(key, microbatches, measure)
         if not self._rates.follow():
-            why_not = f"the optimizer's {self._rates.changed} changes from step to step"
-            return self._give_up(why_not, microbatches, measure)
+            return self._give_up(self._rates.changed, microbatches, measure)
+        if key in self._rehearsed:
+            return self._rehearse(key, microbatches)
         clock = self._strategy.clock
         clock.begin(measure)
         output = captured.replay(microbatches)
@@ -88,7 +88,7 @@ class StepCapture:
     def _eager_step(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """A step as it is written; on the way towards a graph it is watched, timed, or taken both ways."""
         self._steps += 1
-        if key not in self._watched or self._steps <= self._warm:
+        if key not in self._watched or self._steps <= _WARM:
             return self._first_steps(key, microbatches, measure)
         if key in self._eager or any(not micro.size for micro in microbatches):  # a stand-in, at an epoch's end
             return self._plain(microbatches, measure)
@@ -103,12 +103,20 @@ class StepCapture:
             self._strategy.forget_step()
             return self._give_up(str(why), microbatches, measure)
 
+    def _rehearse(self, key: Any, microbatches: Sequence[Microbatch]) -> StepOutput:
+        """A step that nobody measures, measured: so that those that are logged have their graph before long."""
+        measured = self._rehearsed[key]
+        output = self._eager_step(measured, microbatches, True)
+        if self.why_not or measured in self._eager or self._checked[measured] >= _CHECKS:
+            self._rehearsed.pop(key, None)
+        return output
+
     def _first_steps(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """Of a run, or of a shape: one of them is watched for what no graph could repeat."""
         if self._steps == 1 or key in self._watched:  # in the first, libraries are set up and blocks compiled
             return self._timed(microbatches, measure)
         self._watched.add(key)
-        with watched(self._strategy.module) as found:
+        with watched(self._strategy.parts()) as found:
             output = self._plain(microbatches, measure, checks=False)
         if measure:
             self._strategy.check_measured(self._strategy.measured)
@@ -143,33 +151,50 @@ class StepCapture:
         """The captured step, then the eager one from the same state, which is the one that counts."""
         before = Before(self._strategy, self._device)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(microbatches, measure)
-        self._rates.follow()
-        captured = self._graphs[key].replay(microbatches)
-        made = before.changes()
-        before.come_back()
+            self._graphs[key] = self._capture(microbatches, measure, before)
+        if not self._rates.follow():
+            raise NotCapturable(self._rates.changed)
+        try:
+            captured = self._graphs[key].replay(microbatches)
+            made = before.changes()
+        except RuntimeError as failed:  # of memory, mostly
+            raise NotCapturable(f"CUDA refused it: {_line(failed)}") from failed
+        finally:
+            before.come_back()
         output = self._plain(microbatches, measure)
         found = differs(captured, made, output, before.changes(), self._precision)
         self._checked[key] += 1
         if found:
             self._refuse(found)
-        elif self._checked[key] == _CHECKS and not self._is_told:
-            self._is_told = True
-            self._tell("each step is one CUDA graph from here on: it came to the same as the eager one [capture]")
+        elif self._checked[key] == _CHECKS:
+            self._verified(key, measure)
         return output
 
-    def _capture(self, microbatches: Sequence[Microbatch], measure: bool) -> CapturedStep:
+    def _verified(self, key: Any, measure: bool) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._tell("each step is one CUDA graph from here on: it came to the same as the eager one [capture]")
+        measured = True, *key[1:]
+        if not measure and measured not in self._eager and self._checked[measured] < _CHECKS:
+            self._rehearsed[key] = measured
+
+    def _capture(self, microbatches: Sequence[Microbatch], measure: bool, before: Before) -> CapturedStep:
+        if whose := hooks_of(self._strategy.module, self._strategy.optimizer):
+            raise NotCapturable(f"{whose} would not be called")
         generator = torch.cuda.default_generators[self._device.index or 0]
         seed_and_offset = generator.get_state()
         self._strategy.clock.begin(False)
         try:
             with self._rates.on_device():
-                return CapturedStep(self._strategy, microbatches, measure, self._device, self._pool, self._stream)
+                made = CapturedStep(self._strategy, microbatches, measure, self._device, self._pool, self._stream)
         except Exception as failed:
             torch.cuda.synchronize(self._device)
             generator.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())  # else it still captures
             generator.set_state(seed_and_offset)
-            raise NotCapturable(f"CUDA refused it: {str(failed).splitlines()[0]}") from failed
+            raise NotCapturable(f"CUDA refused it: {_line(failed)}") from failed
+        if before.moved(self._strategy):
+            raise NotCapturable("a step puts its state into new tensors")
+        return made
 
     def _is_busy(self) -> bool:
         host, after = min(self._waits, default=(1.0, 0.0))
@@ -196,6 +221,7 @@ class StepCapture:
     def _refuse(self, why: str) -> None:
         self.why_not = why
         self._graphs.clear()
+        self._rehearsed.clear()
         self._tell(f"the step is not captured: {why} [capture]")
 
 
@@ -221,11 +247,10 @@ class Rates:
             if group["lr"] != self._values[index]:
                 self._values[index] = group["lr"]
                 self._tensors[index].fill_(group["lr"])
-            if (options := _options(group)) != self._options[index]:
-                pairs = zip(_OPTIONS, options, self._options[index], strict=True)
-                self.changed = next(name for name, now, was in pairs if now != was)
-                self._options[index] = options
-                return False
+            for name, value in self._options[index].items():
+                if group[name] != value:
+                    self.changed = f"the optimizer's {name} changes from step to step"
+                    return False
         return True
 
     def _begin(self) -> None:
@@ -233,11 +258,11 @@ class Rates:
         for state in self._optimizer.state.values() if not self.why_not else ():  # of an earlier training
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].to(self._device, torch.float32)
-        groups = self._optimizer.param_groups if not self.why_not else []
-        self._groups = [group for group in groups if not isinstance(group["lr"], torch.Tensor)]
+        self._groups = self._optimizer.param_groups if not self.why_not else []
         self._tensors = [torch.tensor(float(group["lr"]), device=self._device) for group in self._groups]
         self._values = [group["lr"] for group in self._groups]
-        self._options = [_options(group) for group in self._groups]
+        names = [name for name in self._optimizer.defaults if name != "lr"]
+        self._options = [{name: group[name] for name in names if name in group} for group in self._groups]
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -252,12 +277,18 @@ class Rates:
                 group["lr"] = value
 
     def close(self) -> None:
+        """The optimizer's flags and counters are where torch expects them without a graph."""
         for index in self._made:
-            self._optimizer.param_groups[index]["capturable"] = False
+            group = self._optimizer.param_groups[index]
+            group["capturable"] = False
+            for parameter in group["params"] if not group.get("fused") else ():
+                state = self._optimizer.state.get(parameter, {})
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].cpu()
 
 
-def _options(group: dict[str, Any]) -> list[Any]:
-    return [group.get(name) for name in _OPTIONS]
+def _line(failed: Exception) -> str:
+    return (str(failed) or type(failed).__name__).splitlines()[0]
 
 
 def _keeps_on_host(optimizer: torch.optim.Optimizer) -> str:
@@ -265,6 +296,8 @@ def _keeps_on_host(optimizer: torch.optim.Optimizer) -> str:
     if not type(optimizer).__module__.startswith("torch.optim"):
         return f"{type(optimizer).__name__} may keep numbers in Python, which a graph would repeat"
     for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            return "its learning rate is a tensor already, and who changes it may put another in its place"
         if not group.get("fused") and "capturable" not in group:
             return f"{type(optimizer).__name__} reads its rate on the host: fused_optimizer=true would not"
     return ""

@@ -90,6 +90,7 @@ class CapturedStep:
             self._output = strategy.step(self._micros, measure)
         self.measured = strategy.measured if measure else None
 
+    @torch.no_grad()  # also where the model has made its input a leaf of autograd
     def replay(self, microbatches: Sequence[Microbatch]) -> StepOutput:
         if len(self._inputs) == 1:  # the rows of a dataset that lies on the device: their numbers are all that changes
             batch = microbatches[0].batch

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from distributed.core.plan import BatchPlan, Plan
+from distributed.core.errors import DataError
+from distributed.core.plan import BatchPlan, Decision, Plan
 from distributed.data.dali import DaliBatches
 from distributed.data.leaf_loader import LeafLoader
 from distributed.data.loader import EvalLoader, Step, StreamLoader, TrainLoader
 from distributed.data.prefetch import Prefetch
-from distributed.data.rows import RowEvalLoader, RowLoader, Rows
+from distributed.data.rows import RowEvalLoader, RowLoader, Rows, say_bytes
 from distributed.data.source import Source
 from distributed.data.workers import Staff, as_told, can_choose, find_staff, keep, with_workers
 from distributed.runtime.session import Session
+from distributed.strategies.gradient_sums import local
+
+_STATE_BYTES = 8  # of each number that is trained: two in fp32, as of Adam
 
 
 class Loader(Protocol):
@@ -37,37 +41,66 @@ class Loader(Protocol):
     ) -> list[int]: ...
 
 
-def open_training(source: Source, plan: Plan, session: Session) -> tuple[Loader, Staff | None]:
-    """What reads this rank's training data, and the number of workers, where that was left to be found."""
-    device, rank, on_gpu = session.device, session.data_rank, session.device.type == "cuda"
-    rows = None if source.is_stream or plan.is_bitwise else Rows.of(source, device)
+class Training(NamedTuple):
+    loader: Loader
+    staff: Staff | None  # the number of workers, where that was left to be found
+    decisions: list[Decision]
+
+
+class Evaluation(NamedTuple):
+    loader: EvalLoader | None
+    decisions: list[Decision]
+
+
+def open_training(
+    source: Source, plan: Plan, session: Session, optimizer: torch.optim.Optimizer | None = None
+) -> Training:
+    """What reads this rank's training data. `optimizer`: whose state will yet need memory of the device."""
+    device, rank = session.device, session.data_rank
+    rows = None if source.is_stream or plan.is_bitwise else _rows(source, plan, device, optimizer)
+    if plan.speed.data_on_device == "on" and (rows is None or not rows.is_ahead):
+        raise _not_on_device(rows, device)
     if rows is not None:
         by_rows = RowLoader(source, rows, plan.batch, rank, seed=plan.seed)
-        return by_rows if rows.is_ahead else Prefetch(by_rows, device), None
+        loader = by_rows if rows.is_ahead else Prefetch(by_rows, device, max_steps=plan.max_steps)
+        return Training(loader, None, _told(rows, "training"))
+    return _open_read(source, plan, session)
+
+
+def _open_read(source: Source, plan: Plan, session: Session) -> Training:
+    """Of data that is read sample by sample."""
+    device, rank, on_gpu = session.device, session.data_rank, session.device.type == "cuda"
     staff = _find_staff(source, plan, session) if plan.workers == "auto" else None
-    source = _staffed(source, plan, staff)
+    source, told = _staffed(source, plan, staff), [] if staff is None else [staff.decision]
     if source.is_stream:
-        return _open_stream(source, plan, session), staff
+        return Training(_open_stream(source, plan, session), staff, told)
     if plan.is_bitwise:
-        return LeafLoader(source, plan.batch, rank, seed=plan.seed, pin_memory=on_gpu), staff
+        return Training(LeafLoader(source, plan.batch, rank, seed=plan.seed, pin_memory=on_gpu), staff, told)
     source, reads_ahead = _pinned(source, on_gpu)
     seeds = plan.workers is not None
     loader = TrainLoader(source, plan.batch, rank, seed=plan.seed, pin_memory=on_gpu, seeds_batches=seeds)
-    return Prefetch(loader, device) if reads_ahead else loader, staff
+    return Training(Prefetch(loader, device, max_steps=plan.max_steps) if reads_ahead else loader, staff, told)
 
 
 def open_evaluation(
-    source: Source | None, plan: Plan, session: Session, staff: Staff | None, *, in_step: bool
-) -> EvalLoader | None:
-    """`staff`: what was found to be best for training."""
+    source: Source | None,
+    plan: Plan,
+    session: Session,
+    staff: Staff | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    in_step: bool,
+) -> Evaluation:
+    """`staff`: what was found to be best for training, whose data has its place already."""
     if source is None:
-        return None
+        return Evaluation(None, [])
     rank, ranks = session.data_rank, plan.mesh.data_ranks
     size = source.batch_size or plan.batch.per_device
-    rows = None if source.is_stream else Rows.of(source, session.device)
+    rows = None if source.is_stream else _rows(source, plan, session.device, optimizer)
     if rows is not None:
-        return RowEvalLoader(source, rows, size, rank, ranks, in_step=in_step)
-    return EvalLoader(
+        by_rows = RowEvalLoader(source, rows, size, rank, ranks, in_step=in_step)
+        return Evaluation(by_rows, _told(rows, "evaluation"))
+    loader = EvalLoader(
         _staffed(source, plan, staff if can_choose(source) else None),
         size,
         rank,
@@ -76,6 +109,44 @@ def open_evaluation(
         pin_memory=session.device.type == "cuda",
         in_step=in_step,
         batch_seed=None if plan.workers is None else plan.seed,
+    )
+    return Evaluation(loader, [])
+
+
+def _rows(source: Source, plan: Plan, device: torch.device, optimizer: torch.optim.Optimizer | None) -> Rows | None:
+    on_device = plan.speed.data_on_device
+    state = 0 if optimizer is None or on_device != "auto" else state_to_come(optimizer, device)
+    return Rows.of(source, device, on_device, state)
+
+
+def state_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of the device that an optimizer will take with its first step: about, as its kind is not asked.
+
+    >>> layer = torch.nn.Linear(10, 10, bias=False)
+    >>> state_to_come(torch.optim.Adam(layer.parameters()), torch.device("cpu"))
+    800
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    trained = (p for p in parameters if p.requires_grad and p not in optimizer.state)
+    return sum(_STATE_BYTES * here.numel() for here in map(local, trained) if here.device.type == device.type)
+
+
+def _told(rows: Rows, whose: str) -> list[Decision]:
+    return [] if rows.placing is None else [rows.placing.decision(whose)]
+
+
+def _not_on_device(rows: Rows | None, device: torch.device) -> DataError:
+    if rows is None or rows.placing is None:
+        return DataError(
+            "data_on_device=True, and the training data cannot go there",
+            why="only the tensors of a TensorDataset, or of a Subset of one, can, with torch's default_collate",
+            do="make a TensorDataset of it, or leave data_on_device out",
+        )
+    size, free = say_bytes(rows.placing.size), say_bytes(rows.placing.free)
+    return DataError(
+        f"data_on_device=True, and the training data does not fit on {device}",
+        why=f"it takes {size}, and {free} are free",
+        do="leave data_on_device out: batches are then gathered on the host, one step ahead",
     )
 
 
@@ -96,7 +167,7 @@ def _open_stream(source: Source, plan: Plan, session: Session) -> Loader:
     loader = StreamLoader(
         source, plan.batch, session.data_rank, seed=plan.seed, split=split, agree=agree, pin_memory=on_gpu
     )
-    return Prefetch(loader, session.device) if reads_ahead else loader
+    return Prefetch(loader, session.device, max_steps=plan.max_steps) if reads_ahead else loader
 
 
 def _pinned(source: Source, could: bool) -> tuple[Source, bool]:

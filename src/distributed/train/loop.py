@@ -86,13 +86,13 @@ class Loop:
         )
         checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
         self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace, counts=strategy.counts)
+        self._state = RunState(
+            plan, strategy, schedule, session, self._meter, train.samples_per_epoch, self._saved, self._not_saved
+        )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
             self._capture = StepCapture(strategy, plan, session, self._warn)  # type: ignore[arg-type]  # as planned
         self._train_step = strategy.train_step if self._capture is None else self._capture.train_step
-        self._state = RunState(
-            plan, strategy, schedule, session, self._meter, train.samples_per_epoch, self._saved, self._not_saved
-        )
 
     def begin(self, inherited: Inherited | None = None) -> None:
         """Take what the ranks of an earlier world handed over, or a checkpoint, or nothing."""
@@ -126,11 +126,13 @@ class Loop:
 
     def close(self) -> None:
         """Whatever happened: a save that is still in flight may never hear of the others."""
-        self._state.abandon()
-        if self._capture is not None:
-            self._capture.close()
-        if self._ledger is not None:
-            self._ledger.close()
+        try:
+            self._state.abandon()
+        finally:
+            if self._capture is not None:
+                self._capture.close()
+            if self._ledger is not None:
+                self._ledger.close()
 
     def held(self) -> Held | None:
         """What this rank holds when its world has broken: the state at the last step boundary."""

@@ -1,0 +1,195 @@
+"""What decides whether a step may be captured: what is seen in Python, in the optimizer, and in two outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distributed.data.loader import Microbatch
+from distributed.data.rows import RowBatch
+from distributed.strategies.base import StepOutput
+from distributed.train.capture import Rates
+from distributed.train.capture_checks import Change, _held, changed, differs, hooks_of
+from distributed.train.captured import NotCapturable, shape_of
+
+CPU = torch.device("cpu")
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.count, self.seen, self.by_name = 0, [1, 2], {"n": 1}
+        self.state = torch.zeros(2)
+
+
+def put_anew(model: Any) -> None:
+    model.mean = model.mean * 0.9
+
+
+def keep_state(model: Any) -> None:
+    model.state = torch.ones(2)
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a count": (lambda model: setattr(model, "count", 1), "it counts in Python: count changes"),
+    "a list": (lambda model: model.seen.append(3), "it counts in Python: seen changes"),
+    "a number in a dict": (lambda model: model.by_name.update(n=2), "it counts in Python: by_name changes"),
+    "a buffer anew": (put_anew, "it puts another tensor in the place of mean"),
+    "a state anew": (keep_state, "it puts another tensor in the place of state"),
+    "in place": (lambda model: model.mean.mul_(0.9), ""),
+    "eval": (lambda model: model.eval(), ""),
+    "a call": (lambda model: model.layer(torch.zeros(1, 2)), ""),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_python_keeps_between_steps_is_seen(way: str) -> None:
+    model, (act, expected) = Counting(), WAYS[way]
+    before = _held([model])
+    act(model)
+    assert changed(before, _held([model])) == ([expected] if expected else [])
+
+
+def test_a_count_of_the_loss_is_seen_too() -> None:
+    steps = 0
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        return (outputs - target).square().mean() * min(1.0, steps / 1000)
+
+    before = _held([Counting(), loss])
+    loss(torch.zeros(1), torch.zeros(1))
+    assert changed(before, _held([Counting(), loss])) != []
+    assert "steps" in changed(_held([loss]) | {"steps": 0}, _held([loss]))[0]
+
+
+def hook(*given: Any) -> None:
+    """Of a user."""
+
+
+@pytest.mark.parametrize("where", ["module", "backward", "parameter", "accumulated", "optimizer"])
+def test_hooks_are_found(where: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert hooks_of(model, optimizer) == ""
+    register = {
+        "module": lambda: model[0].register_forward_pre_hook(hook),
+        "backward": lambda: model[0].register_full_backward_hook(hook),
+        "parameter": lambda: model[0].weight.register_hook(hook),
+        "accumulated": lambda: model[0].weight.register_post_accumulate_grad_hook(hook),
+        "optimizer": lambda: optimizer.register_step_post_hook(hook),
+    }
+    register[where]()
+    assert hooks_of(model, optimizer).startswith("a hook of the ")
+
+
+def outcome(act: Callable[[list[torch.Tensor]], None]) -> tuple[StepOutput, list[Change]]:
+    """Of one step of AdamW, whose counters change by one and whose weights hardly do."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 64))
+    optimizer = torch.optim.AdamW([weight], lr=1e-4)
+    for _ in range(3):
+        weight.grad = torch.randn(64, 64)
+        optimizer.step()
+    held = [weight, *optimizer.state[weight].values()]
+    before = [tensor.detach().clone() for tensor in held]
+    weight.grad = torch.randn(64, 64)
+    act([weight])
+    optimizer.step()
+    return StepOutput(1.0), [Change(now.detach() - was, was) for now, was in zip(held, before, strict=True)]
+
+
+def test_a_step_that_goes_the_other_way_is_not_the_same() -> None:
+    right = outcome(lambda given: None)
+    wrong = outcome(lambda given: given[0].grad.neg_())  # type: ignore[union-attr]
+    assert differs(*right, *outcome(lambda given: None), "fp32") == ""
+    assert "of 4 tensors of the state otherwise" in differs(*wrong, *right, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("there", "kind", "same"), [(1.0001, "fp32", False), (1.0001, "bf16", True), (2.0, "bf16", False)]
+)
+def test_losses_agree_to_their_precision(there: float, kind: str, same: bool) -> None:
+    changes = outcome(lambda given: None)[1]
+    assert (differs(StepOutput(there), changes, StepOutput(1.0), changes, kind) == "") is same
+    assert differs(StepOutput(float("nan")), changes, StepOutput(1.0), changes, kind) != ""
+
+
+def adam(**options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([nn.Parameter(torch.ones(2))], **{"lr": 0.1} | options)
+
+
+def test_the_optimizer_reads_tensors_only_while_it_steps() -> None:
+    optimizer = adam()
+    rates = Rates(optimizer, CPU)
+    group = optimizer.param_groups[0]
+    assert (rates.why_not, group["capturable"]) == ("", True)
+    with rates.on_device():
+        tensor = group["lr"]
+        assert isinstance(tensor, torch.Tensor)
+    assert group["lr"] == 0.1
+    group["lr"] = 0.05  # a schedule
+    assert rates.follow()
+    assert tensor.item() == pytest.approx(0.05)
+    rates.close()
+    assert group["capturable"] is False
+
+
+def test_an_option_that_changes_is_not_forgotten_by_an_eager_step() -> None:
+    optimizer = adam()
+    rates = Rates(optimizer, CPU)
+    assert rates.follow()
+    optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+    with rates.on_device():
+        pass
+    assert not rates.follow()
+    assert rates.changed == "the optimizer's betas changes from step to step"
+
+
+def test_groups_that_a_checkpoint_brought_are_those_that_count() -> None:
+    optimizer = adam()
+    rates = Rates(optimizer, CPU)
+    optimizer.load_state_dict(optimizer.state_dict())  # makes new ones
+    with rates.on_device():
+        assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (Own([nn.Parameter(torch.ones(1))], lr=0.1), "Own may keep numbers in Python"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "SGD reads its rate on the host"),
+        (adam(lr=torch.tensor(0.1)), "its learning rate is a tensor"),
+    ],
+)
+def test_optimizers_that_cannot_be_repeated_are_left_as_they_are(optimizer: Any, why: str) -> None:
+    before = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    rates = Rates(optimizer, CPU)
+    assert why in rates.why_not
+    with rates.on_device():
+        assert {name: optimizer.param_groups[0][name] for name in before} == before
+
+
+def test_steps_share_a_graph_by_their_shapes() -> None:
+    rows = (torch.zeros(9, 3), torch.zeros(9))
+
+    def step(count: int, weight: float = 1.0) -> list[Microbatch]:
+        return [Microbatch(RowBatch(rows, torch.arange(count)), weight, count)]
+
+    assert shape_of(step(4)) == shape_of(step(4))
+    assert len({shape_of(step(4)), shape_of(step(3)), shape_of(step(4, 0.5)), shape_of(step(4) * 2)}) == 4
+    plain = [Microbatch({"a": torch.zeros(2), "b": (1, "x", None)}, 1.0, 2)]
+    assert hash(shape_of(plain)) == hash(shape_of([Microbatch({"a": torch.ones(2), "b": (1, "x", None)}, 1.0, 2)]))
+    with pytest.raises(NotCapturable, match="hold a set"):
+        shape_of([Microbatch({"a": {1, 2}}, 1.0, 2)])
