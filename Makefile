@@ -24,7 +24,7 @@ help:
 	@echo "make soak       hundreds of kills, each compared with the undisturbed run, and other long tests"
 	@echo "make check      lint, format, types, who may import whom"
 	@echo "make format     put the code into shape"
-	@echo "make bench      overhead, scaling, checkpoints and recovery, beside their peers; long"
+	@echo "make bench      throughput, overhead, scaling, checkpoints and recovery, beside their peers; long"
 	@echo "make clean      remove .venv, caches and build outputs; runs/ stays"
 
 train: .venv/installed-train
@@ -59,6 +59,8 @@ format: .venv/installed-all
 	$(BIN)/ruff format .
 
 bench: .venv/installed-all horovod
+	$(BIN)/distributed bench throughput
+	$(BIN)/distributed bench collectives
 	$(BIN)/distributed bench overhead
 	$(BIN)/distributed bench overhead --engine deepspeed
 	$(BIN)/distributed bench overhead --engine horovod

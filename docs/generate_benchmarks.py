@@ -82,11 +82,18 @@ def _throughput(record: Record) -> Iterator[tuple[str, str, str]]:
         beside = ", ".join(f"{row['contender']} {_short(row['units_per_second'])}" for row in others)
         alike = [name for name, found in result["ours_over_peers"].items() if found["verdict"] == "not told apart"]
         within = f"; within the noise of {', '.join(alike)}" if alike else ""
-        yield f"training {result['workload']}", shown + within, beside
+        caveats = ["one round"] if result["rounds"] == 1 else []
+        caveats += [] if result["losses_agree"] else ["losses do not agree, see benchmarks/README.md"]
+        what = f"training {result['workload']}"
+        yield f"{what} ({'; '.join(caveats)})" if caveats else what, shown + within, beside
 
 
 def _rate(row: Record, unit: str, name: str) -> str:
-    peak = "" if row["part_of_peak"] is None else f" ({row['part_of_peak']:.0%} of peak)"
+    peak = (
+        ""
+        if row["part_of_peak"] is None
+        else f" ({row['part_of_peak']:.{0 if row['part_of_peak'] >= 0.01 else 1}%} of peak)"
+    )
     return f"{name} {_short(row['units_per_second'])} {unit}/s{peak}".strip()
 
 
@@ -171,8 +178,8 @@ def _full_throughput(path: Path, record: Record, result: Record) -> str:
     where = f"{_machine(record)}, {number} process{'es' if number > 1 else ''}, {settings['precision']}"
     agree = "losses agree" if result["losses_agree"] else "**losses do not agree**"
     head = (
-        f"`{path.name}`, **{result['workload']}**: {result['describes']}, batch {result['batch']}. {where}; median of "
-        f"{result['rounds']} rounds of {result['steps']} steps; load average {load['before']} before, {load['after']} "
+        f"`{path.name}`, **{result['workload']}**: {result['describes']}, batch {result['batch']}. {where}; "
+        f"{_rounds(result)} of {result['steps']} steps; load average {load['before']} before, {load['after']} "
         f"after; {agree}."
     )
     lines = [
@@ -194,6 +201,15 @@ def _full_throughput(path: Path, record: Record, result: Record) -> str:
     )
     notes = {"Ours over": over, "Left out:": left_out}
     return "\n".join([*lines, *(line for name, text in notes.items() if text for line in ("", f"{name} {text}."))])
+
+
+def _rounds(result: Record) -> str:
+    """
+    >>> _rounds({"rounds": 1}), _rounds({"rounds": 7})
+    ('one round, which has no spread,', 'median of 7 rounds')
+    """
+    rounds = result["rounds"]
+    return f"median of {rounds} rounds" if rounds > 1 else "one round, which has no spread,"
 
 
 def _short(value: float) -> str:

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
 
-from distributed.bench.work import BATCH, Batch, Work, make_model, make_optimizer
-
-
-def train(work: Work) -> None:
-    model = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
-    run(work, model, make_optimizer(model.parameters()))
+from distributed.bench.work import Job
 
 
-def own_loader(work: Work) -> DataLoader[Batch]:
-    """This rank's part of the data."""
-    dataset = work.dataset()
-    sampler: DistributedSampler[Batch] = DistributedSampler(dataset, work.ranks, work.rank)
-    sampler.set_epoch(0)
-    return DataLoader(dataset, batch_size=BATCH, sampler=sampler, collate_fn=work.clock)
+def train(job: Job) -> nn.Module:
+    module = job.make_model()
+    model = replicate(job, module)
+    run(job, model, job.make_optimizer(model.parameters()), batches(job))
+    return module
 
 
-def run(work: Work, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    loss_fn = nn.CrossEntropyLoss()
+def replicate(job: Job, module: nn.Module) -> nn.Module:
+    return DistributedDataParallel(module, gradient_as_bucket_view=True) if job.ranks > 1 else module
+
+
+def batches(job: Job) -> Iterable[Any]:
+    """This rank's, where the model is."""
+    if job.device.type == "cpu":
+        return job.own_loader()
+    return ([part.to(job.device, non_blocking=True) for part in row] for row in job.own_loader())
+
+
+def run(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, rows: Iterable[Any]) -> None:
     model.train()
-    for inputs, labels in own_loader(work):
+    for step, row in enumerate(rows):
+        job.look(step)
         optimizer.zero_grad()
-        loss = loss_fn(model(inputs), labels)
+        with job.autocast():
+            loss = job.loss(model, row)
         loss.backward()
         optimizer.step()

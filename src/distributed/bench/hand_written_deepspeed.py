@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from distributed.bench.hand_written import own_loader
-from distributed.bench.work import BATCH, Work, make_model, make_optimizer
+from distributed.bench.work import BATCH, Job
 from distributed.strategies.deepspeed_ops import import_deepspeed
 
 
-def train(work: Work) -> None:
+def train(job: Job) -> nn.Module:
     deepspeed = import_deepspeed("cpu")
-    model = make_model()
+    model = job.make_model()
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "zero_optimization": {"stage": 2},
@@ -20,12 +19,12 @@ def train(work: Work) -> None:
         "steps_per_print": 2**31,
     }
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=make_optimizer(model.parameters()), config=config, dist_init_required=False
+        model=model, optimizer=job.make_optimizer(model.parameters()), config=config, dist_init_required=False
     )
-    loss_fn = nn.CrossEntropyLoss()
     engine.train()
-    for inputs, labels in own_loader(work):
-        loss = loss_fn(engine(inputs), labels)
+    for row in job.own_loader():
+        loss = job.loss(engine, row)
         engine.backward(loss)
         engine.step()
     engine.destroy()
+    return model

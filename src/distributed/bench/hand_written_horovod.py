@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from distributed.bench.hand_written import run
-from distributed.bench.work import Work, make_model, make_optimizer
+from torch import nn
+
+from distributed.bench.hand_written import batches, run
+from distributed.bench.work import Job
 from distributed.core.env import worker_env
 from distributed.runtime.horovod_ring import import_horovod, join_ring
 from distributed.runtime.session import Session
@@ -11,13 +13,16 @@ from distributed.runtime.session import Session
 _PLAIN = {"controller": "gloo", "fusion_mb": None, "cycle_ms": None, "timeline": ""}
 
 
-def train(work: Work) -> None:
+def train(job: Job) -> nn.Module:
     hvd = import_horovod()
     env = worker_env()
     assert env is not None
     ring = join_ring(Session.open(env, device="cpu", collectives="gloo", timeout_s=60), _PLAIN, 60)
-    model = make_model()
+    model = job.make_model()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(make_optimizer(model.parameters()), named_parameters=model.named_parameters())
-    run(work, model, optimizer)
+    optimizer = hvd.DistributedOptimizer(
+        job.make_optimizer(model.parameters()), named_parameters=model.named_parameters()
+    )
+    run(job, model, optimizer, batches(job))
     ring.leave()
+    return model

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from ray.train.torch import prepare_model
+from torch import nn
 
-from distributed.bench.hand_written import run
-from distributed.bench.work import Work, make_model, make_optimizer
+from distributed.bench.hand_written import batches, run
+from distributed.bench.work import Job
 
 
-def train(work: Work) -> None:
-    model = prepare_model(make_model(), parallel_strategy_kwargs={"gradient_as_bucket_view": True})
-    run(work, model, make_optimizer(model.parameters()))
+def train(job: Job) -> nn.Module:
+    module = job.make_model()
+    model = prepare_model(module, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
+    run(job, model, job.make_optimizer(model.parameters()), batches(job))
+    return module

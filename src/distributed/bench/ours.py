@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
-from distributed.bench.work import Work, make_model, make_optimizer
+from distributed.bench.work import LOSS, Job
+from distributed.core.history import History
 from distributed.trainers.trainer import Trainer
 
 
-def train(work: Work) -> None:
+def train(job: Job) -> nn.Module:
+    model = job.make_model()
+    fit(job, model, LOSS, {})
+    return model
+
+
+def fit(job: Job, model: nn.Module, loss_fn: Any, settings: dict[str, Any]) -> History:
     trainer = Trainer(
-        make_model(),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=make_optimizer,
+        model,
+        loss_fn=loss_fn,
+        optimizer=job.make_optimizer,
         epochs=1,
         tensorboard=True,
-        backend=work.engine,
+        backend=job.engine,
+        log_every_n_steps=job.log_every,
+        **settings,
     )
-    trainer.fit(work.loader())
+    return trainer.fit(job.loader())

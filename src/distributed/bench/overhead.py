@@ -119,7 +119,8 @@ def measure_overhead(field: Field, *, processes: int, steps: int, rounds: int, n
         ranks: dict[str, WaitingRanks] = {}
         for name in field.names:
             notify(f"starting {name}", done, in_all)
-            ranks[name] = stack.enter_context(WaitingRanks(name, processes, steps, folder, field.engine))
+            command = ("distributed.bench.rank", str(steps), field.engine)
+            ranks[name] = stack.enter_context(WaitingRanks(name, processes, command, folder, field.engine))
             ranks[name].connect()
             done += 1
         for number in range(-1, rounds):  # the first is a rehearsal: imports, first calls, files

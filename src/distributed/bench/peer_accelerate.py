@@ -6,18 +6,23 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
-from distributed.bench.work import Work, make_model, make_optimizer
+from distributed.bench.work import Job
 
 
-def train(work: Work) -> None:
+def train(job: Job) -> nn.Module:
     options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
-    module = make_model()
-    model, optimizer, loader = accelerator.prepare(module, make_optimizer(module.parameters()), work.loader())
-    loss_fn = nn.CrossEntropyLoss()
+    precision = "no" if job.precision == "fp32" else "bf16"
+    is_cpu = job.device.type == "cpu"
+    accelerator = Accelerator(cpu=is_cpu, mixed_precision=precision, kwargs_handlers=[options])
+    module = job.make_model()
+    model, optimizer, loader = accelerator.prepare(module, job.make_optimizer(module.parameters()), job.loader())
     model.train()
-    for inputs, labels in loader:
+    for step, row in enumerate(loader):
+        job.look(step)
         optimizer.zero_grad()
-        loss = loss_fn(model(inputs), labels)
+        with accelerator.autocast():
+            loss = job.loss(model, row)
         accelerator.backward(loss)
         optimizer.step()
+    trained: nn.Module = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    return trained

@@ -8,21 +8,27 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
-from distributed.bench.work import Work, make_model, make_optimizer
+from distributed.bench.work import Job
 
 
-def train(work: Work) -> None:
-    strategy = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
-    fabric = Fabric(accelerator="cpu", devices=work.ranks, strategy=strategy)
+def train(job: Job) -> nn.Module:
+    backend = "gloo" if job.device.type == "cpu" else "nccl"
+    ddp = DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
+    precision: Any = "32-true" if job.precision == "fp32" else "bf16-mixed"
+    fabric = Fabric(
+        accelerator=job.device.type, devices=job.ranks, strategy=ddp if job.ranks > 1 else "auto", precision=precision
+    )
     fabric.launch()
-    module = make_model()
-    model, optimizer = fabric.setup(module, make_optimizer(module.parameters()))
-    loader: Any = fabric.setup_dataloaders(work.loader())
-    loss_fn = nn.CrossEntropyLoss()
+    module = job.make_model()
+    model, optimizer = fabric.setup(module, job.make_optimizer(module.parameters()))
+    loader: Any = fabric.setup_dataloaders(job.loader())
     model.train()
-    loader.sampler.set_epoch(0)
-    for inputs, labels in loader:
+    if job.ranks > 1:
+        loader.sampler.set_epoch(0)
+    for step, row in enumerate(loader):
+        job.look(step)
         optimizer.zero_grad()
-        loss = loss_fn(model(inputs), labels)
+        loss = job.loss(model, row)
         fabric.backward(loss)
         optimizer.step()
+    return module

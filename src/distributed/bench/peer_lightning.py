@@ -13,46 +13,53 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from distributed.bench.work import Work, make_model, make_optimizer
+from distributed.bench.work import Job
 
 
 class _Module(LightningModule):
-    def __init__(self, logs: bool) -> None:
+    def __init__(self, job: Job, logs: bool) -> None:
         super().__init__()
-        self.model, self.loss_fn, self.logs = make_model(), nn.CrossEntropyLoss(), logs
+        self.model, self.logs = job.make_model(), logs
+        self.job = job
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        inputs, labels = batch
-        loss: torch.Tensor = self.loss_fn(self.model(inputs), labels)
+        self.job.look(index)
+        loss = self.job.loss(self.model, batch)
         if self.logs:
             self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.model.parameters())
+        return self.job.make_optimizer(self.model.parameters())
 
 
-def train(work: Work) -> None:
+def train(job: Job) -> nn.Module:
     # TensorBoard's own switch: where TensorFlow is installed, each rank would import all of it.
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     logger = TensorBoardLogger if find_spec("tensorboard") else CSVLogger
-    _fit(work, logs=True, logger=logger(work.scratch))
+    return _fit(job, logs=True, logger=logger(job.scratch))
 
 
-def train_silent(work: Work) -> None:
-    _fit(work, logs=False, logger=False)
+def train_silent(job: Job) -> nn.Module:
+    return _fit(job, logs=False, logger=False)
 
 
-def _fit(work: Work, *, logs: bool, logger: Any) -> None:
+def _fit(job: Job, *, logs: bool, logger: Any) -> nn.Module:
+    backend = "gloo" if job.device.type == "cpu" else "nccl"
+    ddp = DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
+    precision: Any = "32-true" if job.precision == "fp32" else "bf16-mixed"
     trainer = Trainer(
-        accelerator="cpu",
-        devices=work.ranks,
-        strategy=DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True),
+        accelerator=job.device.type,
+        devices=job.ranks,
+        strategy=ddp if job.ranks > 1 else "auto",
+        precision=precision,
         max_epochs=1,
         logger=logger,
-        log_every_n_steps=50,
+        log_every_n_steps=job.log_every,
         enable_progress_bar=logs,
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    trainer.fit(_Module(logs), work.loader())
+    module = _Module(job, logs)
+    trainer.fit(module, job.loader())
+    return module.model

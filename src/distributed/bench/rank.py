@@ -5,29 +5,23 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import sys
 import tempfile
 
 import torch.distributed as dist
 
 from distributed.bench.contenders import contenders_of
-from distributed.bench.turns import Reading
+from distributed.bench.turns import Reading, answer, answering
 from distributed.bench.work import Work
 
 
 def main() -> None:
-    """`python -m distributed.bench.rank PORT STEPS ENGINE`, started by `distributed bench overhead`."""
-    port, steps, engine = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """`python -m distributed.bench.rank STEPS ENGINE PORT`, started by `distributed bench overhead`."""
+    steps, engine, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     dist.init_process_group("gloo")
-    with tempfile.TemporaryDirectory() as scratch, socket.create_connection(("127.0.0.1", port)) as connection:
-        channel = connection.makefile("rw", encoding="utf-8", newline="\n")
-        channel.write(f"{dist.get_rank()}\n")
-        channel.flush()
+    with tempfile.TemporaryDirectory() as scratch, answering(port, dist.get_rank()) as channel:
         for line in channel:
-            readings = [_run(name, engine, steps, os.path.join(scratch, name)) for name in json.loads(line)]
-            channel.write(json.dumps(readings) + "\n")
-            channel.flush()
+            answer(channel, [_run(name, engine, steps, os.path.join(scratch, name)) for name in json.loads(line)])
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -7,8 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -55,6 +55,20 @@ class RunInThread:
         self._thread.join(_END_S)  # the ranks end when nobody tells them anything any more
 
 
+@contextmanager
+def answering(port: int, rank: int) -> Iterator[TextIO]:
+    """A rank's side: the line over which it is told what to do, after it has said who it is."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        channel = connection.makefile("rw", encoding="utf-8", newline="\n")
+        answer(channel, rank)
+        yield channel
+
+
+def answer(channel: TextIO, what: Any) -> None:
+    channel.write(json.dumps(what) + "\n")
+    channel.flush()
+
+
 def room_for(engine: str, ranks: int) -> AbstractContextManager[object]:
     """What the ranks of several contenders share while they wait: for Ray, a cluster on this machine."""
     if hasattr(_launcher(engine), "submit"):
@@ -74,15 +88,31 @@ def _submit(engine: str, request: LaunchRequest) -> Any:
 class WaitingRanks:
     """The processes of one contender: a world of its own, so that what it imports burdens nobody else."""
 
-    def __init__(self, contender: str, ranks: int, steps: int, folder: str, engine: str = "pytorch-ddp") -> None:
+    def __init__(
+        self,
+        contender: str,
+        ranks: int,
+        command: Sequence[str],
+        folder: str,
+        engine: str = "pytorch-ddp",
+        device: str = "cpu",
+        preload: tuple[str, ...] = (),
+    ) -> None:
+        """`command`: the module that a rank runs and its arguments, which the port to call follows.
+
+        `preload`: modules that are imported once and not in every rank, which are then forked.
+        """
         self._contender, self._server = contender, socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(_LOOK_S)
         port = self._server.getsockname()[1]
         request = LaunchRequest(
-            command=("-m", "distributed.bench.rank", str(port), str(steps), engine),
+            command=("-m", *command, str(port)),
             run_dir=os.path.join(folder, contender),
             ranks_per_node=ranks,
-            env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if device == "cpu" else {},
+            device=device,
+            warm=bool(preload),
+            preload=preload,
         )
         self._ranks, self._attempt_dir = ranks, Path(request.run_dir, "attempts", "0")
         self._job = _submit(engine, request)
@@ -99,7 +129,9 @@ class WaitingRanks:
             self._job.close()
 
     def connect(self) -> None:
-        """Wait until all of them have imported what they need."""
+        """Wait until all of them have imported what they need; only the first call has to."""
+        if self._channels:
+            return
         by_rank: dict[int, TextIO] = {}
         for _ in range(self._ranks):
             connection = self._accept()
@@ -111,9 +143,12 @@ class WaitingRanks:
 
     def take_turn(self, names: Sequence[str]) -> list[list[Reading]]:
         """Run these contenders one after the other on these ranks: the reading of each, by rank."""
+        return [[Reading(*figures) for figures in answer] for answer in self.ask(list(names))]
+
+    def ask(self, what: Any) -> list[Any]:
+        """Tell all ranks the same, as JSON, and wait for their answers, by rank."""
         for channel in self._channels:
-            channel.write(json.dumps(list(names)) + "\n")
-            channel.flush()
+            answer(channel, what)
         answers = []
         for channel in self._channels:
             try:
@@ -123,7 +158,7 @@ class WaitingRanks:
             if not line:  # it ended: its launcher knows why
                 self._job.wait()
                 raise LaunchError(f"a rank of {self._contender} ended before its turn was over")
-            answers.append([Reading(*figures) for figures in json.loads(line)])
+            answers.append(json.loads(line))
         return answers
 
     def _accept(self) -> socket.socket:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from distributed.bench.turns import BLOCK, Reading
 
@@ -19,6 +21,43 @@ BATCH = 32  # samples a rank
 WARM_UP, TAIL = 50, 2  # steps before and after those that are timed; some contenders read a batch ahead
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+LOSS = nn.CrossEntropyLoss()
+CPU = torch.device("cpu")
+
+
+class Job(Protocol):
+    """What a contender is given to train, by whichever benchmark: it returns the trained module."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def scratch(self) -> str: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def log_every(self) -> int: ...
+
+    def loader(self) -> DataLoader[Any]:
+        """What a user has before anything is distributed."""
+
+    def own_loader(self) -> DataLoader[Any]:
+        """This rank's part of it."""
+
+    def make_model(self) -> nn.Module: ...
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer: ...
+    def loss(self, model: nn.Module, row: Sequence[torch.Tensor]) -> torch.Tensor: ...
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What a loop by hand computes a loss under."""
+
+    def look(self, step: int) -> None:
+        """Called by a loop that has fetched the batch of this step, and not yet trained with it."""
 
 
 class Clock:
@@ -85,6 +124,9 @@ class Work:
     steps: int  # timed ones
     scratch: str  # a directory for whatever a contender writes
     engine: str = "pytorch-ddp"
+    device: torch.device = CPU
+    precision: str = "fp32"
+    log_every: int = BLOCK
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +138,28 @@ class Work:
     def loader(self) -> DataLoader[Batch]:
         """What a user has before anything is distributed."""
         return DataLoader(self.dataset(), batch_size=BATCH, shuffle=True, collate_fn=self.clock)
+
+    def own_loader(self) -> DataLoader[Batch]:
+        dataset = self.dataset()
+        sampler: DistributedSampler[Batch] = DistributedSampler(dataset, self.ranks, self.rank)
+        sampler.set_epoch(0)
+        return DataLoader(dataset, batch_size=BATCH, sampler=sampler, collate_fn=self.clock)
+
+    def make_model(self) -> nn.Module:
+        return make_model()
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return make_optimizer(parameters)
+
+    def loss(self, model: nn.Module, row: Sequence[torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = LOSS(model(row[0]), row[1])
+        return loss
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def look(self, step: int) -> None:
+        """The clock is in the data loader here, as the batches are looked at in all blocks of 50."""
 
 
 def make_model() -> nn.Module:

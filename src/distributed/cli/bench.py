@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +18,17 @@ from distributed.bench.contenders import MEASURED, find_contenders
 from distributed.bench.overhead import measure_overhead
 from distributed.bench.scaling import measure_scaling
 from distributed.core.errors import ConfigError
+from distributed.core.registry import nearest_hint
+from distributed.planner.hardware import probe_hardware
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures, with machine and versions.")
+]
+
+PictureFile = Annotated[
+    Path | None, typer.Option("--picture", metavar="FILE.svg", help="Also draw what was found, as an SVG.")
 ]
 
 
@@ -61,6 +69,100 @@ def overhead(
             find_contenders(only, engine), processes=processes, steps=steps, rounds=rounds, notify=notify
         )
     _show(overhead_table(found), found.to_dict(), json_file)
+
+
+@app.command("throughput")
+def throughput(
+    workload: Annotated[
+        list[str] | None,
+        typer.Option("--workload", metavar="NAME", help="Only this one; may be repeated. On a CPU: mlp, convnet."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Only this contender; may be repeated.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="fp32, bf16 or fp8; by default bf16 on a GPU, else fp32.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of each contender; by default 1 on a GPU, 2 on a CPU.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Timed steps a turn; by default by workload.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each contender; more: less noise.")] = 5,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="S", help="Time for a workload; by default 65 on a GPU, none on a CPU."),
+    ] = None,
+    free_speed: Annotated[bool, typer.Option(help="Also ours with its options for more speed, on a GPU.")] = True,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Models of the same kinds that train in a moment.")] = False,
+    json_file: JsonFile = None,
+    picture: PictureFile = None,
+) -> None:
+    """How many samples a second: whole trainings of the same model, ours beside loops by hand and the peers.
+
+    On a CPU each contender has two processes on gloo and trains an MLP and a small convolutional network; on a GPU it
+    has one, and trains MLP, GPT-2 124M, GPT 1.3B, ResNet-50, BERT-large and DLRM. Contenders take turns in rounds. All
+    get the same DataLoader; the best loop by hand and the CUDA graph have their batches on the device already, which
+    is the most that can be had. Files are written anew after each turn.
+
+    \b
+    Examples:
+      distributed bench throughput
+      distributed bench throughput --workload mlp --only ours --only lightning --json throughput.json
+      distributed bench throughput --picture throughput.svg
+    """
+    from distributed.bench.throughput import Wish, choose_workloads, measure_throughput
+    from distributed.bench.throughput_field import ORDER, find_field
+    from distributed.bench.throughput_picture import draw_throughput
+    from distributed.bench.throughput_table import throughput_table
+
+    check_picture(picture)
+    device = _device(processes)
+    wish = Wish(
+        workloads=choose_workloads(workload, device, ORDER, tiny),
+        device=device,
+        precision=_precision(precision, device),
+        processes=processes or (1 if device == "cuda" else 2),
+        rounds=rounds,
+        steps=steps,
+        seconds=seconds or (65.0 if device == "cuda" else None),
+        tiny=tiny,
+    )
+    with _progress(logs=True) as notify:
+        for found in measure_throughput(wish, find_field(only, device, free_speed=free_speed), notify):
+            _write(found.to_dict(), json_file)
+            if picture is not None:
+                picture.write_text(draw_throughput(found.to_dict()), encoding="utf-8")
+    _show(throughput_table(found), found.to_dict(), json_file)
+    _tell(picture)
+
+
+@app.command("collectives")
+def collectives(
+    processes: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="By default every GPU where there are several, else 2.")
+    ] = None,
+    largest: Annotated[float, typer.Option(min=0.001, metavar="MIB", help="The largest message.")] = 64.0,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each size; their median counts.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """What sending costs: all-reduce, all-gather, reduce-scatter and broadcast from 1 KiB to 64 MiB.
+
+    Latency is the time of a call; bus bandwidth is what each link carries meanwhile, whatever the operation and the
+    number of processes, so that it can be compared with what the link is sold for. nccl where there are GPUs for all
+    processes, gloo otherwise.
+
+    \b
+    Examples:
+      distributed bench collectives
+      distributed bench collectives --processes 4 --largest 16 --json collectives.json
+    """
+    from distributed.bench.collectives import collectives_table, measure_collectives
+
+    with _progress() as notify:
+        found = measure_collectives(processes, largest_mib=largest, rounds=rounds, notify=notify)
+    _show(collectives_table(found), found.to_dict(), json_file)
 
 
 @app.command("scaling")
@@ -231,10 +333,10 @@ def tune(
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr that is gone when the table comes; nothing where stderr is no terminal."""
+def _progress(*, logs: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr that is gone when the table comes; where stderr is no terminal, nothing, or a line each time."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    console, begun = Console(stderr=True), time.monotonic()
     options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
     # Drawn between turns and never from a thread of its own: the benchmark shares the cores with it.
     with Progress(*columns, auto_refresh=False, **options) as bar:
@@ -242,6 +344,8 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
         def notify(text: str, done: int, in_all: int) -> None:
             bar.update(task, description=text, completed=done, total=in_all, refresh=True)
+            if logs and not console.is_terminal:
+                print(f"{time.monotonic() - begun:.0f} s  {text}", file=sys.stderr, flush=True)
 
         yield notify
 
@@ -249,6 +353,39 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 def _show(table: Any, record: dict[str, Any], json_file: Path | None) -> None:
     console = Console(highlight=False)
     console.print(table, soft_wrap=True)
+    _write(record, json_file)
+    _tell(json_file)
+
+
+def _write(record: dict[str, Any], json_file: Path | None) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        console.print(f"written: {json_file}", soft_wrap=True, markup=False)
+
+
+def _tell(written: Path | None) -> None:
+    if written is not None:
+        Console(highlight=False).print(f"written: {written}", soft_wrap=True, markup=False)
+
+
+def check_picture(picture: Path | None) -> None:
+    """Before anything is measured."""
+    if picture is not None and picture.suffix.lower() != ".svg":
+        raise ConfigError(
+            f"--picture {picture}",
+            why="pictures are drawn as SVG, which needs nothing that is not installed",
+            do=f"--picture {picture.with_suffix('.svg')}",
+        )
+
+
+def _device(processes: int | None) -> str:
+    """A GPU for each process, or CPUs for all."""
+    gpus = len(probe_hardware().gpus)
+    return "cuda" if gpus and (processes or 1) <= gpus else "cpu"
+
+
+def _precision(asked: str | None, device: str) -> str:
+    if asked not in (None, "fp32", "bf16", "fp8"):
+        raise ConfigError(f"--precision {asked}", do=nearest_hint(str(asked), ("fp32", "bf16", "fp8")))
+    if asked == "fp8" and device == "cpu":
+        raise ConfigError("--precision fp8 on a CPU", why="products in 8 bits need a GPU", do="--precision bf16")
+    return asked or ("bf16" if device == "cuda" else "fp32")

@@ -1,0 +1,52 @@
+"""What `distributed bench throughput` found, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from distributed.bench.throughput import TOLERANCE, Throughput, WorkloadResult
+from distributed.bench.throughput_field import BEST, CONTENDERS, OWN
+
+
+def throughput_table(found: Throughput) -> Group:
+    """A table a workload, then who the contenders are."""
+    parts: list[Table | Text] = []
+    for result in found.results:
+        parts += [_table(result), Text("\n".join([*_notes(result), ""]))]
+    taking = {row.contender for result in found.results for row in result.rows}
+    setups = [f"{name}: {entry.setup}" for name, entry in CONTENDERS.entries.items() if name in taking]
+    absent = [f"{name}: {why}" for name, why in found.missing.items()]
+    where = f"{found.processes} process{'es' if found.processes > 1 else ''} on {found.device}, {found.precision}"
+    load = f"load average {found.load_before} before, {found.load_after} after"
+    return Group(*parts, Text("\n".join([where, *setups, *absent, load])))
+
+
+def _table(result: WorkloadResult) -> Table:
+    title = f"{result.workload}: {result.describes}, {result.batch} samples a process"
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    table.add_column("contender", no_wrap=True)
+    for name in (f"{result.unit}/s", "±", "ms a step", "of best", "of peak", "GiB", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result.rows:
+        spread = (row.high - row.low) / 2 / row.units_per_second
+        cells = [f"{row.units_per_second:,.0f}", f"{spread:.0%}", f"{row.step_ms:.3f}"]
+        cells += [f"{row.ratio:.3f}", "" if row.part_of_peak is None else f"{row.part_of_peak:.2f}"]
+        cells += [f"{row.peak_gib:.2f}", f"{row.loss:.4f}"]
+        table.add_row(row.contender, *cells, style="bold" if row.contender in OWN else None)
+    return table
+
+
+def _notes(result: WorkloadResult) -> Iterator[str]:
+    yield (
+        f"median of {result.rounds} rounds of {result.steps} timed steps, after {result.warm} that are not; ± half of "
+        f"what lies between the quartiles; of best: of {BEST}"
+    )
+    agree = "agree" if result.losses_agree else "DO NOT AGREE: not all may have trained the same"
+    yield f"losses from {result.start_loss:.4f} {agree} (to {TOLERANCE:.0%} of that)"
+    for name, over in result.ours_over_peers.items():
+        yield f"ours over {name}: {over.ratio:.3f} ± {over.error:.3f}, {over.verdict}"
+    yield from (f"{name} is left out: {why}" for name, why in result.missing.items())
