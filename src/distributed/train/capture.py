@@ -101,7 +101,11 @@ class StepCapture:
             return self._both_ways(key, microbatches, measure)
         except NotCapturable as why:
             self._strategy.forget_step()
-            return self._give_up(str(why), microbatches, measure)
+            self._graphs.pop(key, None)
+            if not (measure and self._graphs):
+                return self._give_up(str(why), microbatches, measure)
+            self._stay_eager(key, f"where it is measured, {why}")
+            return self._plain(microbatches, measure)
 
     def _rehearse(self, key: Any, microbatches: Sequence[Microbatch]) -> StepOutput:
         """A step that nobody measures, measured: so that those that are logged have their graph before long."""

@@ -88,7 +88,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         if isinstance(value, torch.Tensor):
             if value is not was:
                 return [f"it puts another tensor in the place of {name}"]
-        elif isinstance(was, torch.Tensor) or was != value:
+        elif value is not was and (isinstance(was, torch.Tensor) or was != value):
             return [f"it counts in Python: {name} changes"]
     return []
 
