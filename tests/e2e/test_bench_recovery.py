@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -63,8 +64,12 @@ def test_nothing_is_left_when_it_is_stopped(tmp_path: Path, number: signal.Signa
         bench.send_signal(number)
         assert bench.wait(timeout=30) == 130
     finally:
+        left = psutil.Process(bench.pid).children(recursive=True) if bench.poll() is None else []
         bench.kill()
         bench.wait()
+        for process in left:  # of a test that fails: they would train for ever
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     _, alive = psutil.wait_procs(started, timeout=10)
     assert not alive
     assert not list(tmp_path.glob("bench-*")), "nor are its files"
