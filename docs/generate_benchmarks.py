@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from distributed.bench.throughput_picture import short
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks"
 TARGETS = (ROOT / "README.md", RESULTS / "README.md")
@@ -79,7 +81,7 @@ def _throughput(record: Record) -> Iterator[tuple[str, str, str]]:
             _rate(row, result["unit"], "" if row["contender"] == "ours" else row["contender"]) for row in ours
         )
         others = [row for name, row in rows.items() if not name.startswith("ours")]
-        beside = ", ".join(f"{row['contender']} {_short(row['units_per_second'])}" for row in others)
+        beside = ", ".join(f"{row['contender']} {short(row['units_per_second'])}" for row in others)
         alike = [name for name, found in result["ours_over_peers"].items() if found["verdict"] == "not told apart"]
         within = f"; within the noise of {', '.join(alike)}" if alike else ""
         caveats = ["one round"] if result["rounds"] == 1 else []
@@ -94,7 +96,7 @@ def _rate(row: Record, unit: str, name: str) -> str:
         if row["part_of_peak"] is None
         else f" ({row['part_of_peak']:.{0 if row['part_of_peak'] >= 0.01 else 1}%} of peak)"
     )
-    return f"{name} {_short(row['units_per_second'])} {unit}/s{peak}".strip()
+    return f"{name} {short(row['units_per_second'])} {unit}/s{peak}".strip()
 
 
 def _overhead(record: Record) -> Iterator[tuple[str, str, str]]:
@@ -210,17 +212,6 @@ def _rounds(result: Record) -> str:
     """
     rounds = result["rounds"]
     return f"median of {rounds} rounds" if rounds > 1 else "one round, which has no spread,"
-
-
-def _short(value: float) -> str:
-    """
-    >>> _short(1234567.0), _short(56789.0), _short(123.4)
-    ('1.23 M', '56.8 k', '123')
-    """
-    for size, word in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g} {word}"
-    return f"{value:.3g}"
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def _bar(row: dict[str, Any], y: float, scale: float) -> Iterator[str]:
     for x in (low, high):
         yield f'<line class="spread" x1="{x:.1f}" x2="{x:.1f}" y1="{middle - 4:.1f}" y2="{middle + 4:.1f}"/>'
     peak = "" if row["part_of_peak"] is None else f", {row['part_of_peak']:.0%} of peak"
-    label = f"{_short(rate)} · {row['ratio']:.2f} ×{peak}"
+    label = f"{short(rate)} · {row['ratio']:.2f} ×{peak}"
     yield _text(max(end, high) + 8, middle + 4, label, kind)
 
 
@@ -86,9 +86,10 @@ def _legend(height: int) -> Iterator[str]:
         yield _text(x + 16, height - 14, name, "small")
 
 
-def _short(value: float) -> str:
-    """
-    >>> _short(1234567.0), _short(56789.0), _short(123.4)
+def short(value: float) -> str:
+    """A rate with three digits.
+
+    >>> short(1234567.0), short(56789.0), short(123.4)
     ('1.23 M', '56.8 k', '123')
     """
     for size, word in ((1e6, "M"), (1e3, "k")):

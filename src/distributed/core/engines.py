@@ -62,6 +62,11 @@ class Engine(Entry):
     peer: str = "torchrun"  # who starts the same by hand, for `distributed bench start`
     claims: Callable[[Wanted], str] = lambda wanted: ""  # why backend='auto' is this one; "": it is not
 
+    @property
+    def is_native(self) -> bool:
+        """Whether its steps are torch's own: what can be compiled can be made faster in other ways, too."""
+        return "compile" in self.can
+
 
 def _setting(name: str, unless: Any = False) -> Callable[[Wanted], str]:
     """Asked for by one setting, unless it has this value."""

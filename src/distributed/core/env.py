@@ -297,6 +297,9 @@ def inherited_environ() -> dict[str, str]:
     return dict(os.environ)
 
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where users tell torch how to hand out a GPU's memory
+
+
 def user_cache(environ: Mapping[str, str]) -> Path:
     """Where this user's own files of ours are kept between runs.
 

@@ -33,11 +33,6 @@ class Parallel:
     pipeline: PipelinePlan
     memory: MemoryPlan
 
-    @property
-    def holds_whole(self) -> bool:
-        """Whether each rank has all of the model and its state."""
-        return self.mesh.is_replicas and self.shard.kind == "none"
-
 
 def plan_parallel(
     config: DistributedConfig,

@@ -13,7 +13,6 @@ from distributed.core.plan import (
     BatchPlan,
     CheckpointPlan,
     Decision,
-    MemoryPlan,
     MlflowPlan,
     ObservePlan,
     OptimizerPlan,
@@ -26,11 +25,9 @@ from distributed.core.registry import load_target
 from distributed.core.values import parse_best, parse_frequency
 from distributed.planner.deepspeed_adoption import adopt
 from distributed.planner.hardware import Hardware
-from distributed.planner.parallel import Parallel, cut_for_pipeline, plan_parallel
+from distributed.planner.parallel import cut_for_pipeline, plan_parallel
 from distributed.planner.reproducible import plan_leaves
-from distributed.planner.speed import plan_speed
-
-_NATIVE = ("pytorch-ddp", "fsdp", "ray")  # engines whose steps are torch's own
+from distributed.planner.speed import plan_compile, plan_speed
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,6 @@ def make_plan(
             problems=problems,
         )
     syncs_batchnorm = config.sync_batchnorm and world_size > 1 and not bitwise
-    precision = _plan_precision(config, resources.device, hardware, decisions)
     plan = Plan(
         run_dir=run_dir,
         batch=batch,
@@ -186,7 +182,7 @@ def make_plan(
         on_nan=config.on_nan,
         loss_weighting=config.loss_weighting,
         iterable_split=config.iterable_split,
-        precision=precision,
+        precision=_plan_precision(config, resources.device, hardware, decisions),
         optimizer=_plan_optimizer(config, profile, batch, decisions, problems),
         schedule=SchedulePlan(
             config.lr_schedule,
@@ -204,23 +200,16 @@ def make_plan(
         shard=parallel.shard,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
-        memory=_plan_compile(config, parallel, profile, resources.device, decisions, problems),
-        speed=plan_speed(
-            config,
-            device=resources.device,
-            hardware=hardware,
-            precision=precision,
-            is_native=parallel.engine in _NATIVE,
-            holds_whole=parallel.holds_whole,
-            has_convolutions=profile.has_convolutions,
-            environ=dict(os.environ),
-            decisions=decisions,
-            problems=problems,
-        ),
+        memory=parallel.memory,
         workers=config.num_workers,
         checkpoint=_plan_checkpoints(config, run_dir),
         observe=_plan_observers(config, run_dir, active_mlflow_run),
         settings=config.model_dump(mode="json"),
+    )
+    plan = replace(
+        plan,
+        memory=plan_compile(config, plan, profile.has_blocks, decisions, problems),
+        speed=plan_speed(config, plan, hardware, profile.has_convolutions, os.environ, decisions, problems),
     )
     if profile.has_batchnorm and syncs_batchnorm:
         reason = "statistics over the whole micro-batch of all ranks, so that the result is that of one process"
@@ -278,42 +267,6 @@ def _schedule_problems(config: DistributedConfig, profile: JobProfile, schedule:
         why = "it would have no effect"
         problems.append(Problem("scheduler_interval is set, but no scheduler is passed", why=why, do="leave it out"))
     return problems
-
-
-def _plan_compile(
-    config: DistributedConfig,
-    parallel: Parallel,
-    profile: JobProfile,
-    device: str,
-    decisions: list[Decision],
-    problems: list[Problem],
-) -> MemoryPlan:
-    """What compile='auto' comes to: compiling takes a minute once, which a CPU's kernels seldom bring back."""
-    memory, holds_whole = parallel.memory, parallel.holds_whole
-    if config.compile == "whole" and not holds_whole:
-        why = "each rank runs only parts of it, which are gathered or sent between its blocks"
-        problems.append(
-            Problem("compile='whole' with a model that the ranks share out", why=why, do="set compile=true")
-        )
-    if config.compile != "auto":
-        return memory
-    others = config.tensor_parallel > 1 or config.context_parallel > 1 or config.reproducible == "bitwise"
-    reasons = {
-        "this engine has kernels of its own": parallel.engine not in _NATIVE,
-        "there is no GPU": device != "cuda",
-        "what is asked for beside it replaces parts of the model": others,
-        "the model has no blocks": not holds_whole and not profile.has_blocks,
-    }
-    why_not = next((why for why, holds in reasons.items() if holds), "")
-    if why_not:
-        decisions.append(Decision("nothing compiled", why_not, "compile"))
-    elif holds_whole:
-        reason = "also what lies between its blocks becomes few kernels; compiled once, and kept for later runs"
-        decisions.append(Decision("compiled as a whole", reason, "compile"))
-    else:
-        reason = "each of its blocks becomes a few kernels; equal blocks are compiled once, and kept for later runs"
-        decisions.append(Decision("compiled blocks", reason, "compile"))
-    return replace(memory, compile=not why_not, compile_whole=not why_not and holds_whole, compile_mode="")
 
 
 def _plan_collectives(

@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from distributed.core.config import DistributedConfig
+from distributed.core.engines import ENGINES
+from distributed.core.env import ALLOCATOR
 from distributed.core.errors import Problem
-from distributed.core.plan import Decision, PrecisionPlan, SpeedPlan
+from distributed.core.plan import Decision, MemoryPlan, Plan, SpeedPlan
 from distributed.planner.hardware import Hardware
 
 HAS_FP8 = 8.9  # Ada, and all since
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 Asked = bool | Literal["auto"]
 
 
+def plan_compile(
+    config: DistributedConfig, plan: Plan, has_blocks: bool, decisions: list[Decision], problems: list[Problem]
+) -> MemoryPlan:
+    """What compile='auto' comes to: compiling takes a minute once, which a CPU's kernels seldom bring back."""
+    memory, holds_whole = plan.memory, plan.is_replicated
+    if config.compile == "whole" and not holds_whole:
+        why = "each rank runs only parts of it, which are gathered or sent between its blocks"
+        problems.append(
+            Problem("compile='whole' with a model that the ranks share out", why=why, do="set compile=true")
+        )
+    if config.compile != "auto":
+        return memory
+    others = config.tensor_parallel > 1 or config.context_parallel > 1 or config.reproducible == "bitwise"
+    reasons = {
+        "this engine has kernels of its own": not ENGINES.entries[plan.strategy].is_native,
+        "there is no GPU": plan.device != "cuda",
+        "what is asked for beside it replaces parts of the model": others,
+        "the model has no blocks": not holds_whole and not has_blocks,
+    }
+    why_not = next((why for why, holds in reasons.items() if holds), "")
+    if why_not:
+        decisions.append(Decision("nothing compiled", why_not, "compile"))
+    elif holds_whole:
+        reason = "also what lies between its blocks becomes few kernels; compiled once, and kept for later runs"
+        decisions.append(Decision("compiled as a whole", reason, "compile"))
+    else:
+        reason = "each of its blocks becomes a few kernels; equal blocks are compiled once, and kept for later runs"
+        decisions.append(Decision("compiled blocks", reason, "compile"))
+    return replace(memory, compile=not why_not, compile_whole=not why_not and holds_whole, compile_mode="")
+
+
 def plan_speed(
     config: DistributedConfig,
-    *,
-    device: str,
+    plan: Plan,
     hardware: Hardware,
-    precision: PrecisionPlan,
-    is_native: bool,
-    holds_whole: bool,
     has_convolutions: bool,
-    environ: dict[str, str] | None = None,
+    environ: Mapping[str, str],
     decisions: list[Decision],
     problems: list[Problem],
 ) -> SpeedPlan:
-    """`is_native`: torch trains, and not an engine with kernels of its own. `holds_whole`: every rank has all of it."""
-    on_gpu = device == "cuda"
+    """For a plan that is made but for this."""
+    on_gpu, holds_whole, precision = plan.device == "cuda", plan.is_replicated, plan.precision
+    is_native = ENGINES.entries[plan.strategy].is_native
     is_low = precision.kind != "fp32"
     capability = min((gpu.compute_capability for gpu in hardware.gpus), default=0.0)
     is_bitwise = config.reproducible == "bitwise"
@@ -41,7 +72,7 @@ def plan_speed(
             return when
         return asked
 
-    problems += _impossible(config, device, hardware, holds_whole, is_bitwise)
+    problems += _impossible(config, plan.device, hardware, holds_whole, is_bitwise)
     problems += _useless(config, on_gpu, is_native)
     return SpeedPlan(
         capture=_left_open(config.capture, on_gpu and is_native and holds_whole and not is_bitwise),
@@ -70,7 +101,7 @@ def plan_speed(
         expandable_segments=choose(
             "expandable_segments",
             config.expandable_segments,
-            on_gpu and is_native and not any(name in (environ or {}) for name in _ALLOCATOR),
+            on_gpu and is_native and not any(name in environ for name in ALLOCATOR),
             "expandable segments",
             "batches of several sizes then leave no holes in the device's memory",
         ),

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from distributed.core.env import ALLOCATOR
 from distributed.core.plan import SpeedPlan
 
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SEGMENTS = "expandable_segments"
 
 
@@ -74,7 +74,7 @@ def allocator_options(environ: Mapping[str, str], grows: bool | None) -> str:
     >>> allocator_options({}, None)
     'expandable_segments:False'
     """
-    text = next((environ[name] for name in _ALLOCATOR if environ.get(name)), "")
+    text = next((environ[name] for name in ALLOCATOR if environ.get(name)), "")
     options = [option.strip() for option in text.split(",") if option.strip()]
     said = [option for option in options if option.startswith(f"{_SEGMENTS}:")]
     others = [option for option in options if option not in said]
