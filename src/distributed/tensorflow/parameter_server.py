@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -112,7 +112,7 @@ class RemoteStepper(Stepper):
         parts = [part for micro in micros for part in micro.parts if part.size]
         results = [self._hand_out(part) for part in parts]
         sizes = [part.size for part in parts]
-        loss, norm = (Later(results, sizes, position) for position in (0, 1))
+        loss, norm = (Later(self._told, results, sizes, position) for position in (0, 1))
         return StepResult(loss, norm, self._asked if is_asked else self._not_asked)
 
     def settle(self) -> None:
@@ -126,17 +126,26 @@ class RemoteStepper(Stepper):
         for part in micro.parts:
             if part.size:
                 arguments = (_tensors(part), tf.constant(float(part.size)), False)
-                of_part, samples = self._coordinator.schedule(self._evaluate, args=arguments).fetch()
+                of_part, samples = self._told(self._coordinator.schedule(self._evaluate, args=arguments))
                 loss, count = loss + of_part, count + samples
         return loss, count
 
     def _hand_out(self, part: Part) -> Any:
         while len(self._handed_out) >= self._most:
-            self._handed_out.popleft().fetch()
+            self._told(self._handed_out.popleft())
         arguments = (_tensors(part), tf.ones(()), tf.constant(float(part.size)), None, self._not_asked)
         result = self._coordinator.schedule(self._last, args=(*arguments, self._not_asked, False))
         self._handed_out.append(result)
         return result
+
+    def _told(self, result: Any) -> Any:
+        """What a worker made of a part. It counts as there before it has left the worker: when the worker dies in
+        between, another one makes it again, and has once all is done."""
+        try:
+            return result.fetch()
+        except tf.errors.OpError:
+            self._coordinator.join()  # raises what nobody can make again
+            return result.fetch()
 
     def _gradients(self, *arguments: Any) -> tuple[list[Any], Any]:
         self._trains = True  # while a step is traced
@@ -155,13 +164,15 @@ class RemoteStepper(Stepper):
 class Later:
     """The mean over a step's parts of a number that workers are yet to tell; reading it waits for them."""
 
-    def __init__(self, results: Sequence[Any], sizes: Sequence[int], position: int) -> None:
-        self._results, self._sizes, self._position = results, sizes, position
+    def __init__(
+        self, told: Callable[[Any], Any], results: Sequence[Any], sizes: Sequence[int], position: int
+    ) -> None:
+        self._told, self._results, self._sizes, self._position = told, results, sizes, position
 
     def _values(self) -> Iterator[float]:
         total = sum(self._sizes)
         for result, size in zip(self._results, self._sizes, strict=True):
-            yield float(result.fetch()[self._position]) * size / total
+            yield float(self._told(result)[self._position]) * size / total
 
     def __float__(self) -> float:
         return sum(self._values())
