@@ -164,9 +164,7 @@ class RemoteStepper(Stepper):
 class Later:
     """The mean over a step's parts of a number that workers are yet to tell; reading it waits for them."""
 
-    def __init__(
-        self, told: Callable[[Any], Any], results: Sequence[Any], sizes: Sequence[int], position: int
-    ) -> None:
+    def __init__(self, told: Callable[[Any], Any], results: Sequence[Any], sizes: Sequence[int], position: int) -> None:
         self._told, self._results, self._sizes, self._position = told, results, sizes, position
 
     def _values(self) -> Iterator[float]:
