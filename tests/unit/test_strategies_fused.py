@@ -13,7 +13,7 @@ from distributed.core.env import WorkerEnv
 from distributed.core.plan import BatchPlan, OptimizerPlan, Plan, SpeedPlan
 from distributed.data.loader import Microbatch
 from distributed.runtime.session import Session
-from distributed.strategies.fused import fuse
+from distributed.strategies.fused import fuse, why_not_fused
 from distributed.strategies.torch_mesh import TorchMesh
 from distributed.train.task import Task
 
@@ -44,8 +44,8 @@ def test_steps_are_the_same_also_from_a_state_that_there_was(kind: str) -> None:
     ours, theirs = MAKERS[kind](fused.parameters()), MAKERS[kind](plain.parameters())
     take_steps(plain, theirs, range(6))
     take_steps(fused, ours, range(2))
-    undo = fuse(ours, fused)
-    assert undo is not None
+    assert why_not_fused(ours, fused) == ""
+    undo = fuse(ours)
     take_steps(fused, ours, range(2, 4))
     undo()
     assert all(group["fused"] is None for group in ours.param_groups)
@@ -60,40 +60,53 @@ class Own(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "why"),
     [
-        lambda parameters: torch.optim.RMSprop(parameters),
-        lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-        lambda parameters: torch.optim.AdamW(parameters, foreach=False),
-        lambda parameters: torch.optim.AdamW(parameters, fused=False),
-        lambda parameters: torch.optim.SGD(parameters, differentiable=True),
-        lambda parameters: torch.optim.AdamW([{"params": [one]} for one in parameters], fused=None, capturable=True),
-        lambda parameters: torch.optim.SGD(parameters, momentum=0.9, dampening=0.1),
-        lambda parameters: Own(parameters),
+        (lambda parameters: torch.optim.RMSprop(parameters), "torch has no fused RMSprop"),
+        (lambda parameters: torch.optim.AdamW(parameters, foreach=True), "foreach=True"),
+        (lambda parameters: torch.optim.AdamW(parameters, foreach=False), "foreach=False"),
+        (lambda parameters: torch.optim.AdamW(parameters, fused=False), "fused=False"),
+        (lambda parameters: torch.optim.SGD(parameters, differentiable=True), "differentiable=True"),
+        (lambda parameters: torch.optim.AdamW([{"params": [p]} for p in parameters], capturable=True), "capturable="),
+        (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, dampening=0.1), "dampening"),
+        (lambda parameters: Own(parameters), "torch has no fused Own"),
     ],
 )
-def test_what_the_user_chose_and_what_torch_has_no_kernel_for_stays(make: Callable[[Any], Any]) -> None:
-    optimizer = make(list(model().parameters()))
+def test_what_the_user_chose_and_what_torch_has_no_kernel_for_stays_and_is_told(
+    make: Callable[[Any], Any], why: str
+) -> None:
+    module = model()
+    optimizer = make(list(module.parameters()))
     before = [dict(group) for group in optimizer.param_groups]
-    assert fuse(optimizer) is None
+    strategy = begun(module, optimizer)
     assert [dict(group) for group in optimizer.param_groups] == before
+    (note,) = strategy.notes
+    assert f"{type(optimizer).__name__} not fused: " in note
+    assert why in note
+    strategy.close()
 
 
 def test_sparse_gradients_are_left_to_kernels_that_know_them() -> None:
     module = nn.Embedding(4, 2, sparse=True)
-    assert fuse(torch.optim.SGD(module.parameters(), lr=0.1), module) is None
+    assert "sparse" in why_not_fused(torch.optim.SGD(module.parameters(), lr=0.1), module)
+
+
+def begun(module: nn.Module, optimizer: Any) -> TorchMesh:
+    session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
+    plan = Plan(
+        run_dir="", batch=BatchPlan(4), optimizer=OptimizerPlan(clip_norm=1.0), speed=SpeedPlan(fused_optimizer=True)
+    )
+    strategy = TorchMesh()
+    strategy.setup(Task(module, optimizer=optimizer), plan, session)
+    return strategy
 
 
 @pytest.mark.parametrize("whose", ["ours", "factory", "instance"])
 def test_a_run_fuses_whatever_made_the_optimizer_and_gives_it_back(whose: str) -> None:
     module = model()
     given = {"ours": None, "factory": MAKERS["adamw"], "instance": MAKERS["adamw"](module.parameters())}[whose]
-    session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
-    plan = Plan(
-        run_dir="", batch=BatchPlan(4), optimizer=OptimizerPlan(clip_norm=1.0), speed=SpeedPlan(fused_optimizer=True)
-    )
-    strategy = TorchMesh()
-    strategy.setup(Task(module, optimizer=given), plan, session)
+    strategy = begun(module, given)
+    assert not strategy.notes
     micro = Microbatch((torch.randn(4, 8), torch.tensor([0, 1, 2, 0])), 1.0, 4)
     first, *_, last = [float(strategy.train_step([micro]).loss) for _ in range(20)]
     assert last < first
@@ -110,7 +123,7 @@ def test_a_scaled_loss_is_unscaled_by_the_kernel(kind: str, overflow: int) -> No
     """A GradScaler then leaves to the kernel both the division and the steps that are left out after an overflow."""
     module, plain = model(), model()
     ours, theirs = MAKERS[kind](module.parameters()), MAKERS[kind](plain.parameters())
-    fuse(ours, module)
+    fuse(ours)
     x, y = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
     for each, optimizer in ((module, ours), (plain, theirs)):
         scaler = torch.amp.GradScaler("cpu", init_scale=128.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,21 +14,37 @@ _OWN_WISH = ("foreach", "differentiable", "capturable", "fused")
 _SCALES = "_step_supports_amp_scaling"  # by which a GradScaler knows that the kernel divides by the scale itself
 
 
-def fuse(optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> Callable[[], None] | None:
-    """Let it step with fused kernels, in place; returns what undoes it, or None where it stays as it is.
+def why_not_fused(optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> str:
+    """Why it steps as it is: torch has no such kernel for it or for its parameters, the user has chosen how it steps,
+    or the model has layers whose gradients are sparse. Nothing where it can be fused.
 
-    It stays where torch has no such kernel for it or for its parameters, where the user has chosen how it steps, and
-    where the model has layers whose gradients are sparse.
-
-    >>> undo = fuse(torch.optim.AdamW(nn.Linear(1, 1).parameters()))
-    >>> undo is None
-    False
-    >>> fuse(torch.optim.RMSprop(nn.Linear(1, 1).parameters())) is None
-    True
+    >>> why_not_fused(torch.optim.AdamW(nn.Linear(1, 1).parameters()))
+    ''
+    >>> why_not_fused(torch.optim.RMSprop(nn.Linear(1, 1).parameters()))
+    'torch has no fused RMSprop'
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not _can_be_fused(optimizer, parameters) or (module is not None and _has_sparse_gradients(module)):
-        return None
+    groups, kind = optimizer.param_groups, type(optimizer)
+    parameters = [p for group in groups for p in group["params"]]
+    if kind not in _KINDS or not parameters:  # a subclass may step in a way of its own
+        return f"torch has no fused {kind.__name__}"
+    own = [name for group in groups for name in _OWN_WISH if group.get(name) not in (None, False)]
+    own += [name for group in groups for name in ("fused", "foreach") if group.get(name) is False]
+    if own:
+        return f"it was made with {own[0]}={next(group[own[0]] for group in groups if group.get(own[0]) is not None)}"
+    if any(group.get("momentum") and group.get("dampening") for group in groups):
+        return "the first step leaves dampening out, which a fused one would not"  # see `_make_momentum`
+    device = parameters[0].device
+    if not all(p.is_floating_point() and p.device == device for p in parameters):
+        return "its parameters are of several devices, or complex"
+    if device.type not in _DEVICES or not _has_kernel(kind, device):
+        return f"torch has no fused {kind.__name__} for {device.type}"
+    if module is not None and _has_sparse_gradients(module):
+        return "an embedding of the model has sparse gradients"
+    return ""
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Let it step with fused kernels, in place, where `why_not_fused` has found nothing; returns what undoes it."""
     before = [group.get("fused") for group in optimizer.param_groups]
     scaled = optimizer.__dict__.get(_SCALES)
     for group in optimizer.param_groups:
@@ -49,21 +65,6 @@ def fuse(optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> C
             state["step"] = state["step"].cpu()  # where kernels that are not fused expect it
 
     return undo
-
-
-def _can_be_fused(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
-    if type(optimizer) not in _KINDS or not parameters:  # a subclass may step in a way of its own
-        return False
-    if any(group.get(name) not in (None, False) for group in optimizer.param_groups for name in _OWN_WISH):
-        return False
-    if any(group.get(name) is False for group in optimizer.param_groups for name in ("fused", "foreach")):
-        return False
-    if any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups):
-        return False  # which the first step leaves out: see `_make_momentum`
-    device = parameters[0].device
-    if device.type not in _DEVICES or not all(p.is_floating_point() and p.device == device for p in parameters):
-        return False
-    return _has_kernel(type(optimizer), device)
 
 
 def _has_kernel(kind: Any, device: torch.device) -> bool:

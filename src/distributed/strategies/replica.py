@@ -16,7 +16,7 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask
 from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.device_settings import device_settings
-from distributed.strategies.fused import fuse
+from distributed.strategies.fused import fuse, why_not_fused
 from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.low_parameters import LowParameters
 from distributed.strategies.memory_format import lay_out_state, to_channels_last
@@ -45,7 +45,7 @@ class Replica:
     optimizer: torch.optim.Optimizer
     counts = True
     in_step = False
-    notes: list[str] = []  # noqa: RUF012 - those that have any make a list of their own
+    notes: list[str]
     _has_channels_last = False
     _low: LowParameters | None = None  # where the model computes with parameters in bf16
     _loans: ExitStack | None = None  # what was taken from the user and the process, to be given back
@@ -55,7 +55,7 @@ class Replica:
         pass
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
-        self._task, self._session = task, session
+        self._task, self._session, self.notes = task, session, []
         self.clock = ComputeClock(session.device)
         self._in_step = False
         self._moves = session.device.type != "cpu" or session.is_dry  # whether a look at a value would wait or fail
@@ -104,8 +104,10 @@ class Replica:
         assert self._loans is not None
         if self._has_channels_last:
             lay_out_state(self.optimizer)
-        if plan.speed.fused_optimizer and (undo := fuse(self.optimizer, self.module)) is not None:
-            self._loans.callback(undo)
+        if plan.speed.fused_optimizer and (why_not := why_not_fused(self.optimizer, self.module)):
+            self.notes.append(f"{type(self.optimizer).__name__} not fused: {why_not} (fused_optimizer)")
+        elif plan.speed.fused_optimizer:
+            self._loans.callback(fuse(self.optimizer))
         if plan.speed.parameters != "fp32":
             self._low = self._lower_parameters(plan, session)
             self._loans.callback(self._low.close)

@@ -36,7 +36,6 @@ class TorchMesh(Passes):
         self._desynchronize: Callable[[], None] = lambda: None
         self._restore_blocks: Callable[[], None] = lambda: None
         self._restore_layers: Callable[[], None] = lambda: None
-        self.notes = []
         self._parts: Parts | None = None
         self._verifies = False
         self._is_weighted: bool | None = None  # whether the loss is a mean over something else than samples
@@ -117,7 +116,7 @@ class TorchMesh(Passes):
             from distributed.strategies.float8 import use_float8
 
             layers, self._restore_layers = use_float8(self.module)
-            self.notes = [layers.note()]
+            self.notes.append(layers.note())
         if plan.memory.recompute or plan.memory.compile:
             from distributed.strategies.parts import prepare_blocks
 
