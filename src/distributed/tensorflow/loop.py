@@ -6,20 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from distributed.checkpoint.publishing import Saved
-from distributed.core.errors import CheckpointError, NonFiniteLossError
-from distributed.core.events import (
-    CheckpointSaved,
-    EpochEnded,
-    EpochStarted,
-    EvaluationEnded,
-    Event,
-    Observer,
-    RunEnded,
-    RunStarted,
-    StepEnded,
-    Warned,
-)
+from distributed.core.errors import NonFiniteLossError
+from distributed.core.events import Observer
 from distributed.core.heartbeat import Phase
 from distributed.core.history import EpochRecord, History
 from distributed.core.plan import Plan
@@ -32,6 +20,7 @@ from distributed.tensorflow.rates import Rate
 from distributed.tensorflow.run_state import RunState
 from distributed.tensorflow.step import Stepper, StepResult
 from distributed.tensorflow.strategy import World
+from distributed.train.telling import Telling
 
 
 class Loop:
@@ -54,7 +43,7 @@ class Loop:
     ) -> None:
         self._plan, self._model, self._stepper, self._world, self._state = plan, model, stepper, world, state
         self._train, self._evaluation, self._rate, self._stop = train, evaluation, rate, stop
-        self._heartbeat, self._observer, self._utilization = heartbeat, observer, utilization
+        self._heartbeat, self._telling, self._utilization = heartbeat, Telling(plan, observer), utilization
         self._meter = Meter(model, world)
         self._last_save = time.monotonic()
         self._before: StepResult | None = None  # the step before this one, whose numbers are there without waiting
@@ -62,7 +51,7 @@ class Loop:
 
     def begin(self) -> None:
         """Take what a checkpoint holds, or nothing."""
-        self._state.restore(on_saved=self._saved, on_failed=self._not_saved)
+        self._state.restore(on_saved=self._telling.saved, on_failed=self._telling.not_saved)
         finalize(self._model)
         self._meter.load_state(self._state.progress.meter)
         self._rate.set(self._state.progress.step, is_own=self._plan.checkpoint.own_rates)
@@ -97,7 +86,7 @@ class Loop:
             first = -(-progress.samples_in_epoch // self._plan.batch.global_batch)
         before_epoch, before = progress.step - first, progress.samples_in_epoch
         last = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
-        self._emit(EpochStarted(time=time.time(), epoch=epoch, step=progress.step))
+        self._telling.epoch_started(epoch, progress.step)
         begun, step, stopped = time.perf_counter(), progress.step, False
         self._heartbeat.epoch_begins()
         for micros, samples in train.epoch(epoch, first):
@@ -140,9 +129,7 @@ class Loop:
         with self._heartbeat.phase(Phase.EVALUATING):
             begun = time.perf_counter()
             metrics = self._meter.evaluate(self._stepper.evaluate(micro) for micro in self._evaluation)
-        step, seconds = self._state.progress.step, time.perf_counter() - begun
-        self._emit(EvaluationEnded(time=time.time(), step=step, epoch=epoch, seconds=seconds, metrics=metrics))
-        return {f"val_{name}": value for name, value in metrics.items()}
+        return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         with self._heartbeat.phase(Phase.SAVING):
@@ -162,46 +149,12 @@ class Loop:
             return False
         return bool(self._world.gather(time.monotonic() - self._last_save >= 60 * every)[0])
 
-    def _saved(self, saved: Saved) -> None:
-        self._emit(
-            CheckpointSaved(
-                time=time.time(),
-                step=saved.step,
-                path=saved.path,
-                seconds=saved.seconds,
-                stall_seconds=saved.stall_s,
-                written_bytes=saved.written_bytes,
-                total_bytes=saved.total_bytes,
-            )
-        )
-        if saved.warning:
-            self._emit(Warned(time=time.time(), message=saved.warning))
-
-    def _not_saved(self, failed: CheckpointError) -> None:
-        text = f"{failed.problems[0].what}: {failed.problems[0].why}; training goes on without this checkpoint"
-        self._emit(Warned(time=time.time(), message=text))
-
     def _announce(self) -> None:
-        plan, per_epoch, progress = self._plan, self._train.steps_per_epoch, self._state.progress
-        self._heartbeat.beat(progress.step)
+        step = self._state.progress.step
+        self._heartbeat.beat(step)
         for path, why in self._state.skipped:
-            self._emit(Warned(time=time.time(), message=f"the checkpoint {path} is passed over: {why}"))
-        self._emit(
-            RunStarted(
-                time=time.time(),
-                run_dir=plan.run_dir,
-                world_size=self._world.size,
-                device=plan.device,
-                backend=plan.strategy,
-                epochs=plan.epochs,
-                steps_per_epoch=per_epoch,
-                total_steps=plan.total_steps(per_epoch),
-                first_step=progress.step,
-                global_batch=plan.batch.global_batch,
-                settings=plan.settings,
-                decisions=[str(decision) for decision in plan.decisions],
-            )
-        )
+            self._telling.warn(f"the checkpoint {path} is passed over: {why}")
+        self._telling.run_started(self._world.size, step, self._train.steps_per_epoch)
 
     def _log(self, epoch: int, before_epoch: int) -> None:
         self._state.poll()
@@ -211,18 +164,15 @@ class Loop:
             ago, value = reading.bad
             indices = self._train.sample_indices(epoch, step - ago - before_epoch - 1)
             raise _explain_nonfinite(value, self._world.replicas, epoch, step - ago, indices)
-        self._emit(
-            StepEnded(
-                time=time.time(),
-                step=step,
-                epoch=epoch,
-                loss=reading.loss,
-                learning_rate=self._rate.now,
-                samples_per_second=reading.samples_per_second,
-                gradient_norm=reading.gradient_norm,
-                device_utilization=self._utilization(),
-                metrics=reading.metrics,
-            )
+        self._telling.step_ended(
+            step=step,
+            epoch=epoch,
+            loss=reading.loss,
+            learning_rate=self._rate.now,
+            samples_per_second=reading.samples_per_second,
+            gradient_norm=reading.gradient_norm,
+            device_utilization=self._utilization(),
+            metrics=reading.metrics,
         )
 
     def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:
@@ -230,17 +180,7 @@ class Loop:
         steps = progress.step - sum(record.steps for record in progress.epochs)
         record = EpochRecord(epoch, steps, samples, seconds, metrics)
         progress.epochs.append(record)
-        self._emit(
-            EpochEnded(
-                time=time.time(),
-                epoch=epoch,
-                step=progress.step,
-                seconds=seconds,
-                samples=samples,
-                samples_per_second=record.samples_per_second,
-                metrics=metrics,
-            )
-        )
+        self._telling.epoch_ended(record, progress.step)
 
     def _finish(self, seconds: float) -> History:
         progress = self._state.progress
@@ -254,22 +194,8 @@ class Loop:
             stop_signal=int(self._stop.received or 0),
             checkpoint=self._state.path,
         )
-        self._emit(
-            RunEnded(
-                time=time.time(),
-                status="interrupted" if self.interrupted else "done",
-                step=progress.step,
-                seconds=seconds,
-                samples_per_second=history.throughput,
-                metrics=progress.epochs[-1].metrics if progress.epochs else {},
-                model_path=self._state.path,
-            )
-        )
+        self._telling.run_ended(history)
         return history
-
-    def _emit(self, event: Event) -> None:
-        if self._observer is not None:
-            self._observer.on(event)
 
 
 def _explain_nonfinite(value: float, replicas: range, epoch: int, step: int, indices: list[int]) -> NonFiniteLossError:

@@ -10,20 +10,7 @@ from typing import Any
 import torch
 
 from distributed.checkpoint.publishing import Saved
-from distributed.core.errors import CheckpointError
-from distributed.core.events import (
-    CheckpointSaved,
-    EpochEnded,
-    EpochStarted,
-    EvaluationEnded,
-    Event,
-    Observer,
-    ResumeCompared,
-    RunEnded,
-    RunStarted,
-    StepEnded,
-    Warned,
-)
+from distributed.core.events import Observer, ResumeCompared
 from distributed.core.heartbeat import Phase
 from distributed.core.history import EpochRecord, History
 from distributed.core.hosts import Host, NoHost
@@ -46,6 +33,7 @@ from distributed.train.reports import Reports
 from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
 from distributed.train.stragglers import Stragglers
+from distributed.train.telling import Telling
 from distributed.train.witness import Verdict
 
 
@@ -74,7 +62,8 @@ class Loop:
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
-        self._stop, self._heartbeat, self._observer, self._utilization = stop, heartbeat, observer, utilization
+        self._stop, self._heartbeat, self._utilization = stop, heartbeat, utilization
+        self._telling = telling = Telling(plan, observer)
         keeps_ledger = plan.checkpoint.ledger and plan.mesh.is_first_of_replica(session.rank)
         self._ledger = Ledger(_ledger_dir(plan), session.data_rank) if keeps_ledger else None
         self._last_save = time.monotonic()
@@ -87,11 +76,18 @@ class Loop:
         checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
         self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace, counts=strategy.counts)
         self._state = RunState(
-            plan, strategy, schedule, session, self._meter, train.samples_per_epoch, self._saved, self._not_saved
+            plan,
+            strategy,
+            schedule,
+            session,
+            self._meter,
+            train.samples_per_epoch,
+            self._saved,
+            self._telling.not_saved,
         )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
-            self._capture = StepCapture(strategy, plan, session, self._warn)  # type: ignore[arg-type]  # as planned
+            self._capture = StepCapture(strategy, plan, session, telling.warn)  # type: ignore[arg-type]  # as planned
         self._train_step = strategy.train_step if self._capture is None else self._capture.train_step
 
     def begin(self, inherited: Inherited | None = None) -> None:
@@ -150,7 +146,7 @@ class Loop:
         before_epoch = progress.step - first_step  # steps of the epochs before this one
         last_step = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
         end, before = self._plan.max_steps, progress.samples_in_epoch
-        self._emit(EpochStarted(time=time.time(), epoch=epoch, step=progress.step))
+        self._telling.epoch_started(epoch, progress.step)
         self._strategy.train(True)
         meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
@@ -217,13 +213,7 @@ class Loop:
         self._strategy.train(True)
         if self._session.max("evaluation was cut short", cut).item():
             return {}
-        seconds = time.perf_counter() - begun
-        self._emit(
-            EvaluationEnded(
-                time=time.time(), step=self._state.progress.step, epoch=epoch, seconds=seconds, metrics=metrics
-            )
-        )
-        return {f"val_{name}": value for name, value in metrics.items()}
+        return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         known = self._state.epochs[-1].metrics if wait and self._state.epochs else {}
@@ -248,23 +238,7 @@ class Loop:
     def _saved(self, saved: Saved) -> None:
         self._last_save = time.monotonic()
         self._reports.saved(saved.step, saved.path)
-        self._emit(
-            CheckpointSaved(
-                time=time.time(),
-                step=saved.step,
-                path=saved.path,
-                seconds=saved.seconds,
-                stall_seconds=saved.stall_s,
-                written_bytes=saved.written_bytes,
-                total_bytes=saved.total_bytes,
-            )
-        )
-        if saved.warning:
-            self._warn(saved.warning)
-
-    def _not_saved(self, failed: CheckpointError) -> None:
-        text = f"{failed.problems[0].what}: {failed.problems[0].why}; training goes on without this checkpoint"
-        self._warn(text)
+        self._telling.saved(saved)
 
     def _restore(self, inherited: Inherited | None) -> None:
         restored = self._state.restore(inherited)
@@ -279,14 +253,14 @@ class Loop:
         if restored is None:
             return
         for line in str(restored.report).splitlines():
-            self._warn(line)
+            self._telling.warn(line)
         if "imported" in restored.manifest.meta:
             came, anew = ("and optimizer ", "") if "optimizer" in restored.shared else ("", "optimizer, ")
             message = f"weights {came}of another program: {anew}schedule and position begin anew"
-            self._warn(message)
+            self._telling.warn(message)
         elif not self._state.is_alike(restored) and not self._plan.is_bitwise:
             message = "other ranks or another mesh than before: random generators begin anew from the seed"
-            self._warn(message)
+            self._telling.warn(message)
         self._compare(self._state.verdict)
 
     def _complete_ledgers(self, inherited: Inherited) -> None:
@@ -304,7 +278,7 @@ class Loop:
     def _compare(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             found: dict[str, Any] = {"passed": verdict.passed, "steps": verdict.steps, "component": verdict.component}
-            self._emit(ResumeCompared(time=time.time(), text=str(verdict), **found))
+            self._telling.tell(ResumeCompared(time=time.time(), text=str(verdict), **found))
 
     @property
     def _interrupted(self) -> bool:
@@ -314,62 +288,33 @@ class Loop:
         return self._plan.max_steps is not None and self._state.progress.step >= self._plan.max_steps
 
     def _announce(self) -> None:
-        plan, per_epoch = self._plan, self._train.steps_per_epoch
-        self._heartbeat.beat(self._state.progress.step)
-        self._emit(
-            RunStarted(
-                time=time.time(),
-                run_dir=plan.run_dir,
-                world_size=plan.world_size,
-                device=plan.device,
-                backend=plan.strategy,
-                epochs=plan.epochs,
-                steps_per_epoch=per_epoch,
-                total_steps=plan.total_steps(per_epoch),
-                first_step=self._state.progress.step,
-                global_batch=plan.batch.global_batch,
-                settings=plan.settings,
-                decisions=[*map(str, plan.decisions), *self._strategy.notes],
-            )
-        )
+        step = self._state.progress.step
+        self._heartbeat.beat(step)
+        self._telling.run_started(self._plan.world_size, step, self._train.steps_per_epoch, self._strategy.notes)
 
     def _log(self, epoch: int, reading: Reading) -> None:
         self._state.poll()
-        if self._observer is None:
+        if not self._telling.is_heard:
             return
-        metrics = dict(reading.metrics)
-        self._emit(
-            StepEnded(
-                time=time.time(),
-                step=self._state.progress.step,
-                epoch=epoch,
-                loss=metrics.pop("loss"),
-                learning_rate=float(self._strategy.optimizer.param_groups[0]["lr"]),
-                samples_per_second=reading.samples_per_second,
-                gradient_norm=reading.gradient_norm,
-                device_utilization=self._utilization(),
-                metrics=metrics,
-            )
+        metrics, step = dict(reading.metrics), self._state.progress.step
+        self._telling.step_ended(
+            step=step,
+            epoch=epoch,
+            loss=metrics.pop("loss"),
+            learning_rate=float(self._strategy.optimizer.param_groups[0]["lr"]),
+            samples_per_second=reading.samples_per_second,
+            gradient_norm=reading.gradient_norm,
+            device_utilization=self._utilization(),
+            metrics=metrics,
         )
-        step = self._state.progress.step
         for slow in self._stragglers.look(reading.paces, step=step, step_s=reading.step_s, time=time.time()):
-            self._emit(slow)
+            self._telling.tell(slow)
 
     def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:
         steps = self._state.progress.step - sum(record.steps for record in self._state.epochs)
         record = EpochRecord(epoch, steps, samples, seconds, metrics)
         self._state.epochs.append(record)
-        self._emit(
-            EpochEnded(
-                time=time.time(),
-                epoch=epoch,
-                step=self._state.progress.step,
-                seconds=seconds,
-                samples=samples,
-                samples_per_second=record.samples_per_second,
-                metrics=metrics,
-            )
-        )
+        self._telling.epoch_ended(record, self._state.progress.step)
 
     def _finish(self, seconds: float) -> History:
         history = History(
@@ -382,25 +327,8 @@ class Loop:
             stop_signal=int(self._stop.received or 0),
             checkpoint=self._state.path,
         )
-        self._emit(
-            RunEnded(
-                time=time.time(),
-                status="interrupted" if self._interrupted else "done",
-                step=self._state.progress.step,
-                seconds=seconds,
-                samples_per_second=history.throughput,
-                metrics=self._state.epochs[-1].metrics if self._state.epochs else {},
-                model_path=self._state.path,
-            )
-        )
+        self._telling.run_ended(history)
         return history
-
-    def _warn(self, message: str) -> None:
-        self._emit(Warned(time=time.time(), message=message))
-
-    def _emit(self, event: Event) -> None:
-        if self._observer is not None:
-            self._observer.on(event)
 
 
 def _ledger_dir(plan: Plan) -> Path:

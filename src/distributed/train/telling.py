@@ -1,0 +1,120 @@
+"""What a run tells of itself: the events that every loop has, torch's and Keras'. Without an observer it is silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from distributed.checkpoint.publishing import Saved
+from distributed.core.errors import CheckpointError
+from distributed.core.events import (
+    CheckpointSaved,
+    EpochEnded,
+    EpochStarted,
+    EvaluationEnded,
+    Event,
+    Observer,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    Warned,
+)
+from distributed.core.history import EpochRecord, History
+from distributed.core.plan import Plan
+
+
+class Telling:
+    """Makes the events of one process; only the main one has an observer."""
+
+    def __init__(self, plan: Plan, observer: Observer | None) -> None:
+        self._plan, self._observer = plan, observer
+
+    @property
+    def is_heard(self) -> bool:
+        return self._observer is not None
+
+    def tell(self, event: Event) -> None:
+        if self._observer is not None:
+            self._observer.on(event)
+
+    def warn(self, message: str) -> None:
+        self.tell(Warned(time=time.time(), message=message))
+
+    def run_started(
+        self, world_size: int, first_step: int, steps_per_epoch: int | None, notes: Sequence[str] = ()
+    ) -> None:
+        """`notes`: what came to be decided after the plan was made."""
+        plan = self._plan
+        self.tell(
+            RunStarted(
+                time=time.time(),
+                run_dir=plan.run_dir,
+                world_size=world_size,
+                device=plan.device,
+                backend=plan.strategy,
+                epochs=plan.epochs,
+                steps_per_epoch=steps_per_epoch,
+                total_steps=plan.total_steps(steps_per_epoch),
+                first_step=first_step,
+                global_batch=plan.batch.global_batch,
+                settings=plan.settings,
+                decisions=[*map(str, plan.decisions), *notes],
+            )
+        )
+
+    def epoch_started(self, epoch: int, step: int) -> None:
+        self.tell(EpochStarted(time=time.time(), epoch=epoch, step=step))
+
+    def step_ended(self, **found: Any) -> None:
+        self.tell(StepEnded(time=time.time(), **found))
+
+    def evaluated(self, epoch: int, step: int, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns them under the names that they have in a history."""
+        self.tell(EvaluationEnded(time=time.time(), step=step, epoch=epoch, seconds=seconds, metrics=metrics))
+        return {f"val_{name}": value for name, value in metrics.items()}
+
+    def epoch_ended(self, record: EpochRecord, step: int) -> None:
+        self.tell(
+            EpochEnded(
+                time=time.time(),
+                epoch=record.epoch,
+                step=step,
+                seconds=record.seconds,
+                samples=record.samples,
+                samples_per_second=record.samples_per_second,
+                metrics=record.metrics,
+            )
+        )
+
+    def saved(self, saved: Saved) -> None:
+        self.tell(
+            CheckpointSaved(
+                time=time.time(),
+                step=saved.step,
+                path=saved.path,
+                seconds=saved.seconds,
+                stall_seconds=saved.stall_s,
+                written_bytes=saved.written_bytes,
+                total_bytes=saved.total_bytes,
+            )
+        )
+        if saved.warning:
+            self.warn(saved.warning)
+
+    def not_saved(self, failed: CheckpointError) -> None:
+        problem = failed.problems[0]
+        self.warn(f"{problem.what}: {problem.why}; training goes on without this checkpoint")
+
+    def run_ended(self, history: History) -> None:
+        self.tell(
+            RunEnded(
+                time=time.time(),
+                status="interrupted" if history.interrupted else "done",
+                step=history.steps,
+                seconds=history.total_time,
+                samples_per_second=history.throughput,
+                metrics=history.epochs[-1].metrics if history.epochs else {},
+                model_path=history.checkpoint,
+            )
+        )
