@@ -15,7 +15,8 @@ from distributed.core.config import DistributedConfig
 from distributed.core.errors import ConfigError, PlanError
 from distributed.core.plan import Plan
 from distributed.planner.hardware import Gpu, Hardware
-from distributed.planner.planning import JobProfile, make_plan, plan_resources
+from distributed.planner.planning import JobProfile, make_plan
+from distributed.planner.resources import plan_resources
 
 CPUS = Hardware(cpu_cores=4)
 

@@ -32,7 +32,7 @@ from distributed.observe.live import RunScreen
 from distributed.planner.deepspeed_adoption import adopt
 from distributed.planner.hardware import Hardware, probe_for, probe_hardware
 from distributed.planner.parallel import plan_parallel
-from distributed.planner.planning import plan_resources
+from distributed.planner.resources import plan_resources
 
 _SIZES = ("num_gpus", "num_nodes", "gpus_per_node")
 

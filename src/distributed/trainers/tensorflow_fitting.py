@@ -20,7 +20,8 @@ from distributed.launch.request import LaunchRequest
 from distributed.launch.supervisor import Patience
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import probe_hardware
-from distributed.planner.planning import JobProfile, make_plan, plan_resources
+from distributed.planner.planning import JobProfile, make_plan
+from distributed.planner.resources import plan_resources
 from distributed.planner.tensorflow import check_world, cut_for, lay_out
 from distributed.tensorflow.job import Job
 from distributed.tensorflow.layers import batchnorms, finalize, synchronize_batchnorm
