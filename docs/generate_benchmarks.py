@@ -1,35 +1,55 @@
-"""Writes the tables of README.md and benchmarks/README.md from benchmarks/*.json: `python docs/generate_benchmarks.py`.
+"""Writes tables and pictures from benchmarks/*.json: `python docs/generate_benchmarks.py`.
 
-A number in a document has a file behind it, and this is how it gets there; a file that is not there has no line.
+The tables are those of README.md and benchmarks/README.md, and each file gets a picture beside it. A number in a
+document has a file behind it, and this is how it gets there; a file that is not there has no line and no picture.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distributed.bench.throughput_picture import short
+from distributed.bench.pictures import draw
+from distributed.observe.svg import short
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks"
 TARGETS = (ROOT / "README.md", RESULTS / "README.md")
 BEGIN = "<!-- Made by docs/generate_benchmarks.py from benchmarks/*.json; run it after a benchmark. -->"
 END = "<!-- The end of what is made. -->"
+# Where a page shows what was drawn of a benchmark: this line, and below it a line a picture.
+SHOWN = re.compile(r"<!-- Pictures of (\w+), made as well\. -->\n(?:!\[.*\n)*")
 
 Record = dict[str, Any]
 
 
 def render(target: Path = TARGETS[0], results: Path = RESULTS) -> str:
-    """A page with its part made anew: the README's is short, that of benchmarks/ has every contender."""
+    """A page with its parts made anew: the README's is short, that of benchmarks/ has every contender and picture."""
     page = target.read_text(encoding="utf-8")
     before, begun, rest = page.partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not begun or not ended:
         raise SystemExit(f"{target} has no place for the tables: put these two lines there\n{BEGIN}\n{END}")
     made = summary(results) if target.name == TARGETS[0].name and target.parent == ROOT else in_full(results)
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+    return SHOWN.sub(lambda found: _show(found[1], results), f"{before}{BEGIN}\n\n{made}\n\n{END}{after}")
+
+
+def pictures(results: Path = RESULTS) -> dict[Path, str]:
+    """What is drawn of each file, and where it belongs: beside it, under the same name."""
+    return {path.with_suffix(".svg"): draw(record) for path, record in _records(results)}
+
+
+def _show(kind: str, results: Path) -> str:
+    lines = [f"<!-- Pictures of {kind}, made as well. -->"]
+    lines += [
+        f"![{path.stem}: {_machine(record)}]({path.stem}.svg)"
+        for path, record in _records(results)
+        if _kind(path) == kind
+    ]
+    return "\n".join([*lines, ""])
 
 
 def summary(results: Path = RESULTS) -> str:
@@ -217,3 +237,5 @@ def _rounds(result: Record) -> str:
 if __name__ == "__main__":
     for page in TARGETS:
         page.write_text(render(page), encoding="utf-8")
+    for picture, drawn in pictures().items():
+        picture.write_text(drawn, encoding="utf-8")

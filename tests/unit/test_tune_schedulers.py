@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from distributed.core.errors import ConfigError, TaskError
 from distributed.planner.hardware import Gpu, Hardware
 from distributed.tune.course import Course
 from distributed.tune.journal import FILE, Heading, Journal, read_journal
-from distributed.tune.pictures import draw
+from distributed.tune.pictures import draw, write_picture
 from distributed.tune.placement import obstacles, place
 from distributed.tune.reading import ReadCheck
 from distributed.tune.results import Board, best_config, to_csv
@@ -265,7 +266,7 @@ def test_the_best_is_the_best_report_and_its_settings_make_a_config():
     assert Board("loss", "min", some_trials(), by_last=True).value(best) == 2.0
 
 
-def test_the_csv_has_a_line_a_trial_and_the_picture_a_line_for_each_that_reported():
+def test_the_csv_has_a_line_a_trial_and_the_picture_a_line_for_each_that_reported(tmp_path):
     board = Board("loss", "min", some_trials())
     lines = to_csv(board).splitlines()
     assert len(lines) == 4
@@ -275,6 +276,7 @@ def test_the_csv_has_a_line_a_trial_and_the_picture_a_line_for_each_that_reporte
     assert picture.count("<path") == 4  # two trials, above and below
     assert "&lt;8&gt;" in picture
     assert "no trial" in draw(Board("loss", "min", some_trials()[2:]))
+    assert Path(write_picture(board, str(tmp_path))).read_text(encoding="utf-8") == picture
 
 
 class Heard:

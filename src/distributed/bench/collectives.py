@@ -8,10 +8,6 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
 from distributed.bench.machine import describe_machine, describe_versions, load_average
 from distributed.bench.turns import WaitingRanks
 from distributed.planner.hardware import probe_hardware
@@ -121,22 +117,3 @@ def _sizes(largest: int) -> list[int]:
     while sizes[-1] * _FACTOR <= largest:
         sizes.append(sizes[-1] * _FACTOR)
     return sizes
-
-
-def collectives_table(found: Collectives) -> Group:
-    """A row an operation and size."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("operation", no_wrap=True)
-    for name in ("bytes", "µs", "quartiles", "GB/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in sorted(found.rows, key=lambda row: OPERATIONS.index(row.operation)):
-        cells = [f"{row.latency_us:.0f}", f"{row.low_us:.0f}–{row.high_us:.0f}", f"{row.bus_gb_s:.3f}"]
-        table.add_row(row.operation, f"{row.size_bytes:,}", *cells)
-    notes = [
-        "",
-        f"{found.processes} processes on {found.backend}; median of {found.rounds} rounds. µs: a call. GB/s: 10⁹ bytes",
-        "a second that each link carries.",
-        *(f"{operation} is left out: {why}" for operation, why in found.missing.items()),
-        f"load average {found.load_before} before, {found.load_after} after",
-    ]
-    return Group(table, Text("\n".join(notes)))

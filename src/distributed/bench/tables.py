@@ -11,6 +11,7 @@ from rich.text import Text
 
 from distributed.bench.bitwise import BitwiseCost
 from distributed.bench.checkpoint import TARGET_SECOND, TARGET_STALL, TARGET_STALL_GPU, CheckpointCost
+from distributed.bench.collectives import OPERATIONS, Collectives
 from distributed.bench.contenders import BARE_AGAIN, OURS
 from distributed.bench.overhead import TARGET_US, Overhead
 from distributed.bench.scaling import Scaling
@@ -23,12 +24,18 @@ from distributed.bench.tuning import TuningCost
 _BAR = 24  # columns
 
 
+def _table(who: str, *figures: str) -> Table:
+    """A column of names, and figures to its right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(who, no_wrap=True)
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def overhead_table(found: Overhead) -> Group:
     """A row a contender, and below it what the columns mean and how far to trust them."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("contender", no_wrap=True)
-    for name in ("CPU µs", "Python µs", "wall µs", "over bare", "at best", "process", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("contender", "CPU µs", "Python µs", "wall µs", "over bare", "at best", "process", "ratio")
     bare = next(row for row in found.rows if row.contender == BARE_AGAIN)
     table.add_row("bare", f"{bare.bare_cpu_us:.0f}", f"{bare.bare_python_us:.0f}", f"{bare.bare_wall_us:.0f}")
     for row in found.rows:
@@ -63,10 +70,7 @@ def _overhead_notes(found: Overhead) -> Iterator[str]:
 
 def checkpoint_table(found: CheckpointCost, bitwise: BitwiseCost | None) -> Group:
     """A row a way of saving, then the two ratios that we hold ourselves to."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("way", no_wrap=True)
-    for name in ("stall s", "× copy", "on disk after s", "MiB written"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("way", "stall s", "× copy", "on disk after s", "MiB written")
     floor = found.row("copy").stall_s
     for row in found.rows:
         cells = [f"{row.stall_s:.3f}", f"{row.stall_s / floor:.2f}"]
@@ -129,10 +133,7 @@ def _scaling_notes(found: Scaling) -> Iterator[str]:
 
 def strategies_table(found: StrategyCosts) -> Group:
     """A row a way of training."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("way", no_wrap=True)
-    for name in ("ms a step", "spread", "of bare", "tokens/s", "of peak", "peak GiB", "loss"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("way", "ms a step", "spread", "of bare", "tokens/s", "of peak", "peak GiB", "loss")
     for row in found.rows:
         part, peak = found.part_of_peak(row), row.peak_gib
         cells = [f"{row.step_ms:.1f}", f"{row.spread_ms:.1f}", f"{row.ratio:.3f}"]
@@ -152,10 +153,7 @@ def strategies_table(found: StrategyCosts) -> Group:
 
 def start_table(found: Starts) -> Group:
     """A row an engine with what it takes of a start by hand, then the starts by hand, then what is not installed."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("engine", no_wrap=True)
-    for name in ("first step s", "of by hand", "back after s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("engine", "first step s", "of by hand", "back after s")
     table.add_column("beside", no_wrap=True)
     for row in found.rows:
         part = found.of_peer(row)
@@ -173,10 +171,7 @@ def start_table(found: Starts) -> Group:
 
 def tuning_table(found: TuningCost) -> Group:
     """A row a side: what its searches took over the ideal."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("side", no_wrap=True)
-    for name in ("wall s", "trials s", "of ideal", ""):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table("side", "wall s", "trials s", "of ideal", "")
     for row in found.rows:
         walls, sums = zip(*((search.wall_s, search.trials_s) for search in row.searches), strict=True)
         is_ours = row.side.startswith("ours")
@@ -189,6 +184,22 @@ def tuning_table(found: TuningCost) -> Group:
         "trials: the sum of what the trials took by their own clocks. ideal: that by trials at a time.",
         f"our own limit is {TUNING_TARGET} of the ideal. Ray's clusters were started before.",
         *(f"{side} is not here: Ray is not installed" for side in found.missing),
+        f"load average {found.load_before} before, {found.load_after} after",
+    ]
+    return Group(table, Text("\n".join(notes)))
+
+
+def collectives_table(found: Collectives) -> Group:
+    """A row an operation and size."""
+    table = _table("operation", "bytes", "µs", "quartiles", "GB/s")
+    for row in sorted(found.rows, key=lambda row: OPERATIONS.index(row.operation)):
+        cells = [f"{row.latency_us:.0f}", f"{row.low_us:.0f}–{row.high_us:.0f}", f"{row.bus_gb_s:.3f}"]
+        table.add_row(row.operation, f"{row.size_bytes:,}", *cells)
+    notes = [
+        "",
+        f"{found.processes} processes on {found.backend}; median of {found.rounds} rounds. µs: a call. GB/s: 10⁹ bytes",
+        "a second that each link carries.",
+        *(f"{operation} is left out: {why}" for operation, why in found.missing.items()),
         f"load average {found.load_before} before, {found.load_after} after",
     ]
     return Group(table, Text("\n".join(notes)))

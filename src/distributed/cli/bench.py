@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from distributed.bench.contenders import MEASURED, find_contenders
 from distributed.bench.overhead import measure_overhead
 from distributed.bench.scaling import measure_scaling
+from distributed.cli.bench_output import JsonFile, PictureFile, progress, show, write
 from distributed.core.errors import ConfigError
 from distributed.core.registry import nearest_hint
 from distributed.planner.hardware import probe_hardware
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
-
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures, with machine and versions.")
-]
-
-PictureFile = Annotated[
-    Path | None, typer.Option("--picture", metavar="FILE.svg", help="Also draw what was found, as an SVG.")
-]
 
 
 @app.callback()
@@ -47,6 +32,7 @@ def overhead(
     ] = None,
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"Whose bare loop: {', '.join(MEASURED)}.")] = MEASURED[0],
     json_file: JsonFile = None,
+    picture: PictureFile = None,
 ) -> None:
     """What a trainer costs: CPU time a step over a hand-written loop, on a model so small that nothing hides it.
 
@@ -64,11 +50,11 @@ def overhead(
     """
     from distributed.bench.tables import overhead_table
 
-    with _progress() as notify:
+    with progress() as notify:
         found = measure_overhead(
             find_contenders(only, engine), processes=processes, steps=steps, rounds=rounds, notify=notify
         )
-    _show(overhead_table(found), found.to_dict(), json_file)
+    show(overhead_table(found), found.to_dict(), json_file, picture)
 
 
 @app.command("throughput")
@@ -114,10 +100,8 @@ def throughput(
     """
     from distributed.bench.throughput import Wish, choose_workloads, measure_throughput
     from distributed.bench.throughput_field import ORDER, find_field
-    from distributed.bench.throughput_picture import draw_throughput
     from distributed.bench.throughput_table import throughput_table
 
-    check_picture(picture)
     device = _device(processes)
     wish = Wish(
         workloads=choose_workloads(workload, device, ORDER, tiny),
@@ -129,13 +113,10 @@ def throughput(
         seconds=seconds or (65.0 if device == "cuda" else None),
         tiny=tiny,
     )
-    with _progress(logs=True) as notify:
+    with progress(logs=True) as notify:
         for found in measure_throughput(wish, find_field(only, device, free_speed=free_speed), notify):
-            _write(found.to_dict(), json_file)
-            if picture is not None:
-                picture.write_text(draw_throughput(found.to_dict()), encoding="utf-8")
-    _show(throughput_table(found), found.to_dict(), json_file)
-    _tell(picture)
+            write(found.to_dict(), json_file, picture)
+    show(throughput_table(found), found.to_dict(), json_file, picture)
 
 
 @app.command("collectives")
@@ -146,6 +127,7 @@ def collectives(
     largest: Annotated[float, typer.Option(min=0.001, metavar="MIB", help="The largest message.")] = 64.0,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of each size; their median counts.")] = 5,
     json_file: JsonFile = None,
+    picture: PictureFile = None,
 ) -> None:
     """What sending costs: all-reduce, all-gather, reduce-scatter and broadcast from 1 KiB to 64 MiB.
 
@@ -158,11 +140,12 @@ def collectives(
       distributed bench collectives
       distributed bench collectives --processes 4 --largest 16 --json collectives.json
     """
-    from distributed.bench.collectives import collectives_table, measure_collectives
+    from distributed.bench.collectives import measure_collectives
+    from distributed.bench.tables import collectives_table
 
-    with _progress() as notify:
+    with progress() as notify:
         found = measure_collectives(processes, largest_mib=largest, rounds=rounds, notify=notify)
-    _show(collectives_table(found), found.to_dict(), json_file)
+    show(collectives_table(found), found.to_dict(), json_file, picture)
 
 
 @app.command("scaling")
@@ -174,6 +157,7 @@ def scaling(
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps an epoch; four epochs are trained.")] = 15,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each size; the fastest counts.")] = 2,
     json_file: JsonFile = None,
+    picture: PictureFile = None,
 ) -> None:
     """What another device brings: samples a second with 1..N processes, through Trainer.fit.
 
@@ -187,9 +171,9 @@ def scaling(
     """
     from distributed.bench.tables import scaling_table
 
-    with _progress() as notify:
+    with progress() as notify:
         found = measure_scaling(max_processes, steps=steps, repeats=repeats, strong=strong, notify=notify)
-    _show(scaling_table(found), found.to_dict(), json_file)
+    show(scaling_table(found), found.to_dict(), json_file, picture)
 
 
 @app.command("checkpoint")
@@ -199,6 +183,7 @@ def checkpoint(
     device: Annotated[str, typer.Option(metavar="NAME", help="Where the state is: cpu or cuda.")] = "cpu",
     bitwise: Annotated[bool, typer.Option(help="Also measure reproducible='bitwise' against the normal mode.")] = True,
     json_file: JsonFile = None,
+    picture: PictureFile = None,
 ) -> None:
     """What a checkpoint costs: how long training stands still for it, against a plain copy of the same bytes.
 
@@ -214,11 +199,11 @@ def checkpoint(
     from distributed.bench.checkpoint import measure_checkpoint
     from distributed.bench.tables import checkpoint_table
 
-    with _progress() as notify:
+    with progress() as notify:
         found = measure_checkpoint(mebibytes=mebibytes, rounds=rounds, device=device, notify=notify)
         cost = measure_bitwise(processes=2, virtual_ranks=8, rounds=2, notify=notify) if bitwise else None
     record = found.to_dict() | ({"bitwise": cost.to_dict()} if cost is not None else {})
-    _show(checkpoint_table(found, cost), record, json_file)
+    show(checkpoint_table(found, cost), record, json_file, picture)
 
 
 @app.command("recovery")
@@ -230,6 +215,7 @@ def recovery(
     steps: Annotated[int, typer.Option(min=10, metavar="N", help="Steps over which the watching is measured.")] = 800,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the moments at which ranks are killed.")] = 0,
     json_file: JsonFile = None,
+    picture: PictureFile = None,
 ) -> None:
     """What a killed rank costs: seconds from SIGKILL until all ranks train again, against torchrun.
 
@@ -245,11 +231,11 @@ def recovery(
     from distributed.bench.recovery import measure_recovery
     from distributed.bench.recovery_table import recovery_table
 
-    with _progress() as notify:
+    with progress() as notify:
         found = measure_recovery(
             kills=kills, ranks=ranks, starts=starts, stalls=stalls, steps=steps, seed=seed, notify=notify
         )
-    _show(recovery_table(found), found.to_dict(), json_file)
+    show(recovery_table(found), found.to_dict(), json_file, picture)
 
 
 @app.command("start")
@@ -260,6 +246,7 @@ def start(
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="CPU processes of each run.")] = 2,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Starts of each; their median counts.")] = 3,
     json_file: JsonFile = None,
+    picture: PictureFile = None,
 ) -> None:
     """How long it takes until training begins: seconds from the command to the end of the first step, by engine.
 
@@ -274,9 +261,9 @@ def start(
     from distributed.bench.start import measure_starts
     from distributed.bench.tables import start_table
 
-    with _progress() as notify:
+    with progress() as notify:
         found = measure_starts(only, processes=processes, repeats=repeats, notify=notify)
-    _show(start_table(found), found.to_dict(), json_file)
+    show(start_table(found), found.to_dict(), json_file, picture)
 
 
 @app.command("strategies")
@@ -285,6 +272,7 @@ def strategies(
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Timed steps a turn.")] = 10,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Turns; more: less noise.")] = 6,
     json_file: JsonFile = None,
+    picture: PictureFile = None,
 ) -> None:
     """What a way of training costs on one device: time a step and peak memory, against a bare compiled loop.
 
@@ -302,9 +290,9 @@ def strategies(
 
     if size not in SIZES:
         raise ConfigError(f"there is no size {size!r}", do=f"choose one of: {', '.join(SIZES)}")
-    with _progress() as notify:
+    with progress() as notify:
         found = measure_strategies(size, steps=steps, rounds=rounds, notify=notify)
-    _show(strategies_table(found), found.to_dict(), json_file)
+    show(strategies_table(found), found.to_dict(), json_file, picture)
 
 
 @app.command("tune")
@@ -314,6 +302,7 @@ def tune(
     seconds: Annotated[float, typer.Option(min=0.05, metavar="S", help="Of CPU time that a trial takes, about.")] = 3.0,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Searches of each side; their median counts.")] = 2,
     json_file: JsonFile = None,
+    picture: PictureFile = None,
 ) -> None:
     """What a search costs beside its trials: wall time over the sum of the trials' times by trials at a time.
 
@@ -327,54 +316,9 @@ def tune(
     from distributed.bench.tables import tuning_table
     from distributed.bench.tuning import measure_tuning
 
-    with _progress() as notify:
+    with progress() as notify:
         found = measure_tuning(trials=trials, parallel=parallel, seconds=seconds, repeats=repeats, notify=notify)
-    _show(tuning_table(found), found.to_dict(), json_file)
-
-
-@contextmanager
-def _progress(*, logs: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr that is gone when the table comes; where stderr is no terminal, nothing, or a line each time."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console, begun = Console(stderr=True), time.monotonic()
-    options: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
-    # Drawn between turns and never from a thread of its own: the benchmark shares the cores with it.
-    with Progress(*columns, auto_refresh=False, **options) as bar:
-        task = bar.add_task("starting")
-
-        def notify(text: str, done: int, in_all: int) -> None:
-            bar.update(task, description=text, completed=done, total=in_all, refresh=True)
-            if logs and not console.is_terminal:
-                print(f"{time.monotonic() - begun:.0f} s  {text}", file=sys.stderr, flush=True)
-
-        yield notify
-
-
-def _show(table: Any, record: dict[str, Any], json_file: Path | None) -> None:
-    console = Console(highlight=False)
-    console.print(table, soft_wrap=True)
-    _write(record, json_file)
-    _tell(json_file)
-
-
-def _write(record: dict[str, Any], json_file: Path | None) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _tell(written: Path | None) -> None:
-    if written is not None:
-        Console(highlight=False).print(f"written: {written}", soft_wrap=True, markup=False)
-
-
-def check_picture(picture: Path | None) -> None:
-    """Before anything is measured."""
-    if picture is not None and picture.suffix.lower() != ".svg":
-        raise ConfigError(
-            f"--picture {picture}",
-            why="pictures are drawn as SVG, which needs nothing that is not installed",
-            do=f"--picture {picture.with_suffix('.svg')}",
-        )
+    show(tuning_table(found), found.to_dict(), json_file, picture)
 
 
 def _device(processes: int | None) -> str:

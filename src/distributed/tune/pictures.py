@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from distributed.observe.svg import Scale, line, page, text, trace
 from distributed.tune.results import Board, short, varied
 from distributed.tune.runner import TrialResult
 
@@ -23,11 +24,7 @@ _FEW = 5  # values that are all marked on their axis
 # From the best to the worst; the colours stay apart in print and for eyes that see red and green alike.
 _COLOURS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (222, 210, 60))
 _STYLE = """
-text { font: 12px system-ui, sans-serif; fill: #222 }
-.title { font-size: 15px; font-weight: 600 }
-.small { font-size: 11px; fill: #555; paint-order: stroke; stroke: white; stroke-width: 3px }
-.axis { stroke: #999; stroke-width: 1 }
-.grid { stroke: #e6e6e6; stroke-width: 1 }
+.title { font-size: 15px }
 path { fill: none; stroke-width: 1.3; stroke-opacity: .75 }
 path.best { stroke-width: 3.2; stroke-opacity: 1 }
 path.stopped { stroke-dasharray: 5 3 }
@@ -45,22 +42,17 @@ def draw(board: Board) -> str:
     """The picture as text."""
     trials = [trial for trial in board.trials if math.isfinite(_or_nan(board.value(trial)))]
     best = board.best
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-        f'height="{_HEIGHT}" role="img"><style>{_STYLE}</style>',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-    ]
     if not trials or best is None:
-        parts.append(_text(_WIDTH / 2, 60, "no trial has reported a metric", "title", "middle"))
+        parts = [text(_WIDTH / 2, 60, "no trial has reported a metric", "title", "middle")]
     else:
         value = board.value(best)
         head = f"{len(board.trials)} trials; best: {best.id}, {board.metric} {short(value)}"
-        parts.append(_text(_LEFT, 28, head, "title"))
-        parts.append(_text(_LEFT, 46, ", ".join(f"{n}={short(v)}" for n, v in best.params.items())[:150], "small"))
+        settings = ", ".join(f"{n}={short(v)}" for n, v in best.params.items())[:150]
+        parts = [text(_LEFT, 28, head, "title"), text(_LEFT, 46, settings, "small")]
         shade = _shades(board, trials)
         order = sorted(trials, key=lambda trial: trial.id == best.id)  # the best is drawn last, on top
         parts += [*_coordinates(board, order, best, shade), *_curves(board, order, best, shade)]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return page(_WIDTH, _HEIGHT, parts, _STYLE)
 
 
 def _or_nan(value: float | None) -> float:
@@ -96,8 +88,9 @@ class _Axis:
         self.is_number = all(_is_number(value) for value in values)
         self.is_log = False
         if self.is_number:
-            self._low, self._high = min(values), max(values)
-            self.is_log = self._low > 0 and self._high / self._low >= 100
+            low, high = min(values), max(values)
+            self.is_log = low > 0 and high / low >= 100
+            self._scale = Scale(low, high, self.is_log)
             self.ticks: list[tuple[float, str]] = [(self.place(v), short(float(v))) for v in self._marks()]
         else:
             self._names.sort()
@@ -106,21 +99,16 @@ class _Axis:
     def _marks(self) -> list[float]:
         if len(self._names) <= _FEW:
             return [float(name) for name in self._names]
+        low, high = self._scale.low, self._scale.high
         if self.is_log:
-            first, last = math.ceil(math.log10(self._low)), math.floor(math.log10(self._high))
-            inner = [10.0**power for power in range(first, last + 1)]
-            return sorted({self._low, self._high} | {v for v in inner if 0.06 < self.place(v) < 0.94})
-        return [self._low + (self._high - self._low) * part / 4 for part in range(5)]
+            return sorted({low, high} | {v for v in self._scale.decades if 0.06 < self.place(v) < 0.94})
+        return [low + (high - low) * part / 4 for part in range(5)]
 
     def place(self, value: Any) -> float:
         if not self.is_number:
             last = len(self._names) - 1
             return self._names.index(json.dumps(value, sort_keys=True)) / last if last else 0.5
-        if self._low == self._high:
-            return 0.5
-        if self.is_log:
-            return math.log(value / self._low) / math.log(self._high / self._low)
-        return float((value - self._low) / (self._high - self._low))
+        return self._scale.place(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -137,12 +125,12 @@ def _coordinates(board: Board, trials: list[TrialResult], best: TrialResult, sha
     for number, (name, value_of) in enumerate(columns):
         x, axis = _LEFT + span * number, _Axis([value_of(trial) for trial in trials])
         axes.append((x, axis, value_of))
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_AXES_TOP}" y2="{bottom}"/>')
-        parts.append(_text(x, _AXES_TOP - 12, name + (" (log)" if axis.is_log else ""), "", "middle"))
+        parts.append(line((x, _AXES_TOP), (x, bottom), "axis"))
+        parts.append(text(x, _AXES_TOP - 12, name + (" (log)" if axis.is_log else ""), "", "middle"))
         is_last = number == len(columns) - 1
         for place, label in axis.ticks:
             y = bottom - place * _AXES_HEIGHT
-            labels.append(_text(x + (6 if is_last else -6), y + 4, label, "small", "start" if is_last else "end"))
+            labels.append(text(x + (6 if is_last else -6), y + 4, label, "small", "start" if is_last else "end"))
     for trial in trials:
         points = [(x, bottom - axis.place(value_of(trial)) * _AXES_HEIGHT) for x, axis, value_of in axes]
         parts.append(_path(points, trial, best, shade))
@@ -164,7 +152,7 @@ def _curves(board: Board, trials: list[TrialResult], best: TrialResult, shade: d
     }
     points = [point for curve in curves.values() for point in curve]
     bottom = _CURVES_TOP + _CURVES_HEIGHT
-    parts = [_text(_LEFT, _CURVES_TOP - 16, f"{board.metric} over the steps of each trial", "title")]
+    parts = [text(_LEFT, _CURVES_TOP - 16, f"{board.metric} over the steps of each trial", "title")]
     if not points:
         return parts
     values, last_step = _Axis([value for _, value in points]), max(step for step, _ in points)
@@ -176,29 +164,23 @@ def _curves(board: Board, trials: list[TrialResult], best: TrialResult, shade: d
 
     for place, label in values.ticks:
         y = bottom - place * _CURVES_HEIGHT
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(_LEFT - 6, y + 4, label, "small", "end"))
+        parts.append(line((_LEFT, y), (_WIDTH - _RIGHT, y), "grid"))
+        parts.append(text(_LEFT - 6, y + 4, label, "small", "end"))
     for step in sorted({1, last_step} | {round(1 + (last_step - 1) * part / 4) for part in range(5)}):
-        parts.append(_text(at(step, points[0][1])[0], bottom + 18, str(step), "small", "middle"))
+        parts.append(text(at(step, points[0][1])[0], bottom + 18, str(step), "small", "middle"))
     for trial in trials:
         places = [at(step, value) for step, value in curves[trial.id]]
         if len(places) == 1:
             places.append((places[0][0] + 4, places[0][1]))
         if places:
             parts.append(_path(places, trial, best, shade))
-    parts.append(_text(_LEFT, bottom + 42, "dark: good, light: bad; thick: the best; dashed: stopped early", "small"))
+    parts.append(text(_LEFT, bottom + 42, "dark: good, light: bad; thick: the best; dashed: stopped early", "small"))
     return parts
 
 
 def _path(points: Sequence[tuple[float, float]], trial: TrialResult, best: TrialResult, shade: dict[str, str]) -> str:
     """A line that tells which trial it is when it is pointed at."""
-    line = "M" + " L".join(f"{x:.1f},{y:.1f}" for x, y in points)
     classes = [name for name, holds in (("best", trial.id == best.id), ("stopped", trial.status == "stopped")) if holds]
     about = f"trial {trial.id}, {trial.status}: " + ", ".join(f"{n}={short(v)}" for n, v in trial.params.items())
-    return (
-        f'<path class="{" ".join(classes)}" stroke="{shade[trial.id]}" d="{line}"><title>{escape(about)}</title></path>'
-    )
-
-
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>'
+    drawn = f'class="{" ".join(classes)}" stroke="{shade[trial.id]}" d="{trace(points)}"'
+    return f"<path {drawn}><title>{escape(about)}</title></path>"
