@@ -23,14 +23,14 @@ pytestmark = pytest.mark.skipif(not is_installed("horovod.torch"), reason="Horov
 TIMEOUT_S, PATIENCE_S = 3.0, 60.0
 
 
-def fit(run_dir: str, in_second_step: Callable[[], None] = lambda: None, **settings: Any) -> str:
-    """Trains four steps; what a rank fails with, or "". Rank 1 does something of its own in the second step."""
+def fit(run_dir: str, in_second_step: Callable[[int], object] = lambda rank: None, **settings: Any) -> str:
+    """Trains four steps; what a rank fails with, or ""."""
     model, passes = nn.Linear(4, 2), []
 
     def forward(*_: Any) -> None:
         passes.append(1)
-        if len(passes) == 2 and worker_env().rank == 1:
-            in_second_step()
+        if len(passes) == 2:
+            in_second_step(worker_env().rank)
 
     model.register_forward_pre_hook(forward)
     data = TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
@@ -60,17 +60,28 @@ def wait_for(path: Path) -> bool:
 def late(folder: str) -> str:
     """Rank 1 comes when rank 0 has given up."""
     sign = Path(folder, "gave-up")
-    told = fit(f"{folder}/late", lambda: None if wait_for(sign) else os._exit(1), collective_timeout_s=TIMEOUT_S)
+    told = fit(
+        f"{folder}/late", lambda rank: rank == 0 or wait_for(sign) or os._exit(1), collective_timeout_s=TIMEOUT_S
+    )
+    sign.touch()
+    return told
+
+
+def fail(rank: int) -> None:
+    if rank == 1:
+        raise RuntimeError("of the model's own")
+
+
+def gone(folder: str) -> str:
+    """Rank 1 has failed when rank 0 comes to send."""
+    sign = Path(folder, "gone")
+    told = fit(f"{folder}/gone", lambda rank: fail(rank) if rank == 1 else wait_for(sign))
     sign.touch()
     return told
 
 
 def failing(folder: str) -> tuple[str, bool]:
     """Rank 1 fails, and its script goes on; whether rank 0 noticed by then."""
-
-    def fail() -> None:
-        raise RuntimeError("of the model's own")
-
     sign = Path(folder, "noticed")
     told = fit(f"{folder}/failing", fail)
     if worker_env().rank == 0:
@@ -83,7 +94,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("horovod"))
 
     def all_of_it() -> dict[str, Any]:
-        found: dict[str, Any] = {"late": late(folder), "after": fit(f"{folder}/after")}
+        found: dict[str, Any] = {"late": late(folder), "after": fit(f"{folder}/after"), "gone": gone(folder)}
         os.environ["HOROVOD_CYCLE_TIME"] = "2"  # as horovodrun --cycle-time-ms 2 sets it
         found["tuned"] = [fit(f"{folder}/tuned-{number}") for number in range(3)]
         found["failing"] = failing(folder)
@@ -113,6 +124,13 @@ def test_a_rank_that_fails_ends_the_wait_of_the_others_though_its_script_goes_on
     assert "of the model's own" in found[1]["failing"][0]
     assert found[1]["failing"][1], "rank 0 waited until the process of rank 1 had ended"
     assert found[0]["failing"][0].startswith("CollectiveError")
+
+
+def test_a_rank_that_comes_to_send_after_another_has_failed_names_what_it_would_send(
+    found: list[dict[str, Any]],
+) -> None:
+    assert "of the model's own" in found[1]["gone"]
+    assert found[0]["gone"].startswith("CollectiveError: [r0] in the collective 'gradient.")
 
 
 def test_what_cannot_begin_again_says_so(found: list[dict[str, Any]]) -> None:

@@ -78,13 +78,18 @@ class Ring:
                 self._deadline.begin(missing)
                 yield
         except (RuntimeError, ValueError) as failed:  # the second where a handle has ended with Horovod
-            if _Made.ended == self._after and not self._deadline.has_passed and not is_collateral(failed):
-                raise
-            late = f"nothing came from the other ranks for {self._deadline.seconds:g} s (collective_timeout_s)"
-            why = late if self._deadline.has_passed else failed
-            raise CollectiveError(f"[r{self._session.rank}] in the collective {name!r}: {why}") from failed
+            self.tell_lost(name, failed)
+            raise
         finally:
             self._deadline.end()
+
+    def tell_lost(self, name: str, failed: Exception) -> None:
+        """Raise what a collective failed with as the end of the world, where it is that; bad arguments are not."""
+        if _Made.ended == self._after and not self._deadline.has_passed and not is_collateral(failed):
+            return
+        late = f"nothing came from the other ranks for {self._deadline.seconds:g} s (collective_timeout_s)"
+        why = late if self._deadline.has_passed else failed
+        raise CollectiveError(f"[r{self._session.rank}] in the collective {name!r}: {why}") from failed
 
     def leave(self, *, failed: bool = False) -> None:
         """Ends it on all ranks, also for one that waits in it; or leaves it to the script, or to the next fit.

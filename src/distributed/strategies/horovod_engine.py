@@ -123,7 +123,12 @@ class HorovodEngine(TorchMesh):
         wire = tensor if dtype is None else tensor.to(dtype)
         if not wire.is_contiguous():
             wire = wire.contiguous()
-        self._sent[name] = _Sent(self._hvd.allreduce_async_(wire, name=name, op=how), wire)
+        try:
+            self._sent[name] = _Sent(self._hvd.allreduce_async_(wire, name=name, op=how), wire)
+        except RuntimeError as failed:  # another rank may have ended Horovod before this one sends
+            assert self._ring is not None
+            self._ring.tell_lost(name, failed)
+            raise
 
     def _receive(self, name: str, tensor: torch.Tensor) -> None:
         """Wait for a tensor that was sent, and take it."""
