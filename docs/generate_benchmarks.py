@@ -237,5 +237,8 @@ def _rounds(result: Record) -> str:
 if __name__ == "__main__":
     for page in TARGETS:
         page.write_text(render(page), encoding="utf-8")
-    for picture, drawn in pictures().items():
-        picture.write_text(drawn, encoding="utf-8")
+    drawn = pictures()
+    for leftover in set(RESULTS.glob("*.svg")) - set(drawn):
+        leftover.unlink()
+    for picture, content in drawn.items():
+        picture.write_text(content, encoding="utf-8")

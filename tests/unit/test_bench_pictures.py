@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import re
+import math
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,11 @@ def rows_of(record: Record) -> list[Record]:
 @pytest.mark.parametrize(
     "record", [*map(read, (path.stem for path in COMMITTED)), sent()], ids=lambda r: r.get("benchmark")
 )
-def test_every_contender_of_a_record_has_its_name_and_a_label_with_a_figure(record: Record) -> None:
+def test_every_contender_of_a_record_has_its_name(record: Record) -> None:
     words = texts(draw(record))
     names = {row.get(key) for row in rows_of(record) for key in ("contender", "name", "side", "operation")} - {None}
     for name in names:
         assert any(name in word for word in words), name
-    assert sum(bool(re.search(r"\d", word)) for word in words) >= len(rows_of(record)) / len(SIZES)
     assert any("torch 2." in word for word in words)
 
 
@@ -143,7 +142,7 @@ def boxes(picture: str, attribute: str) -> list[float]:
 def test_figures_that_are_unknown_or_zero_and_a_single_row_do_not_break_it(record: Record) -> None:
     fields = {key for row in rows_of(record) for key, value in row.items() if isinstance(value, float)}
     assert fields
-    for value in (None, 0.0):
+    for value in (None, 0.0, math.nan):
         for field in fields:
             changed = copy.deepcopy(record)
             for row in rows_of(changed):
@@ -153,6 +152,8 @@ def test_figures_that_are_unknown_or_zero_and_a_single_row_do_not_break_it(recor
     for one in [record, *record.get("workloads", [])]:
         if "rows" in one:
             del one["rows"][1:]
+            assert texts(draw(record))
+            del one["rows"][:]
     assert texts(draw(record))
 
 

@@ -67,7 +67,11 @@ class Own(torch.optim.AdamW):
         (lambda parameters: torch.optim.AdamW(parameters, foreach=False), "foreach=False"),
         (lambda parameters: torch.optim.AdamW(parameters, fused=False), "fused=False"),
         (lambda parameters: torch.optim.SGD(parameters, differentiable=True), "differentiable=True"),
-        (lambda parameters: torch.optim.AdamW([{"params": [p]} for p in parameters], capturable=True), "capturable="),
+        (lambda parameters: torch.optim.AdamW(parameters, capturable=True), "capturable=True"),
+        (
+            lambda ps: torch.optim.AdamW([{"params": ps[:1]}, {"params": ps[1:], "capturable": True}]),
+            "capturable=True",
+        ),
         (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, dampening=0.1), "dampening"),
         (lambda parameters: Own(parameters), "torch has no fused Own"),
     ],
@@ -84,6 +88,14 @@ def test_what_the_user_chose_and_what_torch_has_no_kernel_for_stays_and_is_told(
     assert f"{type(optimizer).__name__} not fused: " in note
     assert why in note
     strategy.close()
+
+
+def test_one_that_its_user_has_fused_is_not_told_to_be_otherwise() -> None:
+    module = model()
+    strategy = begun(module, torch.optim.AdamW(module.parameters(), fused=True))
+    assert not strategy.notes
+    strategy.close()
+    assert all(group["fused"] for group in strategy.optimizer.param_groups)
 
 
 def test_sparse_gradients_are_left_to_kernels_that_know_them() -> None:

@@ -68,7 +68,7 @@ def stack(title: str, where: str, panels: Sequence[Panel], note: str, legend: Se
 
 
 def is_known(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    return value is not None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Bar:
 
     @property
     def shown(self) -> list[float]:
-        return [v for v in (self.value, *(self.spread or ()), *self.dots) if v is not None and math.isfinite(v)]
+        return [value for value in (self.value, *(self.spread or ()), *self.dots) if value is not None]
 
     @property
     def words(self) -> str:

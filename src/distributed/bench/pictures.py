@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -25,7 +26,16 @@ def draw(record: Record) -> str:
     kind = record.get("benchmark", "strategies")
     if kind not in _DRAWN:
         raise ConfigError(f"there is no picture of a benchmark {kind!r}", do=f"one of: {', '.join(_DRAWN)}")
-    return _DRAWN[kind](record)
+    return _DRAWN[kind](_known(record))
+
+
+def _known(found: Any) -> Any:
+    """The same without what is not a number: it is as if it had not been measured."""
+    if isinstance(found, dict):
+        return {key: _known(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [_known(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def _throughput(record: Record) -> str:
@@ -68,7 +78,9 @@ def _overhead(record: Record) -> str:
 
 
 def _scaling(record: Record) -> str:
-    rows = record["rows"]
+    title, rows = "Scaling: what another process brings", record["rows"]
+    if not rows:
+        return stack(title, _where(record), [], "")
     own = tuple(Point(row["processes"], row["samples_per_second"], _efficiency(row)) for row in rows)
     most = rows[-1]["processes"]
     ideal = (Point(0, 0), Point(most, (rows[0]["samples_per_second"] or 0) / rows[0]["processes"] * most))
@@ -76,7 +88,7 @@ def _scaling(record: Record) -> str:
     ticks = tuple((row["processes"], str(row["processes"])) for row in rows)
     panel = Lines("samples a second by processes", record["kind"], series, ticks)
     note = "%: efficiency, the speed-up by processes; the fastest run of each size"
-    return stack("Scaling: what another process brings", _where(record), [panel], note)
+    return stack(title, _where(record), [panel], note)
 
 
 def _efficiency(row: Record) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from distributed.bench.recovery_work import BATCH, Rows, make_model
-from distributed.launch.rank import leave
 
 
 def main() -> None:
@@ -29,7 +29,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         Path(sys.argv[1], "first-step").write_text(repr(time.time()), encoding="utf-8")
     dist.destroy_process_group()
-    leave(0)  # torch's threads abort about one in fifty such processes while Python is torn down
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads abort about one in fifty such processes while Python is torn down
 
 
 if __name__ == "__main__":

@@ -25,17 +25,19 @@ def why_not_fused(optimizer: torch.optim.Optimizer, module: nn.Module | None = N
     """
     groups, kind = optimizer.param_groups, type(optimizer)
     parameters = [p for group in groups for p in group["params"]]
-    if kind not in _KINDS or not parameters:  # a subclass may step in a way of its own
+    if kind not in _KINDS:  # a subclass may step in a way of its own
         return f"torch has no fused {kind.__name__}"
-    own = [name for group in groups for name in _OWN_WISH if group.get(name) not in (None, False)]
-    own += [name for group in groups for name in ("fused", "foreach") if group.get(name) is False]
+    if not parameters:
+        return "it has no parameters"
+    own = [(name, group[name]) for group in groups for name in _OWN_WISH if group.get(name) not in (None, False)]
+    own += [(name, False) for group in groups for name in ("fused", "foreach") if group.get(name) is False]
     if own:
-        return f"it was made with {own[0]}={next(group[own[0]] for group in groups if group.get(own[0]) is not None)}"
+        return "it was made with {}={}".format(*own[0])
     if any(group.get("momentum") and group.get("dampening") for group in groups):
         return "the first step leaves dampening out, which a fused one would not"  # see `_make_momentum`
     device = parameters[0].device
     if not all(p.is_floating_point() and p.device == device for p in parameters):
-        return "its parameters are of several devices, or complex"
+        return "its parameters are on several devices, or not in floating point"
     if device.type not in _DEVICES or not _has_kernel(kind, device):
         return f"torch has no fused {kind.__name__} for {device.type}"
     if module is not None and _has_sparse_gradients(module):

@@ -125,7 +125,7 @@ class HorovodEngine(TorchMesh):
             wire = wire.contiguous()
         try:
             self._sent[name] = _Sent(self._hvd.allreduce_async_(wire, name=name, op=how), wire)
-        except RuntimeError as failed:  # another rank may have ended Horovod before this one sends
+        except (RuntimeError, ValueError) as failed:  # Horovod may have ended before this rank sends
             assert self._ring is not None
             self._ring.tell_lost(name, failed)
             raise

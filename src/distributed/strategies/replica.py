@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from distributed.core.plan import Plan
+from distributed.core.plan import Decision, Plan
 from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
@@ -104,13 +104,18 @@ class Replica:
         assert self._loans is not None
         if self._has_channels_last:
             lay_out_state(self.optimizer)
-        if plan.speed.fused_optimizer and (why_not := why_not_fused(self.optimizer, self.module)):
-            self.notes.append(f"{type(self.optimizer).__name__} not fused: {why_not} (fused_optimizer)")
-        elif plan.speed.fused_optimizer:
-            self._loans.callback(fuse(self.optimizer))
+        if plan.speed.fused_optimizer and not all(group.get("fused") for group in self.optimizer.param_groups):
+            self._fuse(self._loans)
         if plan.speed.parameters != "fp32":
             self._low = self._lower_parameters(plan, session)
             self._loans.callback(self._low.close)
+
+    def _fuse(self, loans: ExitStack) -> None:
+        why_not = why_not_fused(self.optimizer, self.module)
+        if why_not:
+            self.notes.append(str(Decision(f"{type(self.optimizer).__name__} not fused", why_not, "fused_optimizer")))
+        else:
+            loans.callback(fuse(self.optimizer))
 
     def _lower_parameters(self, plan: Plan, session: Session) -> LowParameters:
         several, rounds = session.world_size > 1 and not session.is_dry, plan.speed.parameters == "stochastic"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from distributed.core.errors import NonFiniteLossError
-from distributed.core.events import Observer
+from distributed.core.events import Observer, StepEnded
 from distributed.core.heartbeat import Phase
 from distributed.core.history import EpochRecord, History
 from distributed.core.plan import Plan
@@ -164,15 +164,18 @@ class Loop:
             ago, value = reading.bad
             indices = self._train.sample_indices(epoch, step - ago - before_epoch - 1)
             raise _explain_nonfinite(value, self._world.replicas, epoch, step - ago, indices)
-        self._telling.step_ended(
-            step=step,
-            epoch=epoch,
-            loss=reading.loss,
-            learning_rate=self._rate.now,
-            samples_per_second=reading.samples_per_second,
-            gradient_norm=reading.gradient_norm,
-            device_utilization=self._utilization(),
-            metrics=reading.metrics,
+        self._telling.tell(
+            StepEnded(
+                time=time.time(),
+                step=step,
+                epoch=epoch,
+                loss=reading.loss,
+                learning_rate=self._rate.now,
+                samples_per_second=reading.samples_per_second,
+                gradient_norm=reading.gradient_norm,
+                device_utilization=self._utilization(),
+                metrics=reading.metrics,
+            )
         )
 
     def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distributed.checkpoint.publishing import Saved
-from distributed.core.events import Observer, ResumeCompared
+from distributed.core.events import Observer, ResumeCompared, StepEnded
 from distributed.core.heartbeat import Phase
 from distributed.core.history import EpochRecord, History
 from distributed.core.hosts import Host, NoHost
@@ -63,7 +63,7 @@ class Loop:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
         self._stop, self._heartbeat, self._utilization = stop, heartbeat, utilization
-        self._telling = telling = Telling(plan, observer)
+        self._telling = Telling(plan, observer)
         keeps_ledger = plan.checkpoint.ledger and plan.mesh.is_first_of_replica(session.rank)
         self._ledger = Ledger(_ledger_dir(plan), session.data_rank) if keeps_ledger else None
         self._last_save = time.monotonic()
@@ -87,7 +87,7 @@ class Loop:
         )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
-            self._capture = StepCapture(strategy, plan, session, telling.warn)  # type: ignore[arg-type]  # as planned
+            self._capture = StepCapture(strategy, plan, session, self._telling.warn)  # type: ignore[arg-type]  # as planned
         self._train_step = strategy.train_step if self._capture is None else self._capture.train_step
 
     def begin(self, inherited: Inherited | None = None) -> None:
@@ -297,15 +297,18 @@ class Loop:
         if not self._telling.is_heard:
             return
         metrics, step = dict(reading.metrics), self._state.progress.step
-        self._telling.step_ended(
-            step=step,
-            epoch=epoch,
-            loss=metrics.pop("loss"),
-            learning_rate=float(self._strategy.optimizer.param_groups[0]["lr"]),
-            samples_per_second=reading.samples_per_second,
-            gradient_norm=reading.gradient_norm,
-            device_utilization=self._utilization(),
-            metrics=metrics,
+        self._telling.tell(
+            StepEnded(
+                time=time.time(),
+                step=step,
+                epoch=epoch,
+                loss=metrics.pop("loss"),
+                learning_rate=float(self._strategy.optimizer.param_groups[0]["lr"]),
+                samples_per_second=reading.samples_per_second,
+                gradient_norm=reading.gradient_norm,
+                device_utilization=self._utilization(),
+                metrics=metrics,
+            )
         )
         for slow in self._stragglers.look(reading.paces, step=step, step_s=reading.step_s, time=time.time()):
             self._telling.tell(slow)

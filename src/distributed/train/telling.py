@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from distributed.checkpoint.publishing import Saved
 from distributed.core.errors import CheckpointError
@@ -17,7 +16,6 @@ from distributed.core.events import (
     Observer,
     RunEnded,
     RunStarted,
-    StepEnded,
     Warned,
 )
 from distributed.core.history import EpochRecord, History
@@ -65,9 +63,6 @@ class Telling:
 
     def epoch_started(self, epoch: int, step: int) -> None:
         self.tell(EpochStarted(time=time.time(), epoch=epoch, step=step))
-
-    def step_ended(self, **found: Any) -> None:
-        self.tell(StepEnded(time=time.time(), **found))
 
     def evaluated(self, epoch: int, step: int, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
         """Returns them under the names that they have in a history."""
