@@ -67,10 +67,6 @@ def stack(title: str, where: str, panels: Sequence[Panel], note: str, legend: Se
     return page(WIDTH, int(bottom + 14), parts, _STYLE)
 
 
-def is_known(value: float | None) -> bool:
-    return value is not None
-
-
 @dataclass(frozen=True)
 class Bar:
     name: str
@@ -87,7 +83,7 @@ class Bar:
 
     @property
     def words(self) -> str:
-        return self.label if is_known(self.value) else "not measured"
+        return self.label if self.value is not None else "not measured"
 
 
 @dataclass(frozen=True)
@@ -208,7 +204,7 @@ class Lines:
 
     def _points(self, series: Series) -> list[Point]:
         """Those that have a place: none is without a value, and zero has no magnitude."""
-        return [point for point in series.points if is_known(point.y) and (point.y > 0 or not self.is_log)]
+        return [point for point in series.points if point.y is not None and (point.y > 0 or not self.is_log)]
 
     def _scales(self, points: list[Point]) -> tuple[Scale, Scale]:
         values = [value for point in points for value in (point.y, *(point.spread or ()))]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from distributed.bench.panels import Bar, Bars, Lines, Panel, Point, Series, is_known, stack
+from distributed.bench.panels import Bar, Bars, Lines, Panel, Point, Series, stack
 from distributed.core.errors import ConfigError
 from distributed.observe.svg import short
 
@@ -54,7 +54,7 @@ def _throughput(record: Record) -> str:
 
 def _rate(row: Record) -> str:
     part = row["part_of_peak"]
-    peak = f", {part:.{0 if part >= 0.01 else 1}%} of peak" if is_known(part) else ""
+    peak = f", {part:.{0 if part >= 0.01 else 1}%} of peak" if part is not None else ""
     return f"{short(row['units_per_second'] or 0)} · {_say('{:.2f}', row['ratio'])} ×{peak}"
 
 
@@ -131,7 +131,7 @@ def _checkpoint(record: Record) -> str:
     rows, limit = record["rows"], record["limits"]["stall"]
     floor = next((row["stall_s"] for row in rows if row["name"] == "copy"), None)
     stalls = tuple(_bar(row["name"], row["stall_s"], _stall(row["stall_s"], floor)) for row in rows)
-    whole = tuple(_bar(row["name"], row["total_s"], _written(row)) for row in rows if is_known(row["total_s"]))
+    whole = tuple(_bar(row["name"], row["total_s"], _written(row)) for row in rows if row["total_s"] is not None)
     panels = [
         Bars(
             "stall: seconds that training stands still",
@@ -157,7 +157,7 @@ def _stall(stall: float | None, floor: float | None) -> str:
 
 
 def _written(row: Record) -> str:
-    written = f" · {row['written_mib']:.0f} MiB written" if is_known(row["written_mib"]) else ""
+    written = f" · {row['written_mib']:.0f} MiB written" if row["written_mib"] is not None else ""
     return f"{row['total_s']:.2f} s{written}"
 
 
@@ -201,7 +201,7 @@ def _start(record: Record) -> str:
     for peer in dict.fromkeys(row["peer"] or row["name"] for row in rows):  # each engine above who starts it by hand
         for row in sorted((r for r in rows if (r["peer"] or r["name"]) == peer), key=lambda r: not r["peer"]):
             dots = tuple(start["first_step_s"] for start in row["starts"]) if len(row["starts"]) > 1 else ()
-            part = f" · {row['of_peer']:.2f} × by hand" if is_known(row["of_peer"]) else ""
+            part = f" · {row['of_peer']:.2f} × by hand" if row["of_peer"] is not None else ""
             name = row["name"] if row["peer"] else f"{_HAND_PREFIX}{row['name']}"
             label = f"{_say('{:.2f}', row['first_step_s'])} s{part}"
             bars.append(_bar(name, row["first_step_s"], label, dots=dots, is_ours=bool(row["peer"])))
@@ -232,7 +232,7 @@ def _strategies(record: Record) -> str:
     millions = record["parameters"] / 1e6
     about = f"GPT of {millions:,.1f} M parameters, {record['tokens']:,} tokens a step, {record['precision']}"
     panels: list[Panel] = [Bars("time: ms a step", about, times)]
-    if any(is_known(bar.value) for bar in peaks):
+    if any(bar.value is not None for bar in peaks):
         panels.append(Bars("memory: peak GiB on the device", "of those that ran alone", peaks))
     note = "×: of the loop by hand; line: spread of the rounds"
     return stack("Strategies: what a way of training costs", _where(record), panels, note, _LEGEND[:2])
@@ -289,7 +289,7 @@ def _say(form: str, value: float | None) -> str:
     >>> _say("{:.2f}", 1.5), _say("{:.2f}", None)
     ('1.50', '?')
     """
-    return form.format(value) if is_known(value) else "?"
+    return form.format(value) if value is not None else "?"
 
 
 def _between(low: float | None, high: float | None) -> tuple[float, float] | None:
@@ -312,7 +312,7 @@ def _where(record: Record) -> str:
     parts += [settings["precision"]] if "precision" in settings else []
     parts.append(f"torch {record['versions'].get('torch', '?')}")
     load = record.get("load_average") or {name: record.get(f"load_{name}") for name in ("before", "after")}
-    if is_known(load["before"]) and is_known(load["after"]):
+    if load["before"] is not None and load["after"] is not None:
         parts.append(f"load average {load['before']} before, {load['after']} after")
     return "; ".join(parts)
 

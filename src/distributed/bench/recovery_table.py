@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from statistics import median
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
+from distributed.bench.figures import figures_table
 from distributed.bench.recovery_found import HANG_TIMEOUT_S, START_RANKS, Bar, RecoveryCost, percentile
 from distributed.bench.recovery_runs import SIDES
 from distributed.bench.recovery_work import SAVE_EVERY
 
 
 def recovery_table(found: RecoveryCost) -> Group:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("side", no_wrap=True)
-    for name in ("recovered", "p50 s", "p95 s", "max s", "lost steps", "start s", "watching %"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = ("recovered", "p50 s", "p95 s", "max s", "lost steps", "start s", "watching %")
+    table = figures_table("side", *figures)
     for side in SIDES:
         killed = found.recoveries[side]
         cells = [f"{len(killed.recoveries)} of {killed.kills}"]
@@ -26,10 +24,7 @@ def recovery_table(found: RecoveryCost) -> Group:
         cells += [str(killed.lost_steps), _number(median(found.starts_s[side]))]
         cells += [f"{found.supervision[side].part:.2%}"]
         table.add_row(side, *cells, style="bold" if side == "ours" else None)
-    bars = Table(box=None, pad_edge=False, header_style="bold")
-    bars.add_column("our own limit", no_wrap=True)
-    for name in ("limit", "here", ""):
-        bars.add_column(name, justify="right", no_wrap=True)
+    bars = figures_table("our own limit", "limit", "here", "")
     for bar in found.bars:
         style = "green" if bar.passed else "red"
         bars.add_row(bar.name, _of(bar, bar.limit), _of(bar, bar.value), Text("PASS" if bar.passed else "MISS", style))

@@ -13,6 +13,7 @@ from distributed.bench.bitwise import BitwiseCost
 from distributed.bench.checkpoint import TARGET_SECOND, TARGET_STALL, TARGET_STALL_GPU, CheckpointCost
 from distributed.bench.collectives import OPERATIONS, Collectives
 from distributed.bench.contenders import BARE_AGAIN, OURS
+from distributed.bench.figures import figures_table
 from distributed.bench.overhead import TARGET_US, Overhead
 from distributed.bench.scaling import Scaling
 from distributed.bench.start import Starts
@@ -24,18 +25,9 @@ from distributed.bench.tuning import TuningCost
 _BAR = 24  # columns
 
 
-def _table(who: str, *figures: str) -> Table:
-    """A column of names, and figures to its right."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(who, no_wrap=True)
-    for name in figures:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def overhead_table(found: Overhead) -> Group:
     """A row a contender, and below it what the columns mean and how far to trust them."""
-    table = _table("contender", "CPU µs", "Python µs", "wall µs", "over bare", "at best", "process", "ratio")
+    table = figures_table("contender", "CPU µs", "Python µs", "wall µs", "over bare", "at best", "process", "ratio")
     bare = next(row for row in found.rows if row.contender == BARE_AGAIN)
     table.add_row("bare", f"{bare.bare_cpu_us:.0f}", f"{bare.bare_python_us:.0f}", f"{bare.bare_wall_us:.0f}")
     for row in found.rows:
@@ -70,7 +62,7 @@ def _overhead_notes(found: Overhead) -> Iterator[str]:
 
 def checkpoint_table(found: CheckpointCost, bitwise: BitwiseCost | None) -> Group:
     """A row a way of saving, then the two ratios that we hold ourselves to."""
-    table = _table("way", "stall s", "× copy", "on disk after s", "MiB written")
+    table = figures_table("way", "stall s", "× copy", "on disk after s", "MiB written")
     floor = found.row("copy").stall_s
     for row in found.rows:
         cells = [f"{row.stall_s:.3f}", f"{row.stall_s / floor:.2f}"]
@@ -133,7 +125,7 @@ def _scaling_notes(found: Scaling) -> Iterator[str]:
 
 def strategies_table(found: StrategyCosts) -> Group:
     """A row a way of training."""
-    table = _table("way", "ms a step", "spread", "of bare", "tokens/s", "of peak", "peak GiB", "loss")
+    table = figures_table("way", "ms a step", "spread", "of bare", "tokens/s", "of peak", "peak GiB", "loss")
     for row in found.rows:
         part, peak = found.part_of_peak(row), row.peak_gib
         cells = [f"{row.step_ms:.1f}", f"{row.spread_ms:.1f}", f"{row.ratio:.3f}"]
@@ -153,7 +145,7 @@ def strategies_table(found: StrategyCosts) -> Group:
 
 def start_table(found: Starts) -> Group:
     """A row an engine with what it takes of a start by hand, then the starts by hand, then what is not installed."""
-    table = _table("engine", "first step s", "of by hand", "back after s")
+    table = figures_table("engine", "first step s", "of by hand", "back after s")
     table.add_column("beside", no_wrap=True)
     for row in found.rows:
         part = found.of_peer(row)
@@ -171,7 +163,7 @@ def start_table(found: Starts) -> Group:
 
 def tuning_table(found: TuningCost) -> Group:
     """A row a side: what its searches took over the ideal."""
-    table = _table("side", "wall s", "trials s", "of ideal", "")
+    table = figures_table("side", "wall s", "trials s", "of ideal", "")
     for row in found.rows:
         walls, sums = zip(*((search.wall_s, search.trials_s) for search in row.searches), strict=True)
         is_ours = row.side.startswith("ours")
@@ -191,7 +183,7 @@ def tuning_table(found: TuningCost) -> Group:
 
 def collectives_table(found: Collectives) -> Group:
     """A row an operation and size."""
-    table = _table("operation", "bytes", "µs", "quartiles", "GB/s")
+    table = figures_table("operation", "bytes", "µs", "quartiles", "GB/s")
     for row in sorted(found.rows, key=lambda row: OPERATIONS.index(row.operation)):
         cells = [f"{row.latency_us:.0f}", f"{row.low_us:.0f}–{row.high_us:.0f}", f"{row.bus_gb_s:.3f}"]
         table.add_row(row.operation, f"{row.size_bytes:,}", *cells)

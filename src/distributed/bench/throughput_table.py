@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from distributed.bench.figures import figures_table
 from distributed.bench.throughput import TOLERANCE, Throughput, WorkloadResult
 from distributed.bench.throughput_field import BEST, CONTENDERS, OWN
 
@@ -27,10 +28,8 @@ def throughput_table(found: Throughput) -> Group:
 
 def _table(result: WorkloadResult) -> Table:
     title = f"{result.workload}: {result.describes}, {result.batch} samples a process"
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
-    table.add_column("contender", no_wrap=True)
-    for name in (f"{result.unit}/s", "±", "ms a step", "of best", "of peak", "GiB", "loss"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = (f"{result.unit}/s", "±", "ms a step", "of best", "of peak", "GiB", "loss")
+    table = figures_table("contender", *figures, title=title, title_justify="left")
     for row in result.rows:
         spread = (row.high - row.low) / 2 / row.units_per_second
         cells = [f"{row.units_per_second:,.0f}", f"{spread:.0%}", f"{row.step_ms:.3f}"]
