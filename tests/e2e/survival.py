@@ -202,7 +202,9 @@ def watch_ourselves():
 
 def main():
     if "RANK" in os.environ:
-        (PLACE / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        written = PLACE / f"rank-{os.environ['RANK']}.part"  # a file that is there is whole
+        written.write_text(str(os.getpid()))
+        written.replace(PLACE / f"pid-{os.environ['RANK']}")
         come_to("start")
         watch_ourselves()
     torch.manual_seed(0)

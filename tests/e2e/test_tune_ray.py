@@ -218,7 +218,7 @@ def train(config):
         file.write(f"{state['step']} ")
     for step in range(state["step"], 6):
         while config["x"] == 1 and step == 3 and not Path("go").exists():
-            Path("pid").write_text(str(os.getpid()))
+            Path(f"pid-{os.getpid()}").touch()
             time.sleep(0.02)
         tune.report({"loss": config["x"] + 6 - step}, checkpoint={"step": step + 1})
 
@@ -235,10 +235,10 @@ def test_a_search_that_is_killed_and_resumed_finishes_only_what_was_left(cluster
     driver = subprocess.Popen([sys.executable, "search.py", cluster.address], cwd=tmp_path, env=environ(cluster))
     journal = tmp_path / "runs" / "trials.jsonl"
     wait_until(lambda: journal.exists() and '"kind":"ended","id":"0003"' in journal.read_text(), PATIENCE_S)
-    wait_until((tmp_path / "pid").exists, PATIENCE_S)
+    wait_until(lambda: list(tmp_path.glob("pid-*")), PATIENCE_S)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    left = int((tmp_path / "pid").read_text())
+    (left,) = (int(path.name.partition("-")[2]) for path in tmp_path.glob("pid-*"))
     wait_until(lambda: not psutil.pid_exists(left), PATIENCE_S)  # nothing stays running
     (tmp_path / "go").touch()
     told = run(cluster, tmp_path, KILLED)
