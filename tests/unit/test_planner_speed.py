@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ SWITCHES = ("fused_optimizer", "channels_last", "tf32", "expandable_segments")
 
 @pytest.fixture(autouse=True)
 def no_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    ours = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "GLIBC_TUNABLES", "LD_PRELOAD")
+    for name in (*ours, *(name for name in os.environ if name.startswith("MALLOC_"))):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -39,9 +41,25 @@ def refused(machine: Hardware, **settings: Any) -> list[str]:
     return [problem.what for problem in caught.value.problems]
 
 
-def test_a_cpu_is_left_as_it_is() -> None:
-    assert plan(CPU).speed == SpeedPlan()
-    assert plan(CPU, mixed_precision="bf16").speed == SpeedPlan()
+def test_on_a_cpu_freed_memory_is_kept_and_nothing_else_changed() -> None:
+    assert plan(CPU).speed == plan(CPU, mixed_precision="bf16").speed == SpeedPlan(keep_freed_memory=True)
+    assert "keep_freed_memory" in {decision.override for decision in plan(CPU).decisions}
+    without = plan(CPU, keep_freed_memory=False)
+    assert without.speed == SpeedPlan()
+    assert "keep_freed_memory" not in {decision.override for decision in without.decisions}
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])
+def test_a_malloc_that_the_user_has_set_up_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    assert not plan(CPU).speed.keep_freed_memory
+    assert plan(CPU, keep_freed_memory=True).speed.keep_freed_memory
+
+
+def test_where_malloc_cannot_be_told_it_is_left_alone_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "confstr")
+    assert not plan(CPU).speed.keep_freed_memory
+    assert refused(CPU, keep_freed_memory=True) == ["keep_freed_memory=True on a system without glibc"]
 
 
 def test_a_hopper_gets_all_in_mixed_precision_each_with_a_reason_and_its_switch() -> None:

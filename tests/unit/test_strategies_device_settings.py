@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +48,36 @@ def test_on_a_cpu_nothing_changes() -> None:
     speed = SpeedPlan(tf32=True, expandable_segments=True)
     with device_settings(speed, torch.device("cpu")):
         assert seen() == before
+
+
+FAULTS = """
+import resource
+import torch
+from distributed.core.plan import SpeedPlan
+from distributed.strategies.device_settings import device_settings
+
+def faults():
+    step(), step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def step():
+    [torch.ones(40 * 2**20, dtype=torch.uint8) for _ in range(4)]
+
+print(faults())
+with device_settings(SpeedPlan(keep_freed_memory=True), torch.device("cpu")):
+    print(faults())
+print(faults())
+"""
+
+
+def test_pages_of_freed_memory_are_not_asked_for_again() -> None:
+    told = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    before, kept, after = map(int, told.stdout.split())
+    assert kept < 0.1 * before
+    assert kept < 0.1 * after
 
 
 def test_tf32_is_read_alike_by_both_ways_of_asking(as_it_was: None) -> None:

@@ -185,6 +185,11 @@ class DistributedConfig(BaseModel):
         "auto",
         description="let torch's allocator grow its segments; auto: on a GPU, unless PYTORCH_ALLOC_CONF says otherwise",
     )
+    keep_freed_memory: bool | Literal["auto"] = Field(
+        "auto",
+        description="memory that a step frees stays with the process for the next one; auto: on a CPU with glibc, "
+        "unless MALLOC_…, GLIBC_TUNABLES or LD_PRELOAD is set",
+    )
 
     # Optimization
     mixed_precision: bool | Literal["fp16", "bf16", "fp8"] = Field(

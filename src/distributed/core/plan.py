@@ -172,6 +172,7 @@ class SpeedPlan:
     channels_last: bool = False
     tf32: bool = False
     expandable_segments: bool = False
+    keep_freed_memory: bool = False
     data_on_device: str = "off"  # "off"; "auto": where it takes little of the device's memory; "on"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
@@ -105,8 +106,27 @@ def plan_speed(
             "expandable segments",
             "batches of several sizes then leave no holes in the device's memory",
         ),
+        keep_freed_memory=choose(
+            "keep_freed_memory",
+            config.keep_freed_memory,
+            plan.device == "cpu" and is_native and has_glibc() and not any(map(_is_of_malloc, environ)),
+            "freed memory is kept",
+            "else the system takes back the activations of each step, and clears them page by page for the next one",
+        ),
         data_on_device=_left_open(config.data_on_device, on_gpu and is_native and not is_bitwise),
     )
+
+
+def has_glibc() -> bool:
+    """Whose memory can be told to stay."""
+    try:
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
+def _is_of_malloc(variable: str) -> bool:
+    return variable.startswith("MALLOC_") or variable in ("GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def _left_open(asked: Asked, could: bool) -> str:
@@ -141,6 +161,14 @@ def _impossible(
                 f"mixed_precision='fp8' on {slow[0].name}",
                 why=f"it has compute capability {slow[0].compute_capability}, and products in 8 bits need {HAS_FP8}",
                 do="set mixed_precision='bf16', or take a GPU of Ada, Hopper or later",
+            )
+        )
+    if config.keep_freed_memory is True and not has_glibc():
+        found.append(
+            Problem(
+                "keep_freed_memory=True on a system without glibc",
+                why="only its malloc can be told to keep what is freed",
+                do="leave it out",
             )
         )
     asked = {
@@ -188,7 +216,7 @@ _OF_A_GPU = {  # what a GPU alone has, and why
 
 def _useless(config: DistributedConfig, on_gpu: bool, is_native: bool) -> list[Problem]:
     """What was asked for and would do nothing here; what is left to us is left out without a word."""
-    asked = [name for name in ("fused_optimizer", *_OF_A_GPU) if getattr(config, name) is True]
+    asked = [name for name in ("fused_optimizer", "keep_freed_memory", *_OF_A_GPU) if getattr(config, name) is True]
     found: list[Problem] = []
     if config.compile_cache and not config.compile:
         found.append(

@@ -1,11 +1,12 @@
-"""Settings of a GPU's process that make a step faster: TF32, how memory grows.
+"""Settings of a process that make a step faster: TF32, how memory grows on a GPU and stays on a CPU.
 
-They are torch's own and hold for the whole process, its compiled blocks and its backward passes. Each is as it was
-before when the run is over.
+They are torch's own, or the system's, and hold for the whole process, its compiled blocks and its backward passes. Each
+is as it was before when the run is over.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,12 +17,16 @@ from distributed.core.env import ALLOCATOR
 from distributed.core.plan import SpeedPlan
 
 _SEGMENTS = "expandable_segments"
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+_KEPT = 2**30
 
 
 @contextmanager
 def device_settings(speed: SpeedPlan, device: torch.device) -> Iterator[None]:
-    """What the plan says of the device, while this lasts. Nothing on a CPU."""
+    """What the plan says of the device, while this lasts."""
     with ExitStack() as settings:
+        if speed.keep_freed_memory:
+            settings.enter_context(kept_memory())
         if device.type == "cuda":
             if speed.tf32:
                 settings.enter_context(tf32_products())
@@ -54,6 +59,28 @@ def tf32_products() -> Iterator[None]:
             matmul.allow_tf32, cudnn.allow_tf32 = older
         # The older one writes "ieee" where nobody had said anything.
         matmul.fp32_precision, cudnn.conv.fp32_precision = newer, convolutions  # type: ignore[attr-defined]
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Memory that is freed stays with the process, which would else get it back as pages to be cleared, step by step.
+
+    glibc moves its own limits with what is freed, up to 32 MiB for a piece and twice that for the end of the heap; the
+    activations of one step are more. Afterwards they stay there, and what is free is given back.
+    """
+    libc = ctypes.CDLL(None)
+    _limit(libc, _KEPT, _KEPT)
+    try:
+        yield
+    finally:
+        _limit(libc, 2**25, 2**26)
+        libc.malloc_trim(0)
+
+
+def _limit(libc: ctypes.CDLL, piece: int, end: int) -> None:
+    """Of a piece that gets pages of its own, which go when it is freed; of what may be free at the end of the heap."""
+    libc.mallopt(_MMAP_THRESHOLD, piece) or libc.mallopt(_MMAP_THRESHOLD, 2**25)  # older ones take no more
+    libc.mallopt(_TRIM_THRESHOLD, end)
 
 
 @contextmanager
