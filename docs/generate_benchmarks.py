@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.bench.pictures import draw
+from distributed.bench.throughput import Over
 from distributed.observe.svg import short
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,7 +208,7 @@ def _full_throughput(path: Path, record: Record, result: Record) -> str:
     lines = [
         head,
         "",
-        f"| contender | {result['unit']}/s | quartiles | ms a step | of best-bare | of peak | GiB | loss |",
+        f"| contender | {result['unit']}/s | quartiles | ms a step | of {result['reference']} | of peak | GiB | loss |",
     ]
     lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
     for row in result["rows"]:
@@ -218,8 +219,7 @@ def _full_throughput(path: Path, record: Record, result: Record) -> str:
     missing = record["missing"] | result["missing"]
     left_out = "; ".join(f"{name}: {why}" for name, why in missing.items())
     over = "; ".join(
-        f"{name} {found['ratio']:.3f} ± {found['error']:.3f}, {found['verdict']}"
-        for name, found in result["ours_over_peers"].items()
+        f"{name} {Over(found['ratio'], found['error'])}" for name, found in result["ours_over_peers"].items()
     )
     notes = {"Ours over": over, "Left out:": left_out}
     return "\n".join([*lines, *(line for name, text in notes.items() if text for line in ("", f"{name} {text}."))])

@@ -46,9 +46,10 @@ def _throughput(record: Record) -> str:
             for row in result["rows"]
         ]
         about = f"{result['unit']} a second, batch {result['batch']}; {_rounds(result['rounds'], 'round')}"
+        about += f"; ×: of {result['reference']}"
         about += "" if result["losses_agree"] else "; LOSSES DO NOT AGREE: not all may have trained the same"
         panels.append(Bars(f"{result['workload']}: {result['describes']}", about, tuple(bars)))
-    note = "bar: median; line: quartiles; ×: of the best loop by hand"
+    note = "bar: median; line: quartiles"
     return stack("Throughput: whole trainings, by turns", _where(record), panels, note, _LEGEND)
 
 

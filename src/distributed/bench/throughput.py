@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -34,7 +34,8 @@ _FEW = 20
 _STEPS_CPU = {"mlp": 50, "convnet": 10}  # short turns: what else runs there then falls on all alike
 _LOG_EVERY = 50
 _WARM = {"cuda": 20, "cpu": 10}  # on a GPU things are compiled and captured meanwhile
-_WARM_LONG = {"mlp": 100}  # on a GPU, where steps are short: the kinds of steps that are logged come seldom
+# On a GPU: steps of an MLP are short, and those that are logged come seldom; those of a large model are long.
+_WARM_OTHERS = {"mlp": 100, "gpt-1.3b": 10}
 
 Notify = Callable[[str, int, int], None]
 
@@ -48,7 +49,7 @@ class Row:
     low: float
     high: float
     step_ms: float
-    ratio: float  # to the median of the best loop by hand
+    ratio: float  # to the median of the one that all are compared with
     part_of_peak: float | None  # of the device's dense bf16 operations; None where that is not known
     peak_gib: float  # allocated on the device; on a CPU, the process's memory
     loss: float  # after training, of the same rows for everybody
@@ -60,24 +61,34 @@ class Over:
     """One contender's rate over another's, and the standard error of that quotient, from the spread of the rounds."""
 
     ratio: float
-    error: float
+    error: float | None  # None: one round has no spread
 
     @property
     def verdict(self) -> str:
         """
-        >>> Over(1.02, 0.04).verdict, Over(1.2, 0.04).verdict, Over(0.8, 0.04).verdict
-        ('not told apart', 'faster', 'slower')
+        >>> Over(1.02, 0.04).verdict, Over(1.2, 0.04).verdict, Over(0.8, 0.04).verdict, Over(3.0, None).verdict
+        ('not told apart', 'faster', 'slower', 'by one round')
         """
+        if self.error is None:
+            return "by one round"
         if abs(self.ratio - 1) <= SURE * self.error:
             return "not told apart"
         return "faster" if self.ratio > 1 else "slower"
 
+    def __str__(self) -> str:
+        """
+        >>> str(Over(1.2, 0.04)), str(Over(3.0, None))
+        ('1.200 ± 0.040, faster', '3.000, by one round')
+        """
+        error = "" if self.error is None else f" ± {self.error:.3f}"
+        return f"{self.ratio:.3f}{error}, {self.verdict}"
+
 
 def compare(own: Row, other: Row) -> Over:
-    """By the medians that are shown. One round has no spread, and so no error: nothing is told apart by it."""
+    """By the medians that are shown."""
     ratio = own.units_per_second / other.units_per_second
     if min(len(own.rounds), len(other.rounds)) < 2:
-        return Over(ratio, abs(ratio - 1))
+        return Over(ratio, None)
     parts = [median_error(row.rounds) / row.units_per_second for row in (own, other)]
     return Over(ratio, ratio * hypot(*parts))
 
@@ -94,6 +105,11 @@ class WorkloadResult:
     start_loss: float
     rows: tuple[Row, ...]
     missing: dict[str, str]
+
+    @property
+    def reference(self) -> str:
+        """Whom all are compared with: a loop by hand where there is one."""
+        return _reference({row.contender for row in self.rows})
 
     def row(self, name: str) -> Row | None:
         return next((row for row in self.rows if row.contender == name), None)
@@ -114,7 +130,12 @@ class WorkloadResult:
 
     def to_dict(self) -> dict[str, Any]:
         over = {name: asdict(found) | {"verdict": found.verdict} for name, found in self.ours_over_peers.items()}
-        return asdict(self) | {"losses_agree": self.losses_agree, "ours_over_peers": over}
+        judged = {"reference": self.reference, "losses_agree": self.losses_agree, "ours_over_peers": over}
+        return asdict(self) | judged
+
+
+def _reference(names: Container[str]) -> str:
+    return next(name for name in (BEST, BARE, *CONTENDERS.entries) if name in names)
 
 
 @dataclass(frozen=True)
@@ -211,7 +232,7 @@ class _Contest:
         defaults = _STEPS if wish.device == "cuda" else _STEPS_CPU
         self._steps = wish.steps or defaults.get(name, _FEW)
         self._log_every = _LOG_EVERY if self._steps % _LOG_EVERY == 0 else self._steps
-        warm = _WARM_LONG.get(name, _WARM["cuda"]) if wish.device == "cuda" else _WARM["cpu"]
+        warm = _WARM_OTHERS.get(name, _WARM["cuda"]) if wish.device == "cuda" else _WARM["cpu"]
         self._warm = -(-warm // self._log_every) * self._log_every
         self._names = list(field.of(name, wish.precision))
         self._in_all = (wish.rounds + 1) * len(self._names)
@@ -291,8 +312,7 @@ class _Contest:
             name: turns[1:] or turns for name, turns in self._turns.items()
         }  # the rehearsal alone, or not at all
         rates = {name: [units / turn["seconds"] for turn in turns] for name, turns in counted.items()}
-        best = rates.get(BEST) or rates.get(BARE) or next(iter(rates.values()))
-        rows = [self._row(name, own, best) for name, own in rates.items()]
+        rows = [self._row(name, own, rates[_reference(rates)]) for name, own in rates.items()]
         return WorkloadResult(
             self._name,
             self._workload.describes,
@@ -306,12 +326,12 @@ class _Contest:
             dict(self._missing),
         )
 
-    def _row(self, name: str, rates: list[float], best: list[float]) -> Row:
+    def _row(self, name: str, rates: list[float], compared: list[float]) -> Row:
         rate = median(rates)
         low, _, high = quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else (rate, rate, rate)
         units = self._workload.batch * self._workload.units_per_sample * self._wish.processes
         last = self._turns[name][-1]
-        ratio = rate / median(best)
+        ratio = rate / median(compared)
         part = _part_of_peak(rate, self._workload.flops_per_unit, self._wish)
         return Row(name, rate, low, high, units / rate * 1e3, ratio, part, last["peak_gib"], last["loss"], tuple(rates))
 

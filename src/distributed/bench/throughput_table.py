@@ -10,7 +10,7 @@ from rich.text import Text
 
 from distributed.bench.figures import figures_table
 from distributed.bench.throughput import TOLERANCE, Throughput, WorkloadResult
-from distributed.bench.throughput_field import BEST, CONTENDERS, OWN
+from distributed.bench.throughput_field import CONTENDERS, OWN
 
 
 def throughput_table(found: Throughput) -> Group:
@@ -28,7 +28,7 @@ def throughput_table(found: Throughput) -> Group:
 
 def _table(result: WorkloadResult) -> Table:
     title = f"{result.workload}: {result.describes}, {result.batch} samples a process"
-    figures = (f"{result.unit}/s", "±", "ms a step", "of best", "of peak", "GiB", "loss")
+    figures = (f"{result.unit}/s", "±", "ms a step", f"of {result.reference}", "of peak", "GiB", "loss")
     table = figures_table("contender", *figures, title=title, title_justify="left")
     for row in result.rows:
         spread = (row.high - row.low) / 2 / row.units_per_second
@@ -40,12 +40,13 @@ def _table(result: WorkloadResult) -> Table:
 
 
 def _notes(result: WorkloadResult) -> Iterator[str]:
+    rounds = f"median of {result.rounds} rounds" if result.rounds > 1 else "one round"
     yield (
-        f"median of {result.rounds} rounds of {result.steps} timed steps, after {result.warm} that are not; ± half of "
-        f"what lies between the quartiles; of best: of {BEST}"
+        f"{rounds} of {result.steps} timed steps, after {result.warm} that are not; ± half of what lies between the "
+        "quartiles"
     )
     agree = "agree" if result.losses_agree else "DO NOT AGREE: not all may have trained the same"
     yield f"losses from {result.start_loss:.4f} {agree} (to {TOLERANCE:.0%} of that)"
     for name, over in result.ours_over_peers.items():
-        yield f"ours over {name}: {over.ratio:.3f} ± {over.error:.3f}, {over.verdict}"
+        yield f"ours over {name}: {over}"
     yield from (f"{name} is left out: {why}" for name, why in result.missing.items())

@@ -2,7 +2,8 @@
 
 Inputs and weights are e4m3, whose 3 bits of fraction keep the forward pass close; gradients are e5m2: within one tensor
 they span more powers of two than the 18 of e4m3, and what falls below is lost. Scales stay on the device, so that
-nothing waits for them and a step can be captured. Sums are kept in fp32 by the hardware.
+nothing waits for them and a step can be captured. Sums over a batch, which the optimizer gets, are kept in fp32; those
+over a layer's width in the fewer bits that the hardware has for them.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ class _Linear(torch.autograd.Function):
         small, scale = cast(gradient, _GRADIENT)
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_x = _multiply(small, _by_columns(small_w), scale, scale_w, gradient.dtype).to(of_x)
+            for_x = _multiply(small, _by_columns(small_w), scale, scale_w, gradient.dtype, is_fast=True).to(of_x)
         if ctx.needs_input_grad[1]:  # as exact as what it is added to
             for_weight = _multiply(small.t().contiguous(), _by_columns(small_x), scale, scale_x, of_weight)
         if ctx.needs_input_grad[2] and of_bias is not None:
@@ -201,7 +202,7 @@ def _multiply(
     bias: torch.Tensor | None = None,
     is_fast: bool = False,
 ) -> torch.Tensor:
-    """`is_fast` sums in fewer bits within a product: enough for activations, and not for gradients."""
+    """`is_fast` sums in fewer bits: enough for a layer's inputs or outputs, and not for as many as a batch has rows."""
     return torch._scaled_mm(left, right, scale_left, scale_right, bias=bias, out_dtype=dtype, use_fast_accum=is_fast)
 
 

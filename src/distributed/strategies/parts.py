@@ -39,6 +39,10 @@ from distributed.strategies.stages import cut
 from distributed.strategies.tensor_parallel import TensorParallel
 from distributed.strategies.tensor_plans import find_styles, styles_from
 
+# Of the compiler. A softmax over a vocabulary reads its logits twice in less time than it takes to correct the sum of
+# one pass: 3.6 ms instead of 4.8 for GPT-2's on an H200.
+_WHOLE = {"online_softmax": False}
+
 
 class Parts:
     """Of one rank. Made of the whole model, in place."""
@@ -290,7 +294,7 @@ def prepare_blocks(module: nn.Module, plan: Plan) -> Callable[[], None]:
         recompute(module, memory.recompute, memory.recompute_every, wanted)
     if memory.compile:
         if memory.compile_whole:
-            module.compile()
+            module.compile(options=_WHOLE)
         else:
             compiled = compile_blocks(module, wanted, memory.compile_mode or None)
     cache = ExitStack()
