@@ -106,16 +106,17 @@ def _throughput(record: Record) -> Iterator[tuple[str, str, str]]:
         alike = [name for name, found in result["ours_over_peers"].items() if found["verdict"] == "not told apart"]
         within = f"; within the noise of {', '.join(alike)}" if alike else ""
         caveats = ["one round"] if result["rounds"] == 1 else []
-        caveats += [] if result["losses_agree"] else ["losses do not agree, see benchmarks/README.md"]
+        caveats += [] if result["losses_agree"] is not False else ["losses do not agree, see benchmarks/README.md"]
         what = f"training {result['workload']}"
         yield f"{what} ({'; '.join(caveats)})" if caveats else what, shown + within, beside
 
 
 def _rate(row: Record, unit: str, name: str) -> str:
+    whose = "bf16's peak" if row["contender"] == "ours-fp8" else "peak"
     peak = (
         ""
         if row["part_of_peak"] is None
-        else f" ({row['part_of_peak']:.{0 if row['part_of_peak'] >= 0.01 else 1}%} of peak)"
+        else f" ({row['part_of_peak']:.{0 if row['part_of_peak'] >= 0.01 else 1}%} of {whose})"
     )
     return f"{name} {short(row['units_per_second'])} {unit}/s{peak}".strip()
 
@@ -199,11 +200,11 @@ def _full_throughput(path: Path, record: Record, result: Record) -> str:
     settings = record["settings"]
     load, number = record["load_average"], settings["processes"]
     where = f"{_machine(record)}, {number} process{'es' if number > 1 else ''}, {settings['precision']}"
-    agree = "losses agree" if result["losses_agree"] else "**losses do not agree**"
+    agree = {True: "; losses agree", False: "; **losses do not agree**", None: ""}[result["losses_agree"]]
     head = (
         f"`{path.name}`, **{result['workload']}**: {result['describes']}, batch {result['batch']}. {where}; "
         f"{_rounds(result)} of {result['steps']} steps; load average {load['before']} before, {load['after']} "
-        f"after; {agree}."
+        f"after{agree}."
     )
     lines = [
         head,
@@ -213,7 +214,8 @@ def _full_throughput(path: Path, record: Record, result: Record) -> str:
     lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
     for row in result["rows"]:
         peak = "" if row["part_of_peak"] is None else f"{row['part_of_peak']:.2f}"
-        cells = [f"{row['units_per_second']:,.0f}", f"{row['low']:,.0f}–{row['high']:,.0f}", f"{row['step_ms']:.3f}"]
+        spread = f"{row['low']:,.0f}–{row['high']:,.0f}" if result["rounds"] > 1 else ""
+        cells = [f"{row['units_per_second']:,.0f}", spread, f"{row['step_ms']:.3f}"]
         cells += [f"{row['ratio']:.3f}", peak, f"{row['peak_gib']:.2f}", f"{row['loss']:.4f}"]
         lines.append(f"| {row['contender']} | {' | '.join(cells)} |")
     missing = record["missing"] | result["missing"]

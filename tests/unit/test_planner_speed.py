@@ -59,7 +59,12 @@ def test_a_malloc_that_the_user_has_set_up_is_left_alone(name: str, monkeypatch:
 def test_where_malloc_cannot_be_told_it_is_left_alone_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "confstr")
     assert not plan(CPU).speed.keep_freed_memory
-    assert refused(CPU, keep_freed_memory=True) == ["keep_freed_memory=True on a system without glibc"]
+    assert refused(CPU, keep_freed_memory=True) == ["keep_freed_memory=True would have no effect"]
+
+
+def test_ray_trains_in_a_thread_whose_memory_cannot_be_kept() -> None:
+    assert not plan(CPU, backend="ray").speed.keep_freed_memory
+    assert refused(CPU, backend="ray", keep_freed_memory=True) == ["keep_freed_memory=True would have no effect"]
 
 
 def test_a_hopper_gets_all_in_mixed_precision_each_with_a_reason_and_its_switch() -> None:

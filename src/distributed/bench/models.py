@@ -289,8 +289,8 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimize
 
 
 def _steady(size: Size) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """At some four times this rate a loss without a warmup jumps in some trainings and not in others: the last digits,
-    or the order of the rows, decide on it, and in the end the losses tell nothing of who has trained rightly."""
+    """At some four times this learning rate a loss without a warmup jumps in some trainings and not in others: the last
+    digits, or the order of the rows, decide on it, and then losses tell nothing of who has trained rightly."""
     return partial(adamw, lr=0.02 / size.width)
 
 

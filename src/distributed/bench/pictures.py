@@ -47,7 +47,8 @@ def _throughput(record: Record) -> str:
         ]
         about = f"{result['unit']} a second, batch {result['batch']}; {_rounds(result['rounds'], 'round')}"
         about += f"; ×: of {result['reference']}"
-        about += "" if result["losses_agree"] else "; LOSSES DO NOT AGREE: not all may have trained the same"
+        if result["losses_agree"] is False:
+            about += "; LOSSES DO NOT AGREE: not all may have trained the same"
         panels.append(Bars(f"{result['workload']}: {result['describes']}", about, tuple(bars)))
     note = "bar: median; line: quartiles"
     return stack("Throughput: whole trainings, by turns", _where(record), panels, note, _LEGEND)
@@ -55,7 +56,8 @@ def _throughput(record: Record) -> str:
 
 def _rate(row: Record) -> str:
     part = row["part_of_peak"]
-    peak = f", {part:.{0 if part >= 0.01 else 1}%} of peak" if part is not None else ""
+    whose = "bf16's peak" if row["contender"] == "ours-fp8" else "peak"
+    peak = f", {part:.{0 if part >= 0.01 else 1}%} of {whose}" if part is not None else ""
     return f"{short(row['units_per_second'] or 0)} · {_say('{:.2f}', row['ratio'])} ×{peak}"
 
 

@@ -21,7 +21,7 @@ from distributed.bench.machine import describe_machine, describe_versions, load_
 from distributed.bench.models import TINY, WORKLOADS, Workload
 from distributed.bench.overhead import median_error
 from distributed.bench.strategies import PEAK_FLOPS
-from distributed.bench.throughput_field import BARE, BEST, BY_HAND, CONTENDERS, OURS, OWN, Field, is_compiled
+from distributed.bench.throughput_field import BARE, BEST, BY_HAND, CONTENDERS, FLOOR, OURS, OWN, Field, is_compiled
 from distributed.bench.turns import WaitingRanks, room_for
 from distributed.core.errors import ConfigError, Problem
 from distributed.core.registry import nearest_hint
@@ -115,10 +115,12 @@ class WorkloadResult:
         return next((row for row in self.rows if row.contender == name), None)
 
     @property
-    def losses_agree(self) -> bool:
-        """Whether all have trained the same: nobody is faster by doing less."""
-        middle = median(row.loss for row in self.rows)
-        return all(abs(row.loss - middle) <= TOLERANCE * abs(self.start_loss) for row in self.rows)
+    def losses_agree(self) -> bool | None:
+        """Whether all have trained the same: nobody is faster by doing less. None: there is nobody to compare with."""
+        losses = [row.loss for row in self.rows]
+        if len(losses) < 2:
+            return None
+        return bool(max(losses) - min(losses) <= TOLERANCE * abs(self.start_loss))
 
     @property
     def ours_over_peers(self) -> dict[str, Over]:
@@ -135,7 +137,7 @@ class WorkloadResult:
 
 
 def _reference(names: Container[str]) -> str:
-    return next(name for name in (BEST, BARE, *CONTENDERS.entries) if name in names)
+    return next(name for name in (BEST, BARE, FLOOR, *CONTENDERS.entries) if name in names)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ def _table(result: WorkloadResult) -> Table:
     figures = (f"{result.unit}/s", "±", "ms a step", f"of {result.reference}", "of peak", "GiB", "loss")
     table = figures_table("contender", *figures, title=title, title_justify="left")
     for row in result.rows:
-        spread = (row.high - row.low) / 2 / row.units_per_second
-        cells = [f"{row.units_per_second:,.0f}", f"{spread:.0%}", f"{row.step_ms:.3f}"]
+        spread = f"{(row.high - row.low) / 2 / row.units_per_second:.0%}" if result.rounds > 1 else ""
+        cells = [f"{row.units_per_second:,.0f}", spread, f"{row.step_ms:.3f}"]
         cells += [f"{row.ratio:.3f}", "" if row.part_of_peak is None else f"{row.part_of_peak:.2f}"]
         cells += [f"{row.peak_gib:.2f}", f"{row.loss:.4f}"]
         table.add_row(row.contender, *cells, style="bold" if row.contender in OWN else None)
@@ -40,13 +40,12 @@ def _table(result: WorkloadResult) -> Table:
 
 
 def _notes(result: WorkloadResult) -> Iterator[str]:
-    rounds = f"median of {result.rounds} rounds" if result.rounds > 1 else "one round"
-    yield (
-        f"{rounds} of {result.steps} timed steps, after {result.warm} that are not; ± half of what lies between the "
-        "quartiles"
-    )
-    agree = "agree" if result.losses_agree else "DO NOT AGREE: not all may have trained the same"
-    yield f"losses from {result.start_loss:.4f} {agree} (to {TOLERANCE:.0%} of that)"
+    steps = f"of {result.steps} timed steps, after {result.warm} that are not"
+    many = f"median of {result.rounds} rounds {steps}; ± half of what lies between the quartiles"
+    yield many if result.rounds > 1 else f"one round {steps}"
+    if result.losses_agree is not None:
+        agree = "agree" if result.losses_agree else "DO NOT AGREE: not all may have trained the same"
+        yield f"losses from {result.start_loss:.4f} {agree} (to {TOLERANCE:.0%} of that)"
     for name, over in result.ours_over_peers.items():
         yield f"ours over {name}: {over}"
     yield from (f"{name} is left out: {why}" for name, why in result.missing.items())

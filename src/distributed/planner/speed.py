@@ -109,7 +109,7 @@ def plan_speed(
         keep_freed_memory=choose(
             "keep_freed_memory",
             config.keep_freed_memory,
-            plan.device == "cpu" and is_native and has_glibc() and not any(map(_is_of_malloc, environ)),
+            plan.device == "cpu" and is_native and not _why_not_kept(config) and not any(map(_is_of_malloc, environ)),
             "freed memory is kept",
             "else the system takes back the activations of each step, and clears them page by page for the next one",
         ),
@@ -117,12 +117,15 @@ def plan_speed(
     )
 
 
-def has_glibc() -> bool:
-    """Whose memory can be told to stay."""
+def _why_not_kept(config: DistributedConfig) -> str:
+    """Why freed memory cannot be kept."""
+    if config.backend == "ray":
+        return "Ray trains in a thread of its workers, and only the memory of a first thread can be told to stay"
     try:
-        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+        has_glibc = bool(os.confstr("CS_GNU_LIBC_VERSION"))
     except (AttributeError, ValueError, OSError):
-        return False
+        has_glibc = False
+    return "" if has_glibc else "only glibc's malloc can be told to keep what is freed, and this system has another"
 
 
 def _is_of_malloc(variable: str) -> bool:
@@ -163,14 +166,8 @@ def _impossible(
                 do="set mixed_precision='bf16', or take a GPU of Ada, Hopper or later",
             )
         )
-    if config.keep_freed_memory is True and not has_glibc():
-        found.append(
-            Problem(
-                "keep_freed_memory=True on a system without glibc",
-                why="only its malloc can be told to keep what is freed",
-                do="leave it out",
-            )
-        )
+    if config.keep_freed_memory is True and (why := _why_not_kept(config)):
+        found.append(Problem("keep_freed_memory=True would have no effect", why=why, do="leave it out"))
     asked = {
         "bf16_parameters": config.bf16_parameters,
         "capture": config.capture is True,

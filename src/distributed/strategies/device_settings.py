@@ -1,13 +1,14 @@
 """Settings of a process that make a step faster: TF32, how memory grows on a GPU and stays on a CPU.
 
-They are torch's own, or the system's, and hold for the whole process, its compiled blocks and its backward passes. Each
-is as it was before when the run is over.
+They are torch's own, or the system's, and hold for the whole process, its compiled blocks and its backward passes. When
+the run is over, torch's are as they were before, and memory that is free is given back.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -17,8 +18,9 @@ from distributed.core.env import ALLOCATOR
 from distributed.core.plan import SpeedPlan
 
 _SEGMENTS = "expandable_segments"
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
-_KEPT = 2**30
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _NEVER = -1, -3, -1  # of mallopt
+_PIECE = 2**25  # bytes, from which on memory is taken and given back by itself: as far as glibc's own limit moves
+_keeping = 0  # runs, one within another
 
 
 @contextmanager
@@ -65,22 +67,25 @@ def tf32_products() -> Iterator[None]:
 def kept_memory() -> Iterator[None]:
     """Memory that is freed stays with the process, which would else get it back as pages to be cleared, step by step.
 
-    glibc moves its own limits with what is freed, up to 32 MiB for a piece and twice that for the end of the heap; the
-    activations of one step are more. Afterwards they stay there, and what is free is given back.
+    glibc gives back what is free at the end of its heap, and moves the limit up to 64 MiB, which the activations of a
+    step exceed. Pieces of more than 32 MiB come and go by themselves as ever: on the heap they would leave holes. Other
+    threads than the first have heaps of their own, which go when they are empty.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    global _keeping
     libc = ctypes.CDLL(None)
-    _limit(libc, _KEPT, _KEPT)
+    _keeping += 1
+    libc.mallopt(_MMAP_THRESHOLD, _PIECE)
+    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
     try:
         yield
     finally:
-        _limit(libc, 2**25, 2**26)
-        libc.malloc_trim(0)
-
-
-def _limit(libc: ctypes.CDLL, piece: int, end: int) -> None:
-    """Of a piece that gets pages of its own, which go when it is freed; of what may be free at the end of the heap."""
-    libc.mallopt(_MMAP_THRESHOLD, piece) or libc.mallopt(_MMAP_THRESHOLD, 2**25)  # older ones take no more
-    libc.mallopt(_TRIM_THRESHOLD, end)
+        _keeping -= 1
+        if not _keeping:
+            libc.mallopt(_TRIM_THRESHOLD, 2 * _PIECE)
+            libc.malloc_trim(0)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 Inputs and weights are e4m3, whose 3 bits of fraction keep the forward pass close; gradients are e5m2: within one tensor
 they span more powers of two than the 18 of e4m3, and what falls below is lost. Scales stay on the device, so that
 nothing waits for them and a step can be captured. Sums over a batch, which the optimizer gets, are kept in fp32; those
-over a layer's width in the fewer bits that the hardware has for them.
+over a layer's inputs, or not too many outputs, in the fewer bits that the hardware has for them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _MULTIPLE = 16  # what the hardware takes in each dimension
 # grows with rows × (in + out), and with in × out for the weight. By the rates of a Hopper GPU both are even where
 # in × out / (in + out) is near 550 (a square layer of 1100), and at 2,000 rows where the layer is twice as large.
 _WORTH = 640
+_SHORT = 8192  # outputs of a layer, over which the gradient of its input may be summed in few bits
 _ROWS = 2048
 
 
@@ -160,9 +161,10 @@ class _Linear(torch.autograd.Function):
         small_x, scale_x, small_w, scale_w = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.dtypes
         small, scale = cast(gradient, _GRADIENT)
+        is_short = gradient.shape[-1] <= _SHORT
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_x = _multiply(small, _by_columns(small_w), scale, scale_w, gradient.dtype, is_fast=True).to(of_x)
+            for_x = _multiply(small, _by_columns(small_w), scale, scale_w, gradient.dtype, is_fast=is_short).to(of_x)
         if ctx.needs_input_grad[1]:  # as exact as what it is added to
             for_weight = _multiply(small.t().contiguous(), _by_columns(small_x), scale, scale_x, of_weight)
         if ctx.needs_input_grad[2] and of_bias is not None:
@@ -202,7 +204,7 @@ def _multiply(
     bias: torch.Tensor | None = None,
     is_fast: bool = False,
 ) -> torch.Tensor:
-    """`is_fast` sums in fewer bits: enough for a layer's inputs or outputs, and not for as many as a batch has rows."""
+    """`is_fast` sums in fewer bits, whose errors grow with the number of summands."""
     return torch._scaled_mm(left, right, scale_left, scale_right, bias=bias, out_dtype=dtype, use_fast_accum=is_fast)
 
 

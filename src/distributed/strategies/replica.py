@@ -64,7 +64,8 @@ class Replica:
         self.module = task.model
         refuse_parts(self.module)
         self._loans = ExitStack()
-        self._loans.enter_context(device_settings(plan.speed, session.device))
+        if not session.is_dry:
+            self._loans.enter_context(device_settings(plan.speed, session.device))
         self._prepare_model(task, plan, session)
         self._lay_out(plan)
         self.optimizer = self._make_optimizer(task, plan)
