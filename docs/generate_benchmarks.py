@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distributed.bench.pictures import draw
+from distributed.bench.pictures import draw, of_peak
 from distributed.bench.throughput import Over
 from distributed.observe.svg import short
 
@@ -112,13 +112,8 @@ def _throughput(record: Record) -> Iterator[tuple[str, str, str]]:
 
 
 def _rate(row: Record, unit: str, name: str) -> str:
-    whose = "bf16's peak" if row["contender"] == "ours-fp8" else "peak"
-    peak = (
-        ""
-        if row["part_of_peak"] is None
-        else f" ({row['part_of_peak']:.{0 if row['part_of_peak'] >= 0.01 else 1}%} of {whose})"
-    )
-    return f"{name} {short(row['units_per_second'])} {unit}/s{peak}".strip()
+    peak = of_peak(row)
+    return f"{name} {short(row['units_per_second'])} {unit}/s{peak and f' ({peak})'}".strip()
 
 
 def _overhead(record: Record) -> Iterator[tuple[str, str, str]]:

@@ -55,10 +55,19 @@ def _throughput(record: Record) -> str:
 
 
 def _rate(row: Record) -> str:
+    peak = of_peak(row)
+    return f"{short(row['units_per_second'] or 0)} · {_say('{:.2f}', row['ratio'])} ×{peak and f', {peak}'}"
+
+
+def of_peak(row: Record) -> str:
+    """What a contender has of the device's operations, in words; nothing where that is not known.
+
+    >>> of_peak({"contender": "ours", "part_of_peak": 0.61}), of_peak({"contender": "ours", "part_of_peak": None})
+    ('61% of peak', '')
+    """
     part = row["part_of_peak"]
     whose = "bf16's peak" if row["contender"] == "ours-fp8" else "peak"
-    peak = f", {part:.{0 if part >= 0.01 else 1}%} of {whose}" if part is not None else ""
-    return f"{short(row['units_per_second'] or 0)} · {_say('{:.2f}', row['ratio'])} ×{peak}"
+    return "" if part is None else f"{part:.{0 if part >= 0.01 else 1}%} of {whose}"
 
 
 def _overhead(record: Record) -> str:
