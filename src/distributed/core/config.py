@@ -201,6 +201,12 @@ class DistributedConfig(BaseModel):
     scaler_growth_interval: int | None = Field(None, ge=1, description="good steps before it doubles; by default 2000")
     sync_batchnorm: bool = Field(True, description="BatchNorm statistics over the micro-batch of all ranks")
 
+    check_replicas: bool | Literal["parameters"] = Field(
+        True,
+        description="compare what ranks should hold alike at the first steps, saves and ends of epochs, and stop where "
+        "it differs; parameters: buffers may differ, and rank 0's count",
+    )
+
     # Communication
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"] = Field("auto", description="library for collectives")
     compression: Literal["none", "fp16"] = Field("none", description="gradients in this precision on the wire")

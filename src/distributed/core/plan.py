@@ -110,6 +110,7 @@ class ReplicatePlan:
     static_graph: bool = False
     bucket_cap_mb: float = 25.0
     sync_batchnorm: bool = True
+    check: str = "all"  # what of them is compared: "all", "parameters" (with the optimizer), "nothing"
 
 
 @dataclass(frozen=True)

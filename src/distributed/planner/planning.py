@@ -48,6 +48,9 @@ class JobProfile:
     parameters: int = 0  # numbers in the model
 
 
+_REPLICA_CHECKS: dict[bool | str, str] = {True: "all", "parameters": "parameters", False: "nothing"}
+
+
 def make_plan(
     config: DistributedConfig,
     profile: JobProfile,
@@ -122,6 +125,7 @@ def make_plan(
             config.static_graph,
             config.bucket_cap_mb,
             syncs_batchnorm,
+            _REPLICA_CHECKS[config.check_replicas],
         ),
         shard=parallel.shard,
         tensor=parallel.tensor,

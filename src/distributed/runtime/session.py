@@ -152,6 +152,14 @@ class Session:
                 dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
+    def gather(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """A tensor of each rank, all of one shape, on every rank: a row for each."""
+        rows = [torch.empty_like(values) for _ in range(self.world_size)] if self.world_size > 1 else [values]
+        if self.world_size > 1:
+            with self.named(name):
+                dist.all_gather(rows, values)
+        return torch.stack(rows)
+
     def barrier(self, name: str) -> None:
         """Returns when every rank has come here."""
         self.sum(name, torch.zeros(1, device=self.device))
@@ -183,9 +191,7 @@ class Session:
         lengths: list[int] = self.sum(name, sizes).tolist()
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self.device)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)].to(self.device)
-        found = [torch.empty_like(padded) for _ in lengths]
-        with self.named(name):
-            dist.all_gather(found, padded)
+        found = self.gather(name, padded)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(found, lengths, strict=True)]
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -131,6 +131,12 @@ class Strategy(Protocol):
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         """Of a tensor in a checkpoint, by its path and whole shape, what this rank needs; None: all of it."""
+
+    def replicated(self) -> Iterator[tuple[str, torch.Tensor | str]]:
+        """What this rank holds, by names that say what and which part of it: ranks with the same name hold the same.
+
+        Texts are settings. Asks no other rank, and waits for no device.
+        """
 
     def held_state(self) -> StateTree | None:
         """`state` as this rank holds it at its last step boundary, without asking the others, which may be gone.

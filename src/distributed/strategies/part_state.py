@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from distributed.core.errors import CheckpointError
+from distributed.core.plan import ReplicatePlan
 from distributed.runtime.portions import Box, Portion
 from distributed.strategies.layout import Layout
+from distributed.strategies.replica_tensors import Named, optimizer_state, shared_buffers
 
 StateTree = dict[str, Any]
 
@@ -51,6 +53,28 @@ class PartState:
                     self._fill(name, value, live[name])
         if "optimizer" in tree:
             self._load_optimizer(tree["optimizer"])
+
+    def local(self, plan: ReplicatePlan) -> Named:
+        """What is here, by the name of the whole tensor and the box of it: other ranks may have the same one."""
+        names = {name: f"buffer {name}" for name, _ in shared_buffers(self.module, plan)}
+        names |= {name: f"parameter {name}" for name, _ in self.module.named_parameters()}
+        live = self._live()
+        for name, title in names.items():
+            if name not in self.layout:  # made since
+                yield title, live[name]
+            elif self.layout.is_here(name):
+                yield from self._boxed(title, name, live[name])
+        for name, key, value in optimizer_state(self.optimizer, self.module):
+            title = f"optimizer state {key} of {name}"
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == self._local_shape(name):
+                yield from self._boxed(title, name, value)
+            else:
+                yield title, value
+
+    def _boxed(self, title: str, name: str, tensor: torch.Tensor) -> Named:
+        for box, piece in self.layout.portion(name, tensor.detach()).pieces:
+            if piece.numel():
+                yield f"{title} {box}" if not self.layout.is_whole(name) else title, piece
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         """Of a tensor in a checkpoint, what this rank needs; None: all of it."""

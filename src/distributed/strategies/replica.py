@@ -21,6 +21,14 @@ from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.low_parameters import LowParameters
 from distributed.strategies.memory_format import lay_out_state, to_channels_last
 from distributed.strategies.optimizer_state import load_named_state, named_state
+from distributed.strategies.replica_tensors import (
+    Named,
+    loss_tensors,
+    model_tensors,
+    more_tensors,
+    optimizer_options,
+    optimizer_state,
+)
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
 
@@ -55,7 +63,7 @@ class Replica:
         pass
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
-        self._task, self._session, self.notes = task, session, []
+        self._task, self._session, self.notes, self._replicas = task, session, [], plan.replicate
         self.clock = ComputeClock(session.device)
         self._in_step = False
         self._moves = session.device.type != "cpu" or session.is_dry  # whether a look at a value would wait or fail
@@ -179,6 +187,17 @@ class Replica:
             self._low.load_generator(tree["rounding"])
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
+
+    def replicated(self) -> Named:
+        yield from model_tensors(self.module, self._replicas)
+        for name, key, value in optimizer_state(self.optimizer, self.module):
+            yield f"optimizer state {key} of {name}", value
+        yield from optimizer_options(self.optimizer)
+        yield from loss_tensors(getattr(self._task, "loss_fn", None), self._replicas)
+        if self._low is not None:
+            yield from more_tensors("parameter in fp32, number", self._low.tensors())
+        if self._scaler is not None:
+            yield from more_tensors("optimizer loss scale, number", [self._scaler._scale, self._scaler._growth_tracker])
 
     @torch.no_grad()
     def held_state(self) -> StateTree | None:

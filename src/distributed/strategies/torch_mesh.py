@@ -19,6 +19,7 @@ from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutpu
 from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from distributed.strategies.gradient_sums import local
 from distributed.strategies.passes import Passed, Passes
+from distributed.strategies.replica_tensors import Named, loss_tensors, more_tensors, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ, replicate
 
 if TYPE_CHECKING:
@@ -224,6 +225,17 @@ class TorchMesh(Passes):
         self._state.load(tree)
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
+
+    def replicated(self) -> Named:
+        if self._parts is None:
+            yield from super().replicated()
+            return
+        yield from self._state.local(self._replicas)
+        yield from optimizer_options(self.optimizer)
+        stage = f" on stage {self._parts.groups.place['pp']}" if self._parts.pipeline is not None else ""
+        yield from loss_tensors(getattr(self._task, "loss_fn", None), self._replicas, stage)
+        if self._scaler is not None:
+            yield from more_tensors("optimizer loss scale, number", [self._scaler._scale, self._scaler._growth_tracker])
 
     def held_state(self) -> StateTree | None:
         """Where ranks may have different buffers, only rank 0 has those that count, unless nothing changes them."""

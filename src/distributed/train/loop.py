@@ -29,6 +29,7 @@ from distributed.train.loaders import Loader
 from distributed.train.meter import Meter, Reading
 from distributed.train.metrics import MetricTotals
 from distributed.train.pace import Pace
+from distributed.train.replica_check import ReplicaCheck
 from distributed.train.reports import Reports
 from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
@@ -75,6 +76,12 @@ class Loop:
         )
         checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
         self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace, counts=strategy.counts)
+        self._replicas = ReplicaCheck(
+            session,
+            strategy.replicated,
+            is_on=plan.replicate.check != "nothing",
+            shares_random=plan.mesh.tp * plan.mesh.cp > 1,
+        )
         self._state = RunState(
             plan,
             strategy,
@@ -137,7 +144,7 @@ class Loop:
     def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
         state, meter, train_step, ledger = self._state, self._meter, self._train_step, self._ledger
-        progress, train = state.progress, self._train
+        progress, train, replicas = state.progress, self._train, self._replicas
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
         seed_step, seed = self._session.seed_step, self._plan.seed
         first_step = progress.steps_in_epoch
@@ -166,10 +173,13 @@ class Loop:
                 heartbeat.beat(step)
                 if ledger is not None:
                     ledger.record(step, epoch, train.indices)
+                if replicas.is_due(step):
+                    replicas.compare(step)
                 if state.is_watched(step):
                     self._compare(state.witness(output.loss, train.indices))
                 if looks:
                     self._log(epoch, meter.read())
+                    replicas.settle()
                 if saves or (looks and step != last_step and self._minutes_are_over()):
                     self._save()
                 if looks:
@@ -189,6 +199,7 @@ class Loop:
             raise explain_nonfinite(found, self._session.rank, epoch, step, indices) from None
         if not meter.is_empty:
             self._log(epoch, meter.read())
+        self._settle_replicas()
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
         return stopped, not stopped or step == last_step, seconds, trained
 
@@ -216,11 +227,16 @@ class Loop:
         return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        self._settle_replicas()  # what ranks that differ hold is not saved
         known = self._state.epochs[-1].metrics if wait and self._state.epochs else {}
         self._reports.saves(self._state.progress, metrics or known)
         with self._heartbeat.phase(Phase.SAVING):
             self._state.save(metrics, wait=wait)
         self._reports.tell()
+
+    def _settle_replicas(self) -> None:
+        self._replicas.compare(self._state.progress.step)
+        self._replicas.settle()
 
     def _save_is_due(self, unit: str, count: int) -> bool:
         every = self._plan.checkpoint.every
@@ -247,6 +263,7 @@ class Loop:
             if inherited is not None:
                 self._complete_ledgers(inherited)
         self._session.barrier("restored")
+        self._replicas.begin(self._state.progress.step)
         self.has_begun = True
         if self._session.is_main:
             self._on_resumed(self._state.progress.step, self._state.source)
