@@ -72,6 +72,7 @@ def open_session(plan: Plan, env: WorkerEnv, line: Line | None = None) -> Sessio
 def _join(plan: Plan, env: WorkerEnv, line: Line | None, listener: socket.socket | None) -> Session:
     """The launcher can end the wait for the others, and later any collective."""
     how: dict[str, Any] = {"device": plan.device, "collectives": plan.collectives, "listener": listener}
+    how["shares_gpus"] = plan.shares_gpus
     if line is not None:
         how["opening"] = lambda cut_off: setattr(line, "cut_off", cut_off)
         how["is_over"] = lambda: line.is_cut_off(env.attempt)

@@ -135,4 +135,3 @@ def test_rates_that_differ_are_refused_before_a_step(told: dict[str, tuple[str, 
 def test_norm_that_tensor_parallel_ranks_share_is_compared(told: dict[str, tuple[str, list[str]]]) -> None:
     text, _ = told["tensor"]
     assert "after step 4: parameter blocks.1.norm.bias" in text
-

@@ -65,6 +65,9 @@ def train(
         typer.Option(metavar="WHERE", help="The Ray cluster that runs the ranks: auto, host:port or ray://host:port."),
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = None,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Let several ranks share a GPU: to try a run, not for speed.")
+    ] = False,
     sharding: Annotated[
         str | None, typer.Option(metavar="KIND", help="Share out the model's state: none, grad_op, full or hybrid.")
     ] = None,
@@ -137,6 +140,7 @@ def train(
         "master_port": master_port,
         "address": address,
         "device": device,
+        "share_gpus": "true" if share_gpus else None,
         "sharding": sharding,
         "zero_stage": zero_stage,
         "tensor_parallel": tensor_parallel,

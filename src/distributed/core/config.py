@@ -38,6 +38,9 @@ class DistributedConfig(BaseModel):
         None, ge=1, le=65535, description="port where the nodes or ranks meet; by default a free one"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what to train on")
+    share_gpus: bool = Field(
+        False, description="let several ranks share a GPU, to try a run of many GPUs on few; not for speed"
+    )
 
     backend: str = Field("auto", description="the engine that trains: " + ", ".join(["auto", *ENGINES.entries]))
     address: str | None = Field(

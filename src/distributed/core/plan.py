@@ -217,6 +217,7 @@ class Plan:
     mesh: MeshSpec = field(default_factory=MeshSpec)
     num_nodes: int = 1
     device: str = "cpu"
+    shares_gpus: bool = False  # whether several ranks have the same one
     collectives: str = "gloo"
     collective_timeout_s: float = 600.0
     threads_per_rank: int = 1

@@ -102,6 +102,7 @@ def make_plan(
         mesh=parallel.mesh,
         num_nodes=resources.num_nodes,
         device=resources.device,
+        shares_gpus=config.share_gpus and resources.device == "cuda" and resources.ranks_per_node > len(hardware.gpus),
         collectives=_plan_collectives(config, resources.device, decisions, problems),
         collective_timeout_s=config.collective_timeout_s,
         threads_per_rank=1 if bitwise else max(1, hardware.cpu_cores // resources.ranks_per_node),
@@ -170,7 +171,8 @@ def _join(
     if world.run_dir and config.run_dir and os.path.abspath(config.run_dir) != os.path.abspath(run_dir):
         why = f"the launcher's; run_dir={config.run_dir} is not used"
         decisions.append(Decision(f"run directory {run_dir}", why))
-    problems = too_few_gpus(asked.device, world.local_world_size, hardware, world.launcher)
+    ranks = world.local_world_size
+    problems = [] if config.share_gpus else too_few_gpus(asked.device, ranks, hardware, world.launcher)
     resources = Resources(asked.device, world.num_nodes, -(-world.world_size // world.num_nodes))
     return resources, decisions, problems
 

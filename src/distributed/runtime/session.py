@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
+import os
 import random
 import socket
 import time
@@ -67,19 +68,22 @@ class Session:
         opening: Callable[[Callable[[], None]], None] = lambda cut_off: None,
         is_over: Callable[[], bool] = lambda: False,
         listener: socket.socket | None = None,
+        shares_gpus: bool = False,
     ) -> Session:
         """Join the world, or the process group that the script has already made.
 
         `opening` is given what ends the wait for the others, for another thread to call; `is_over` tells that it did.
         `listener` is rank 0's, where it already listens at the meeting point.
         """
-        chosen = _choose_device(device, env.local_rank)
+        chosen = _choose_device(device, env.local_rank, shares_gpus)
         if env.world_size == 1 and not dist.is_initialized():
             return Session(env, chosen, None)
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session()}", store))
         _check_collectives(collectives)
+        if shares_gpus:
+            _be_a_host_of_its_own(env)
         before = set(open_sockets())
         opening(lambda: shut_down(set(open_sockets()) - before))
         try:
@@ -311,10 +315,18 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def _choose_device(kind: str, local_rank: int) -> torch.device:
+def _be_a_host_of_its_own(env: WorkerEnv) -> None:
+    """NCCL refuses two ranks of one host on one GPU. Taken for hosts with a GPU each, they talk over sockets."""
+    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-rank-{env.rank}"
+    if env.num_nodes == 1:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _choose_device(kind: str, local_rank: int, shares_gpus: bool = False) -> torch.device:
     if kind != "cuda":
         return torch.device("cpu")
-    local_rank = 0 if torch.cuda.device_count() == 1 else local_rank  # Slurm may show each rank its own GPU only
+    if shares_gpus or torch.cuda.device_count() == 1:  # Slurm may show each rank its own GPU only
+        local_rank %= torch.cuda.device_count()
     if local_rank >= torch.cuda.device_count():
         raise PlanError(
             f"local rank {local_rank} has no GPU: this process sees {torch.cuda.device_count()}",
