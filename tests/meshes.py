@@ -189,15 +189,15 @@ class Case:
 class TrainedCases:
     """What trainings come to; all of those with one number of ranks are trained in one world, which costs its start."""
 
-    def __init__(self, cases: dict[str, Case], folder: Path) -> None:
-        self._cases, self._folder = cases, folder
+    def __init__(self, cases: dict[str, Case], folder: Path, device: str = "cpu") -> None:
+        self._cases, self._folder, self._device = cases, folder, device
         self._found: dict[str, Trained] = {}
 
     def __getitem__(self, name: str) -> Trained:
         if name not in self._found:
             ranks = MESHES[self._cases[name].mesh].ranks
             mates = {key: case for key, case in self._cases.items() if MESHES[case.mesh].ranks == ranks}
-            self._found |= run_ranks(_train_all, ranks, mates, self._folder)[0]
+            self._found |= run_ranks(_train_all, ranks, mates, self._folder, device=self._device)[0]
         return self._found[name]
 
 
