@@ -1,4 +1,4 @@
-"""Test tools for users' own tasks: run a function on N real ranks, joined by gloo or NCCL, and get what each returns."""
+"""Test tools for users' own tasks: run a function on N real ranks on gloo or NCCL, and get what each returns."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, device:
             run_dir=str(work / "run"),
             ranks_per_node=world_size,
             threads_per_rank=max(1, cores // world_size),
+            device=device,
+            shares_gpus=device != "cpu",
         )
         LocalLauncher().run(request, _Lines())
         return [cloudpickle.loads((work / f"result-{rank}").read_bytes()) for rank in range(world_size)]

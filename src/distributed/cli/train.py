@@ -215,6 +215,7 @@ def _prepare(
         env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
         attempt=next_attempt(target) if config.resume_from_checkpoint else 0,
         device=resources.device,
+        shares_gpus=config.share_gpus,
         warm=config.warm_start,
         address=config.address,
     ).for_engine(parallel.engine, config)

@@ -124,7 +124,7 @@ class LocalLauncher:
         """The ranks of this node in a round; a rank has the GPU of its slot, also when others are left out."""
         request = replace(request, run_dir=round_.run_dir, attempt=round_.attempt)
         rendered = self.render(request, round_.place, round_.restarts)
-        if request.device != "cuda" or list(slots) == list(range(len(slots))):
+        if request.device != "cuda" or request.shares_gpus or list(slots) == list(range(len(slots))):
             return rendered
         names = gpu_names(self.environ.get("CUDA_VISIBLE_DEVICES"), max(slots) + 1)
         specs = [

@@ -49,6 +49,7 @@ class LaunchRequest:
     env: Mapping[str, str] = field(default_factory=dict)  # for every rank, beside what this process has
     attempt: int = 0
     device: str = "cpu"
+    shares_gpus: bool = False  # whether several ranks have the same one
     warm: bool = False  # fork the ranks from one process that has its imports behind it
     preload: tuple[str, ...] = ()  # what that one imports; none: torch and ours
     roles: Roles | None = None  # of the ranks, where they are not alike

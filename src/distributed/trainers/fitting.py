@@ -125,6 +125,7 @@ def fit_alone(request: FitRequest) -> History:
         threads_per_rank=plan.threads_per_rank,
         attempt=next_attempt(run_dir),
         device=plan.device,
+        shares_gpus=plan.shares_gpus,
         warm=config.warm_start,
         address=config.address,
     )
