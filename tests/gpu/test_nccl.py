@@ -18,7 +18,8 @@ from tests.meshes import MESHES, Case, TrainedCases
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 SHARED: dict[str, Any] = {"device": "cuda", "share_gpus": True, "tf32": False}
-NAMES = [name for name, mesh in MESHES.items() if mesh.ranks in (2, 4)]
+_TWO_STAGES_A_RANK = ("pp_interleaved", "pp_zero_bubble")  # of a model with more blocks
+NAMES = [name for name, mesh in MESHES.items() if mesh.ranks in (2, 4) and name not in _TWO_STAGES_A_RANK]
 CASES = {name: Case(name, SHARED) for name in NAMES}
 CASES |= {f"{name}/accumulated": Case(name, SHARED | {"accumulation": 2, "gradient_clipping": 0.5}) for name in NAMES}
 CASES |= {f"{name}/bf16": Case(name, SHARED | {"mixed_precision": "bf16"}) for name in ("ddp", "fsdp_grad_op", "tp")}
