@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from distributed.core.errors import ConfigError
@@ -27,6 +27,9 @@ NOMINAL = "DISTRIBUTED_NOMINAL_RANKS"  # ranks that were asked for: the global b
 OVERRIDES = "DISTRIBUTED_OVERRIDES"  # JSON: settings given where the run was launched; they win over the script's
 TRIAL = "DISTRIBUTED_TRIAL"  # the file that says which trial of a search this process belongs to
 TENSORFLOW = "DISTRIBUTED_TENSORFLOW"  # JSON: the strategy to set up before a script makes use of TensorFlow
+STORE = "DISTRIBUTED_STORE"  # the address of the store that the ranks of our launcher meet at
+STORE_SECRET = "DISTRIBUTED_STORE_SECRET"  # what a rank shows there, so that nobody else is let in
+JOIN_TOKEN = "DISTRIBUTED_JOIN_TOKEN"  # the secret of a run over several nodes, or @ and a file that holds it
 DRY_RUN = "DISTRIBUTED_DRY_RUN"  # ranks of a world that `fit` is to try out in this process alone
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
 
@@ -81,6 +84,28 @@ class WorkerEnv:
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
         }
+
+
+@dataclass(frozen=True)
+class StoreDoor:
+    """Where the store of a run is, and the secret that opens it. Never printed, never written into a run's files."""
+
+    address: str
+    secret: str = field(repr=False)
+
+    def to_environ(self) -> dict[str, str]:
+        return {STORE: self.address, STORE_SECRET: self.secret}
+
+
+def take_store_door() -> StoreDoor | None:
+    """The store of our launcher, for the rank that it started. Taken out: it is not for this rank's own children."""
+    address, secret = os.environ.pop(STORE, ""), os.environ.pop(STORE_SECRET, "")
+    return StoreDoor(address, secret) if address else None
+
+
+def join_token_in_env() -> str:
+    """What this process was given to join a run over several nodes with."""
+    return os.environ.get(JOIN_TOKEN, "")
 
 
 def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.core.control import Joined, Lost, Message, World, decode, encode
-from distributed.core.env import LAUNCHER_PID
+from distributed.core.env import LAUNCHER_PID, StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.core.failure import FailureRecord, failure_path
 from distributed.core.heartbeat import Beat, heartbeat_path, read_beat
@@ -116,11 +116,14 @@ class Crew:
         with_control: bool = True,
         frees_devices: bool = False,
         on_started: Callable[[Member], None] = lambda member: None,
+        door: Callable[[], StoreDoor] | None = None,
     ) -> None:
         """`preload`: the modules that the parent of all ranks imports; None: every rank is started by itself.
-        `frees_devices`: those who leave must be gone before others come, who need their memory."""
+        `frees_devices`: those who leave must be gone before others come, who need their memory. `door`: where the ranks
+        meet; told to them beside what is rendered, which is shown to users."""
         self._environ, self._python, self._preload, self._with_control = environ, python, preload, with_control
         self._frees_devices = frees_devices
+        self._door = door
         self._parent: WarmParent | None = None
         self._on_started = on_started
         self.members: list[Member] = []
@@ -151,7 +154,8 @@ class Crew:
 
     def _start(self, rendered: Rendered, spec: ProcessSpec, slot: int) -> Member:
         failure_path(rendered.attempt_dir, spec.rank).unlink(missing_ok=True)
-        environ = dict(self._environ) | dict(spec.env) | {LAUNCHER_PID: str(os.getpid())}
+        door = {} if self._door is None else self._door().to_environ()
+        environ = dict(self._environ) | dict(spec.env) | door | {LAUNCHER_PID: str(os.getpid())}
         try:
             process = self._make(rendered, spec, environ)
         except OSError as error:
@@ -199,7 +203,10 @@ class Crew:
             lines.append(self._parent)  # it tells who has ended
         else:
             seconds = min(seconds, _UNTOLD_S)
-        select.select(lines, [], [], seconds)
+        poll = select.poll()  # unlike select, for any number of open files: the store has a connection for each rank
+        for line in lines:
+            poll.register(line, select.POLLIN)
+        poll.poll(seconds * 1000)
 
     @property
     def steps(self) -> dict[int, int]:
