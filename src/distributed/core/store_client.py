@@ -7,7 +7,16 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from distributed.core.store_wire import LENGTH_BYTES, StoreLostError, dial, frame_length, pack, receive, unpack
+from distributed.core.store_wire import (
+    LENGTH_BYTES,
+    StoreLateError,
+    StoreLostError,
+    dial,
+    frame_length,
+    pack,
+    receive,
+    unpack,
+)
 
 _CONNECT_S = 5.0
 
@@ -36,7 +45,7 @@ class StoreClient:
         return self.wait([key])[0]
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """The values of keys, once all of them are there; TimeoutError if they do not come."""
+        """The values of keys, once all of them are there; StoreLateError if they do not come."""
         return self._ask(b"wait", *map(self._key, keys), timeout_s=timeout_s)
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -90,7 +99,7 @@ class StoreClient:
         except BaseException as failed:  # an answer to this request may still come: nobody else can use the connection
             self._drop(line)
             if isinstance(failed, TimeoutError):
-                raise TimeoutError(f"no answer of the run's store within {limit_s:g} s") from None
+                raise StoreLateError(f"no answer of the run's store within {limit_s:g} s") from None
             if isinstance(failed, OSError | ValueError):
                 raise StoreLostError(f"the connection to the run's store is lost: {failed}") from None
             raise

@@ -37,6 +37,10 @@ class StoreLostError(RuntimeError):
     do = ""  # what a user can do about it, where that is known
 
 
+class StoreLateError(StoreLostError):
+    """What was asked for did not come in time."""
+
+
 class StoreRefusedError(StoreLostError):
     """Whoever listens there has another secret, or is no store of ours."""
 

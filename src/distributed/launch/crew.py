@@ -147,15 +147,14 @@ class Crew:
             if slot in staying:
                 member = staying[slot]
                 member.rank, member.attempt_dir = spec.rank, rendered.attempt_dir
-                member.tell(World(dict(spec.env)))
+                member.tell(World(dict(spec.env) | self._secrets()))
                 self.members.append(member)
             else:
                 self.members.append(self._start(rendered, spec, slot))
 
     def _start(self, rendered: Rendered, spec: ProcessSpec, slot: int) -> Member:
         failure_path(rendered.attempt_dir, spec.rank).unlink(missing_ok=True)
-        door = {} if self._door is None else self._door().to_environ()
-        environ = dict(self._environ) | dict(spec.env) | door | {LAUNCHER_PID: str(os.getpid())}
+        environ = dict(self._environ) | dict(spec.env) | self._secrets() | {LAUNCHER_PID: str(os.getpid())}
         try:
             process = self._make(rendered, spec, environ)
         except OSError as error:
@@ -167,6 +166,9 @@ class Crew:
         member = Member(process, slot, spec.rank, rendered.attempt_dir, rendered.attempt_dir, spec.rank, spec.role)
         self._on_started(member)
         return member
+
+    def _secrets(self) -> dict[str, str]:
+        return {} if self._door is None else self._door().to_environ()
 
     def _make(self, rendered: Rendered, spec: ProcessSpec, environ: Mapping[str, str]) -> RankProcess:
         if self._preload is None or not WarmParent.is_supported():

@@ -5,22 +5,15 @@ Torch's TCPStore lets in whoever connects, also another user of the same machine
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from distributed.core.env import StoreDoor, WorkerEnv, take_store_door
+from distributed.core.env import StoreDoor
 from distributed.core.store_client import StoreClient
-from distributed.core.store_wire import StoreLostError
-
-
-@functools.cache
-def store_door() -> StoreDoor | None:
-    """That of this process, if our launcher started it."""
-    return take_store_door()
+from distributed.core.store_wire import StoreLateError, StoreLostError
 
 
 class RankStore(dist.Store):
@@ -30,11 +23,11 @@ class RankStore(dist.Store):
     # Torch holds the C++ part alone, which calls the methods of an object that must therefore live on.
     _alive: list[RankStore] = []  # noqa: RUF012 - of this process, one a world
 
-    def __init__(self, door: StoreDoor, env: WorkerEnv, timeout_s: float) -> None:
+    def __init__(self, door: StoreDoor, attempt: int, timeout_s: float) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
         with _told_as_torch_does(()):
-            self._client = StoreClient(door.address, door.secret, prefix=f"world-{env.attempt}/")
+            self._client = StoreClient(door.address, door.secret, prefix=f"world-{attempt}/")
         self._alive.append(self)
 
     def cut(self) -> None:
@@ -100,7 +93,7 @@ def _told_as_torch_does(keys: list[str] | tuple[str, ...]) -> Iterator[None]:
     """By the errors that torch's own stores raise, which its callers and ours know."""
     try:
         yield
-    except TimeoutError as late:
+    except StoreLateError as late:
         raise dist.DistStoreError(f"wait timeout: {late}, keys: {', '.join(keys)}") from None
     except (StoreLostError, OSError) as lost:
         raise dist.DistNetworkError(str(lost)) from None

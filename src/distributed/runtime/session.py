@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import LaunchError, PlanError
-from distributed.runtime.rank_store import RankStore, store_door
+from distributed.runtime.rank_store import RankStore
 from distributed.runtime.sockets import open_sockets, shut_down
 
 _CONNECT_S = 2.0  # for one try to reach the store of a rank 0 that listens
@@ -232,9 +232,8 @@ def _meet(
     if env.launcher == "torchrun":
         store, rank, world_size = next(iter(dist.rendezvous("env://", env.rank, env.world_size)))
         return store, rank, world_size
-    door = store_door() if env.launcher == "distributed" else None
-    if door is not None:
-        return RankStore(door, env, timeout_s), env.rank, env.world_size
+    if env.store is not None:
+        return RankStore(env.store, env.attempt, timeout_s), env.rank, env.world_size
     if env.is_main and listener is None:
         listener = _loopback_listener(env)
     waits_briefly = not env.is_main and env.launcher in _REGROUPING
