@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,16 @@ class Member:
                 self.ending = Ending(self.rank, record.exit_code, record.time, self.process.log_path, record)
 
 
+    def judge(self) -> None:
+        """Whether it ended too early, now that everything it said before is known."""
+        if self.ending is None or self.ending.code != 0 or self.ending.is_early or not self.ending.in_loop:
+            return
+        if self.joined is None:
+            self.ending = replace(self.ending, in_loop=False)
+        elif self.joined.in_run:
+            self.ending = replace(self.ending, early_at=self.beat.step if self.beat is not None else 0)
+
+
 class Crew:
     """The members of this node; `begin` makes of them the next world's."""
 
@@ -186,6 +196,8 @@ class Crew:
                 member.joined = message
             elif isinstance(message, Lost):
                 member.lost, member.lost_message = message.attempt, message.message
+        for member in self.members:
+            member.judge()
         return heard
 
     def notice(self) -> None:
