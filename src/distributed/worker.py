@@ -120,6 +120,10 @@ def run_rank(
                 env = next_world(line, session.env.attempt, outcome.message)
                 session = open_session(job.plan, env, line)
             job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
+    except Exception:  # the script may deal with it, and end well; not so where it ended itself in mid-run
+        if line is not None:
+            line.tell(Joined(False))
+        raise
     finally:
         watchers.close()
 
@@ -274,7 +278,7 @@ def line_for(plan: Plan, *, is_first: bool = True) -> Line | None:
         is_alone = is_first and not dist.is_initialized()
         can_regroup = plan.collectives == "gloo" and plan.is_replicated and CAN_SHUT_DOWN
         line.regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
-        line.tell(Joined(line.regroups, plan.legal_sizes))
+        line.tell(Joined(line.regroups, plan.legal_sizes, in_run=True))
     return line
 
 

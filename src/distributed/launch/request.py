@@ -53,6 +53,7 @@ class LaunchRequest:
     warm: bool = False  # fork the ranks from one process that has its imports behind it
     preload: tuple[str, ...] = ()  # what that one imports; none: torch and ours
     roles: Roles | None = None  # of the ranks, where they are not alike
+    join_token: str = field(default="", repr=False)  # the secret of a run over several nodes; "": left to the nodes
     address: str | None = None  # of the cluster whose nodes run the ranks, where that is another one's to place
 
     def for_engine(self, name: str, config: DistributedConfig) -> LaunchRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import ipaddress
 import itertools
 import os
 import random
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import LaunchError, PlanError
+from distributed.runtime.rank_store import RankStore
 from distributed.runtime.sockets import open_sockets, shut_down
 
 _CONNECT_S = 2.0  # for one try to reach the store of a rank 0 that listens
@@ -46,6 +48,7 @@ class Session:
         self.stream = env.rank  # of random numbers: of ranks that compute the same, the same
         self.is_dry = False  # whether tensors hold nothing and collectives do nothing: of a dry run
         self._sockets = sockets  # of the process group, if it is ours
+        self._cut_store: Callable[[], None] = lambda: None  # ends what this rank waits for in the store
         # Whether this process can leave its world and join another: the group must be ours, and end when it is cut off.
         self.can_regroup = bool(sockets) and dist.get_backend() == "gloo"
         self.cut_more: Callable[[], None] = lambda: None  # ends the collectives of a library beside this group
@@ -85,9 +88,18 @@ class Session:
         if shares_gpus:
             _be_a_host_of_its_own(env)
         before = set(open_sockets())
-        opening(lambda: shut_down(set(open_sockets()) - before))
+        cut_store: list[Callable[[], None]] = []
+
+        def cut_off() -> None:
+            shut_down(set(open_sockets()) - before)
+            for cut in cut_store:
+                cut()
+
+        opening(cut_off)
         try:
             store, rank, world_size = _meet(env, timeout_s, is_over, listener)
+            if isinstance(store, RankStore):
+                cut_store.append(store.cut)
             of_store = set(open_sockets())
             _await_all(store, env, timeout_s, is_over)
             meets_quickly = collectives == "gloo"
@@ -111,11 +123,14 @@ class Session:
             ) from (failed if env.restarts else None)  # later, a peer has died; at first, it is what it says
         atexit.register(leave_world)
         ours = frozenset(set(open_sockets()) - (before if env.launcher in _REGROUPING else of_store))
-        return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session(new=True)}", store), ours)
+        session = Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session(new=True)}", store), ours)
+        session._cut_store = store.cut if isinstance(store, RankStore) else session._cut_store
+        return session
 
     def cut_off(self) -> None:
         """End every collective that this rank is in or begins, here and at its peers; for any thread to call."""
         self.cut_more()
+        self._cut_store()
         shut_down(set(self._sockets))
 
     def number(self) -> int:
@@ -227,6 +242,10 @@ def _meet(
     if env.launcher == "torchrun":
         store, rank, world_size = next(iter(dist.rendezvous("env://", env.rank, env.world_size)))
         return store, rank, world_size
+    if env.store is not None:
+        return RankStore(env.store, env.attempt, timeout_s), env.rank, env.world_size
+    if env.is_main and listener is None:
+        listener = _loopback_listener(env)
     waits_briefly = not env.is_main and env.launcher in _REGROUPING
     deadline = time.monotonic() + timeout_s
     while True:
@@ -248,6 +267,17 @@ def _meet(
             continue
         store.set_timeout(timedelta(seconds=timeout_s))
         return store, env.rank, env.world_size
+
+
+def _loopback_listener(env: WorkerEnv) -> socket.socket | None:
+    """Where all ranks are on this machine: torch's store would listen on all of its addresses."""
+    try:
+        if env.num_nodes > 1 or not ipaddress.ip_address(env.master_addr).is_loopback:
+            return None
+        family = socket.AF_INET6 if ":" in env.master_addr else socket.AF_INET
+        return socket.create_server((env.master_addr, env.master_port), family=family, backlog=1024)
+    except (OSError, ValueError):  # taken, or a name: torch says so, or knows what to do with it
+        return None
 
 
 def _await_all(store: dist.Store, env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> None:
