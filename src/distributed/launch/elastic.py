@@ -15,7 +15,7 @@ from typing import Any
 from distributed.core.env import JOIN_TOKEN, StoreDoor, inherited_environ, user_cache
 from distributed.core.errors import LaunchError
 from distributed.core.store_client import StoreClient
-from distributed.core.store_wire import StoreLostError, StoreRefusedError
+from distributed.core.store_wire import StoreRefusedError
 from distributed.launch.join_token import find_tokens, leave_token, new_join_token, remove_token, token_files
 from distributed.launch.membership import Membership
 from distributed.launch.nodes import Nodes
