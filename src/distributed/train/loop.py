@@ -30,6 +30,7 @@ from distributed.train.meter import Meter, Reading
 from distributed.train.metrics import MetricTotals
 from distributed.train.pace import Pace
 from distributed.train.reports import Reports
+from distributed.train.sample_check import SampleCheck
 from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
 from distributed.train.stragglers import Stragglers
@@ -75,6 +76,7 @@ class Loop:
         )
         checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
         self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace, counts=strategy.counts)
+        self._samples = SampleCheck(plan, session, train)
         self._state = RunState(
             plan,
             strategy,
@@ -82,6 +84,7 @@ class Loop:
             session,
             self._meter,
             train.samples_per_epoch,
+            self._samples,
             self._saved,
             self._telling.not_saved,
         )
@@ -137,7 +140,7 @@ class Loop:
     def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
         state, meter, train_step, ledger = self._state, self._meter, self._train_step, self._ledger
-        progress, train = state.progress, self._train
+        progress, train, check_step = state.progress, self._train, self._samples.step_ended
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
         seed_step, seed = self._session.seed_step, self._plan.seed
         first_step = progress.steps_in_epoch
@@ -147,6 +150,8 @@ class Loop:
         last_step = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
         end, before = self._plan.max_steps, progress.samples_in_epoch
         self._telling.epoch_started(epoch, progress.step)
+        if told := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
+            self._telling.warn(told)
         self._strategy.train(True)
         meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
@@ -164,6 +169,7 @@ class Loop:
                 progress.step, progress.steps_in_epoch = step, step - before_epoch
                 progress.samples_in_epoch += samples
                 heartbeat.beat(step)
+                check_step(step - before_epoch, looks=looks)  # of a stream: all ranks have read the same
                 if ledger is not None:
                     ledger.record(step, epoch, train.indices)
                 if state.is_watched(step):
@@ -189,6 +195,7 @@ class Loop:
             raise explain_nonfinite(found, self._session.rank, epoch, step, indices) from None
         if not meter.is_empty:
             self._log(epoch, meter.read())
+        self._samples.epoch_ended(step - before_epoch)  # all ranks together have taken every sample once
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
         return stopped, not stopped or step == last_step, seconds, trained
 
@@ -213,6 +220,7 @@ class Loop:
         self._strategy.train(True)
         if self._session.max("evaluation was cut short", cut).item():
             return {}
+        self._samples.evaluated(evaluation)
         return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
