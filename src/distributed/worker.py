@@ -37,6 +37,7 @@ from distributed.strategies.base import Strategy
 from distributed.train.handover import Held, hand_over, take_model
 from distributed.train.loaders import open_evaluation, open_training
 from distributed.train.loop import LeftWorld, Loop
+from distributed.train.sample_check import check_datasets
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
 
@@ -165,6 +166,7 @@ def _live(
         strategy.setup(task, plan, session)
         heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)
         session.enter = heartbeat.collective
+        check_datasets(plan, session, {"train_loader": job.train, "val_loader": job.evaluation})
         train, staff, told = open_training(job.train, plan, session, strategy.optimizer)
         evaluation, more = open_evaluation(
             job.evaluation, plan, session, staff, strategy.optimizer, in_step=strategy.in_step

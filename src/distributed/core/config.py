@@ -276,6 +276,9 @@ class DistributedConfig(BaseModel):
         3, ge=0, description="steps after each checkpoint that a resumed run is compared with; 0: none"
     )
     sample_ledger: bool = Field(False, description="write down which samples each step used")
+    sample_check: bool = Field(
+        True, description="compare over the ranks, and after a resume, which samples there are and in which order"
+    )
     resume_from_checkpoint: bool | str = Field(
         False, description="True: the newest in checkpoint_dir, if any; or a checkpoint's path"
     )

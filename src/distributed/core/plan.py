@@ -227,6 +227,7 @@ class Plan:
     on_nan: str = "stop"
     loss_weighting: str = "auto"
     iterable_split: str = "share"
+    sample_check: bool = True  # whether the ranks compare their data
     precision: PrecisionPlan = field(default_factory=PrecisionPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)

@@ -112,6 +112,7 @@ def make_plan(
         on_nan=config.on_nan,
         loss_weighting=config.loss_weighting,
         iterable_split=config.iterable_split,
+        sample_check=config.sample_check,
         precision=_plan_precision(config, resources.device, hardware, decisions),
         optimizer=_plan_optimizer(config, profile, batch, decisions, problems),
         schedule=SchedulePlan(

@@ -31,6 +31,7 @@ from distributed.train.metrics import MetricTotals
 from distributed.train.pace import Pace
 from distributed.train.replica_check import ReplicaCheck
 from distributed.train.reports import Reports
+from distributed.train.sample_check import SampleCheck
 from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
 from distributed.train.stragglers import Stragglers
@@ -82,6 +83,7 @@ class Loop:
             is_on=plan.replicate.check != "nothing",
             shares_random=plan.mesh.tp * plan.mesh.cp > 1,
         )
+        self._samples = SampleCheck(plan, session, train)
         self._state = RunState(
             plan,
             strategy,
@@ -89,6 +91,7 @@ class Loop:
             session,
             self._meter,
             train.samples_per_epoch,
+            self._samples,
             self._saved,
             self._telling.not_saved,
         )
@@ -144,7 +147,7 @@ class Loop:
     def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
         state, meter, train_step, ledger = self._state, self._meter, self._train_step, self._ledger
-        progress, train, replicas = state.progress, self._train, self._replicas
+        progress, train, replicas, check_step = state.progress, self._train, self._replicas, self._samples.step_ended
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
         seed_step, seed = self._session.seed_step, self._plan.seed
         first_step = progress.steps_in_epoch
@@ -154,6 +157,8 @@ class Loop:
         last_step = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
         end, before = self._plan.max_steps, progress.samples_in_epoch
         self._telling.epoch_started(epoch, progress.step)
+        if told := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
+            self._telling.warn(told)
         self._strategy.train(True)
         meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
@@ -171,6 +176,7 @@ class Loop:
                 progress.step, progress.steps_in_epoch = step, step - before_epoch
                 progress.samples_in_epoch += samples
                 heartbeat.beat(step)
+                check_step(step - before_epoch, looks=looks)  # of a stream: all ranks have read the same
                 if ledger is not None:
                     ledger.record(step, epoch, train.indices)
                 if replicas.is_due(step):
@@ -200,6 +206,7 @@ class Loop:
         if not meter.is_empty:
             self._log(epoch, meter.read())
         self._settle_replicas()
+        self._samples.epoch_ended(step - before_epoch)  # all ranks together have taken every sample once
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
         return stopped, not stopped or step == last_step, seconds, trained
 
@@ -224,6 +231,7 @@ class Loop:
         self._strategy.train(True)
         if self._session.max("evaluation was cut short", cut).item():
             return {}
+        self._samples.evaluated(evaluation)
         return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:

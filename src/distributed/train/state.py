@@ -28,6 +28,7 @@ from distributed.strategies.base import Strategy
 from distributed.train.handover import Held, Inherited
 from distributed.train.meter import Meter
 from distributed.train.rates import OwnRates
+from distributed.train.sample_check import SampleCheck
 from distributed.train.schedule import Schedule
 from distributed.train.witness import Verdict, Witness
 
@@ -56,11 +57,13 @@ class RunState:
         session: Session,
         meter: Meter,
         samples: int | None,
+        data: SampleCheck,
         on_saved: Callable[[Saved], None],
         on_failed: Callable[[CheckpointError], None],
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._meter, self._samples, self._on_saved, self._on_failed = meter, samples, on_saved, on_failed
+        self._data = data
         self.progress = Progress()
         self.epochs: list[EpochRecord] = []
         self._storage = open_storage(plan.checkpoint.dir)
@@ -141,6 +144,7 @@ class RunState:
         if self.is_alike(restored) and restored.own is not None:
             restore_rng(restored.own["rng"], self._session.device)
             self._meter.load_state(restored.own["meter"])
+            self._data.load_own_state(restored.own.get("data", {}))
             if own is None:  # with other rates it is not the same run
                 self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
         self.verdict = self._look({})
@@ -156,6 +160,7 @@ class RunState:
         self.progress = Progress(**shared["progress"])
         self._schedule.load_state(shared["schedule"], self.progress.step)
         self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
+        self._data.load_state(shared.get("data", {}))
         if "meter" in shared:  # of a handover; each rank's own in a checkpoint
             self._meter.load_state(shared["meter"])
 
@@ -254,14 +259,17 @@ class RunState:
         return self._strategy.state() | self._position()
 
     def _position(self) -> dict[str, Any]:
-        return {
+        data = self._data.state(self.progress.epoch)
+        return ({"data": data} if data else {}) | {
             "schedule": self._schedule.state(),
             "progress": asdict(self.progress),
             "epochs": [asdict(record) for record in self.epochs],
         }
 
     def _own(self) -> dict[str, Any]:
-        return {"rng": rng_state(self._session.device), "meter": self._meter.state()}
+        data = self._data.own_state()
+        own = {"rng": rng_state(self._session.device), "meter": self._meter.state()}
+        return own | ({"data": data} if data else {})
 
     def _meta(self) -> dict[str, Any]:
         plan = asdict(self._plan)
