@@ -44,8 +44,8 @@ def hand_over(session: Session, held: Held | None) -> Inherited | None:
     if newest < 0:
         return None
     source = found.index(newest)
-    mine = held if source == session.rank else None
-    return Inherited(newest, source, _send(session, source, mine))
+    mine = held.tree if held is not None and source == session.rank else None
+    return Inherited(newest, source, send_tree(session, "handover", source, mine))
 
 
 def take_model(model: nn.Module, state: dict[str, Any]) -> None:
@@ -62,25 +62,26 @@ def take_model(model: nn.Module, state: dict[str, Any]) -> None:
     model.load_state_dict(state)
 
 
-def _send(session: Session, source: int, held: Held | None) -> dict[str, Any]:
-    """The source's tree, tensor by tensor; the source itself keeps its own."""
+def send_tree(session: Session, name: str, source: int, tree: dict[str, Any] | None) -> dict[str, Any]:
+    """One rank's tree to all, tensor by tensor; the source itself keeps its own. What others pass is not looked at."""
     tensors: dict[str, torch.Tensor] = {}
     text = None
-    if held is not None:
-        tensors, skeleton = flatten(held.tree)
+    is_source = session.rank == source
+    if is_source:
+        tensors, skeleton = flatten(tree)
         specs = [
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
         ]
         text = json.dumps({"skeleton": skeleton, "tensors": specs})
-    document = json.loads(session.share_text("handover", text))
+    document = json.loads(session.share_text(f"{name}-{session.number()}", text))
     received: dict[str, torch.Tensor] = {}
-    for name, dtype, shape in document["tensors"]:
-        if held is not None:
-            received[name] = tensors[name]
-            data = tensors[name].detach().to(session.device).contiguous()
+    for path, dtype, shape in document["tensors"]:
+        if is_source:
+            received[path] = tensors[path]
+            data = tensors[path].detach().to(session.device).contiguous()
         else:
-            data = received[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=session.device)
+            data = received[path] = torch.empty(shape, dtype=getattr(torch, dtype), device=session.device)
         if data.numel():
-            session.send_from("handover", source, data)
-    tree: dict[str, Any] = unflatten(document["skeleton"], received)
-    return tree
+            session.send_from(name, source, data)
+    found: dict[str, Any] = unflatten(document["skeleton"], received)
+    return found

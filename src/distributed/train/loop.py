@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
 from distributed.train.stragglers import Stragglers
 from distributed.train.telling import Telling
+from distributed.train.user_state import UserState
 from distributed.train.witness import Verdict
 
 
@@ -59,6 +60,9 @@ class Loop:
         utilization: Callable[[], float | None] = lambda: None,
         on_resumed: Callable[[int, str], None] = lambda step, source: None,
         host: Host | None = None,
+        *,
+        user: UserState,
+        facts: Mapping[str, Any],
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
@@ -75,6 +79,7 @@ class Loop:
         )
         checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
         self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace, counts=strategy.counts)
+        self._user = user
         self._state = RunState(
             plan,
             strategy,
@@ -84,6 +89,8 @@ class Loop:
             train.samples_per_epoch,
             self._saved,
             self._telling.not_saved,
+            user,
+            facts,
         )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
@@ -115,6 +122,7 @@ class Loop:
             if is_whole and is_due:
                 self._save(metrics)
         self._save(metrics, wait=True)
+        self._compare(state.conclude())
         self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
         history = self._finish(time.perf_counter() - begun)
         state.close()
@@ -137,7 +145,7 @@ class Loop:
     def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
         state, meter, train_step, ledger = self._state, self._meter, self._train_step, self._ledger
-        progress, train = state.progress, self._train
+        progress, train, user = state.progress, self._train, self._user
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
         seed_step, seed = self._session.seed_step, self._plan.seed
         first_step = progress.steps_in_epoch
@@ -166,6 +174,8 @@ class Loop:
                 heartbeat.beat(step)
                 if ledger is not None:
                     ledger.record(step, epoch, train.indices)
+                if user.is_unchecked:
+                    user.check_alike()
                 if state.is_watched(step):
                     self._compare(state.witness(output.loss, train.indices))
                 if looks:
@@ -261,6 +271,8 @@ class Loop:
         elif not self._state.is_alike(restored) and not self._plan.is_bitwise:
             message = "other ranks or another mesh than before: random generators begin anew from the seed"
             self._telling.warn(message)
+        for line in self._state.told:
+            self._telling.warn(line)
         self._compare(self._state.verdict)
 
     def _complete_ledgers(self, inherited: Inherited) -> None:
