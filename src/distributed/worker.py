@@ -34,12 +34,14 @@ from distributed.runtime.session import CollectiveError, Session, abandon_world,
 from distributed.runtime.shutdown import StopRequest, left_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.strategies.base import Strategy
+from distributed.train.facts import describe
 from distributed.train.handover import Held, hand_over, take_model
 from distributed.train.loaders import open_evaluation, open_training
 from distributed.train.loop import LeftWorld, Loop
 from distributed.train.sample_check import check_datasets
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
+from distributed.train.user_state import UserState, take_over
 
 PAYLOAD = "payload.pt"  # in the run directory
 
@@ -161,6 +163,7 @@ def _live(
         if inherited is not None:
             held = Held(inherited.step, inherited.tree)
             take_model(task.model, inherited.tree["model"])  # what the strategy begins with is sent from rank 0
+            take_over(task, inherited.tree)
         session.data_rank, session.stream = plan.mesh.data_rank(session.rank), plan.mesh.stream(session.rank)
         session.seed(plan.seed)
         strategy.setup(task, plan, session)
@@ -194,6 +197,8 @@ def _live(
                 UtilizationSampler(session.device.type, session.device.index or 0).percent,
                 _teller(line, host, env.attempt),
                 host,
+                user=UserState(task, plan.mesh, session),
+                facts=describe(task, job.train, strategy.optimizer, schedule, total),
             )
             loop.begin(inherited)
             held = inherited = None  # a second copy of the state on every rank that was given it

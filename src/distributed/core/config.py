@@ -13,7 +13,7 @@ from distributed.core.contradictions import contradictions
 from distributed.core.engines import ENGINES
 from distributed.core.errors import ConfigError, Problem
 from distributed.core.registry import nearest_hint
-from distributed.core.values import parse_best, parse_frequency
+from distributed.core.values import CHANGES, parse_best, parse_changes, parse_frequency
 
 Sources = dict[str, str]
 
@@ -286,6 +286,11 @@ class DistributedConfig(BaseModel):
         "checkpoint",
         description="whose learning rate, weight decay and the like a resumed run goes on with; config: its own",
     )
+    allow_change: str | list[str] | None = Field(
+        None,
+        description="what a resumed run may have changed since its checkpoint, though it is then another run: "
+        + ", ".join(CHANGES),
+    )
 
     # Monitoring
     run_dir: str | None = Field(None, description="where this run writes; by default runs/<time>")
@@ -353,6 +358,13 @@ class DistributedConfig(BaseModel):
     def _known_direction(cls, value: str | None) -> str | None:
         if value is not None:
             parse_best(value)
+        return value
+
+    @field_validator("allow_change")
+    @classmethod
+    def _known_changes(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value is not None:
+            parse_changes(value)
         return value
 
     @field_validator("virtual_ranks")

@@ -184,6 +184,7 @@ class CheckpointPlan:
     unit: str = "epochs"  # of `every`: "epochs", "steps" or "minutes"
     resume: bool | str = False
     own_rates: bool = False  # a resumed run goes on with its own learning rate and the like
+    allowed: tuple[str, ...] = ()  # what may have changed since the checkpoint, though the run is then another one
     asynchronous: bool = True
     keep_last: int | None = None
     keep_every: int | None = None

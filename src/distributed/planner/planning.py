@@ -22,7 +22,7 @@ from distributed.core.plan import (
     SchedulePlan,
 )
 from distributed.core.registry import load_target
-from distributed.core.values import parse_best, parse_frequency
+from distributed.core.values import parse_best, parse_changes, parse_frequency
 from distributed.planner.deepspeed_adoption import adopt
 from distributed.planner.hardware import Hardware
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel
@@ -324,6 +324,7 @@ def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan
         unit=unit,
         resume=config.resume_from_checkpoint,
         own_rates=config.resume_hyperparameters == "config",
+        allowed=parse_changes(config.allow_change) if config.allow_change else (),
         asynchronous=config.checkpoint_async,
         keep_last=config.keep_last,
         keep_every=config.keep_every,

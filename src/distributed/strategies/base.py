@@ -56,6 +56,13 @@ class StepTask(Protocol):
     model: nn.Module
     optimizer: Any  # the user's: one that is made, what makes one, or None
 
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The loss, where it is a module and no part of the model."""
+
+    def loss_state(self) -> dict[str, Any]:
+        """What the loss keeps from step to step, by name; {}: nothing."""
+
     def move_to(self, device: torch.device) -> None: ...
 
     def move_loss_to(self, device: torch.device) -> None: ...

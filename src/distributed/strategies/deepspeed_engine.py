@@ -52,7 +52,8 @@ class DeepSpeedEngine(Passes):
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         check_task(task, plan)
         refuse_parts(task.model)
-        self._task, self._session, self.notes, self._replicas = task, session, [], plan.replicate
+        self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
+        self._replicas = plan.replicate
         self.clock = ComputeClock(session.device)
         self._moves = session.device.type != "cpu"
         self._checks_loss = plan.on_nan == "stop" and not self._moves

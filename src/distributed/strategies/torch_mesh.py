@@ -157,7 +157,8 @@ class TorchMesh(Passes):
         assert self._parts is not None
         assert self._parts.context is not None
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
-        self._parts.context.verify(lambda: self._forward(self.module, batch).loss)
+        with self._loss_kept():
+            self._parts.context.verify(lambda: self._forward(self.module, batch).loss)
         self._verifies = False
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:

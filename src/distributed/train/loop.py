@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
 from distributed.train.stragglers import Stragglers
 from distributed.train.telling import Telling
+from distributed.train.user_state import UserState
 from distributed.train.witness import Verdict
 
 
@@ -61,6 +62,9 @@ class Loop:
         utilization: Callable[[], float | None] = lambda: None,
         on_resumed: Callable[[int, str], None] = lambda step, source: None,
         host: Host | None = None,
+        *,
+        user: UserState,
+        facts: Mapping[str, Any],
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
@@ -84,6 +88,7 @@ class Loop:
             shares_random=plan.mesh.tp * plan.mesh.cp > 1,
         )
         self._samples = SampleCheck(plan, session, train)
+        self._user = user
         self._state = RunState(
             plan,
             strategy,
@@ -94,6 +99,8 @@ class Loop:
             self._samples,
             self._saved,
             self._telling.not_saved,
+            user,
+            facts,
         )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
@@ -125,6 +132,7 @@ class Loop:
             if is_whole and is_due:
                 self._save(metrics)
         self._save(metrics, wait=True)
+        self._compare(state.conclude())
         self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
         history = self._finish(time.perf_counter() - begun)
         state.close()
@@ -147,7 +155,8 @@ class Loop:
     def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
         state, meter, train_step, ledger = self._state, self._meter, self._train_step, self._ledger
-        progress, train, replicas, check_step = state.progress, self._train, self._replicas, self._samples.step_ended
+        progress, train, replicas, user = state.progress, self._train, self._replicas, self._user
+        check_step = self._samples.step_ended
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
         seed_step, seed = self._session.seed_step, self._plan.seed
         first_step = progress.steps_in_epoch
@@ -181,6 +190,8 @@ class Loop:
                     ledger.record(step, epoch, train.indices)
                 if replicas.is_due(step):
                     replicas.compare(step)
+                if user.is_unchecked:
+                    user.check_alike()
                 if state.is_watched(step):
                     self._compare(state.witness(output.loss, train.indices))
                 if looks:
@@ -286,6 +297,8 @@ class Loop:
         elif not self._state.is_alike(restored) and not self._plan.is_bitwise:
             message = "other ranks or another mesh than before: random generators begin anew from the seed"
             self._telling.warn(message)
+        for line in self._state.told:
+            self._telling.warn(line)
         self._compare(self._state.verdict)
 
     def _complete_ledgers(self, inherited: Inherited) -> None:

@@ -28,17 +28,17 @@ def share_from_first(session: Session) -> Share:
 
 
 def send_tree(session: Session, name: str, source: int, tree: Tree | None) -> Tree:
-    """The source's tree, tensor by tensor; the source itself keeps its own."""
+    """The source's tree, tensor by tensor; the source itself keeps its own. What others pass is not looked at."""
     tensors: dict[str, torch.Tensor] = {}
-    text = None
-    if tree is not None:
+    text, is_source = None, session.rank == source
+    if is_source:
         tensors, skeleton = flatten(tree)
         specs = [[key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for key, tensor in tensors.items()]
         text = json.dumps({"skeleton": skeleton, "tensors": specs})
     document = json.loads(session.share_text(f"{name}-{session.number()}", text))
     received: dict[str, torch.Tensor] = {}
     for key, dtype, shape in document["tensors"]:
-        if tree is not None:
+        if is_source:
             received[key] = tensors[key]
             data = tensors[key].detach().to(session.device).contiguous()
         else:
