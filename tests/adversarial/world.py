@@ -16,7 +16,7 @@ from typing import Any
 from tests.adversarial.rank import Answer, Phase, serve_rank, serve_reference
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.adversarial.rank"])
+_CONTEXT.set_forkserver_preload(["tests.adversarial.preload"])
 _GRACE_S = 5.0  # for the other ranks, after one has answered with an error
 
 
