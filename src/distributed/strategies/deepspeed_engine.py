@@ -15,7 +15,6 @@ from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies import deepspeed_ops
 from distributed.strategies.base import NonFiniteLoss, StateTree, StepOutput, StepTask
-from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.deepspeed_checks import check_optimizer, check_task
 from distributed.strategies.deepspeed_flats import keep_unaligned_gradients, share_masters
@@ -29,6 +28,7 @@ from distributed.strategies.optimizer_state import named_state
 from distributed.strategies.passes import Passes
 from distributed.strategies.replica import LOW_PRECISION
 from distributed.strategies.replicated import buffers_can_differ
+from distributed.strategies.whole_batch import WholeBatch
 
 
 class DeepSpeedEngine(Passes):
@@ -66,7 +66,7 @@ class DeepSpeedEngine(Passes):
         self._until_closed.enter_context(process_group(session.device.type))
         self._until_closed.enter_context(linear_kept())
         self._until_closed.enter_context(told(session.device.type, session.env.local_rank))
-        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module)
+        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module, self._normalizes)
         self._agree_on_buffers()
         dtype = LOW_PRECISION.get(plan.precision.kind)
         self._rounds = dtype is not None
@@ -102,9 +102,9 @@ class DeepSpeedEngine(Passes):
             from distributed.strategies.parts import prepare_blocks  # takes long to import
 
             self._until_closed.callback(prepare_blocks(self.module, plan))
-        if plan.replicate.sync_batchnorm and session.world_size > 1:
-            self._until_closed.callback(synchronize_batchnorm(self.module))
-        self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
+        if session.world_size > 1:
+            self._normalizes = plan.replicate.sync_batchnorm
+            self._whole_batch = WholeBatch(normalizes=self._normalizes)
         task.move_to(session.device)
         return [name for name in self.module.state_dict() if alone is None or name in alone]
 

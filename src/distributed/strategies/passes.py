@@ -13,9 +13,9 @@ import torch.distributed as dist
 from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome
-from distributed.strategies.batchnorm import SyncBatchNorm
 from distributed.strategies.replica import Replica, unless_empty
 from distributed.strategies.replicated import sees_its_share
+from distributed.strategies.whole_batch import WholeBatch
 
 
 class Passed(NamedTuple):
@@ -32,8 +32,8 @@ class Passes(Replica):
     _ranks: int  # data-parallel ones
     _keeps_small = False  # whether gradients pass through a precision that does not hold large numbers
     _unit = 1.0  # a loss's weight is counted in these
-    _batchnorms: Sequence[SyncBatchNorm] = ()
-
+    _whole_batch: WholeBatch | None = None  # where samples are shared out over ranks
+    _normalizes = False  # whether BatchNorm sees the samples of all ranks
     _buffers_differ = False  # whether those of the ranks may
     measured: Outcome | None = None  # of a step whose targets nobody has looked at yet
     _data_groups: Sequence[dist.ProcessGroup | None] = (None,)  # over which the samples are shared out; None: all ranks
@@ -77,6 +77,12 @@ class Passes(Replica):
 
     def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         """Forward and backward over one micro-batch, and its part of the loss."""
+        if self._whole_batch is None:
+            return self._pass_share(micro)
+        with self._whole_batch.of(micro.size):
+            return self._pass_share(micro)
+
+    def _pass_share(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
         outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
         if self._keeps_small and outcome.weight is not None:
@@ -114,15 +120,11 @@ class Passes(Replica):
     @contextmanager
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
         """Around a micro-batch that does not end its step, or is a stand-in: it leaves no trace in BatchNorm."""
-        for layer in self._batchnorms:
-            layer.share_is_empty = not micro.size
-        unsynced = [] if micro.size else [m for m in self.module.modules() if sees_its_share(m)]
+        unsynced = [] if micro.size or self._normalizes else [m for m in self.module.modules() if sees_its_share(m)]
         for module in unsynced:
             module.eval()  # keeps its running statistics as they are
         try:
             yield
         finally:
-            for layer in self._batchnorms:
-                layer.share_is_empty = False
             for module in unsynced:
                 module.train()

@@ -16,10 +16,10 @@ from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
-from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from distributed.strategies.gradient_sums import local
 from distributed.strategies.passes import Passed, Passes
-from distributed.strategies.replicated import buffers_can_differ, replicate
+from distributed.strategies.replicated import buffers_can_differ, own_buffers, replicate
+from distributed.strategies.whole_batch import NoWholeBatch, WholeBatch
 
 if TYPE_CHECKING:
     from distributed.strategies.parts import Parts
@@ -33,7 +33,6 @@ class TorchMesh(Passes):
     """
 
     def __init__(self) -> None:
-        self._desynchronize: Callable[[], None] = lambda: None
         self._restore_blocks: Callable[[], None] = lambda: None
         self._restore_layers: Callable[[], None] = lambda: None
         self._parts: Parts | None = None
@@ -54,11 +53,10 @@ class TorchMesh(Passes):
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         super().setup(task, plan, session)
         self._ranks = plan.mesh.data_ranks
-        if plan.replicate.sync_batchnorm and session.world_size > 1:
-            self._desynchronize = synchronize_batchnorm(self.module, copies=plan.mesh.tp * plan.mesh.cp)
-        self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
+        self._normalizes = plan.replicate.sync_batchnorm and session.world_size > 1
         self._buffers_at_first: list[torch.Tensor] | None = None
-        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module)
+        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module, self._normalizes)
+        self._whole_batch = self._share_batch(plan, session)
         if self._parts is None:
             self.counts, self.in_step = True, False
             if self._ranks > 1 and not session.is_dry:
@@ -72,6 +70,17 @@ class TorchMesh(Passes):
             self._state = self._parts.state_of(self.optimizer, self._groups, self._saved)
             if (group := self._parts.replicas) is not None and not session.is_dry:
                 self._model = replicate(self.module, plan.replicate, session.device, self._buffers_differ, group)
+
+    def _share_batch(self, plan: Plan, session: Session) -> WholeBatch | None:
+        """What gives functions of a whole micro-batch the samples of all ranks; None where each rank has them all."""
+        if session.world_size == 1 or self._ranks * plan.mesh.cp == 1:
+            return None
+        if self._parts is None:
+            return WholeBatch(normalizes=self._normalizes)
+        if self._parts.pipeline is not None:
+            return NoWholeBatch(normalizes=self._normalizes) if self._ranks > 1 else None
+        groups = [*self._parts.groups.data_groups, *filter(None, [self._parts.groups.group("cp")])]
+        return WholeBatch(groups, plan.mesh.cp, normalizes=self._normalizes)
 
     def _replicate(self, plan: Plan, session: Session) -> nn.Module:
         """What training calls in the model's place, where ranks hold the whole of it and add up their gradients."""
@@ -182,7 +191,7 @@ class TorchMesh(Passes):
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=device))  # which makes the scale, also where there is no loss
         batches = [to_device(micro.batch, device) if self._moves else micro.batch for micro in microbatches]
-        with self._autocast or nullcontext():
+        with self._autocast or nullcontext(), self._whole_batch or nullcontext():
             pipeline.forward_backward(batches, self._task.run, weigh)
         self.clock.mark()
         if self._is_weighted is None:
@@ -244,15 +253,13 @@ class TorchMesh(Passes):
 
     def _own_buffers(self) -> list[torch.Tensor]:
         """Those that may differ between ranks."""
-        modules = (m for m in self.module.modules() if not isinstance(m, SyncBatchNorm))
-        return [buffer for m in modules for buffer in m.buffers(recurse=False)]
+        return list(own_buffers(self.module, self._normalizes))
 
     def close(self) -> None:
         """Give the user's model back as it was made, with its new weights; what was cut stays cut."""
         try:
             self._restore_blocks()
             self._restore_layers()
-            self._desynchronize()
             if self._parts is not None:
                 self._parts.close()
         finally:
