@@ -31,8 +31,7 @@ def replicate(
         _make_contiguous(module)
     options: dict[str, Any] = {_buffer_option(): sends_buffers}
     replicated = DistributedDataParallel(
-        module,
-        device_ids=[device.index] if device.type == "cuda" else None,
+        module,  # without device_ids, by which inputs would be moved: they are on the device already
         find_unused_parameters=plan.find_unused_parameters,
         static_graph=plan.static_graph,
         bucket_cap_mb=plan.bucket_cap_mb,

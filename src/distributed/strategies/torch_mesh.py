@@ -18,6 +18,7 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.gradient_sums import local
 from distributed.strategies.passes import Passed, Passes
+from distributed.strategies.reduction_check import explain, reduction_check
 from distributed.strategies.replicated import buffers_can_differ, own_buffers, replicate
 from distributed.strategies.whole_batch import NoWholeBatch, WholeBatch
 
@@ -36,6 +37,7 @@ class TorchMesh(Passes):
         self._restore_blocks: Callable[[], None] = lambda: None
         self._restore_layers: Callable[[], None] = lambda: None
         self._parts: Parts | None = None
+        self._check_reduced: Callable[[], None] | None = None  # where DDP reduces gradients
         self._verifies = False
         self._is_weighted: bool | None = None  # whether the loss is a mean over something else than samples
 
@@ -70,6 +72,8 @@ class TorchMesh(Passes):
             self._state = self._parts.state_of(self.optimizer, self._groups, self._saved)
             if (group := self._parts.replicas) is not None and not session.is_dry:
                 self._model = replicate(self.module, plan.replicate, session.device, self._buffers_differ, group)
+        if isinstance(self._model, DistributedDataParallel):
+            self._check_reduced = reduction_check(self._model, session.rank)
 
     def _share_batch(self, plan: Plan, session: Session) -> WholeBatch | None:
         """What gives functions of a whole micro-batch the samples of all ranks; None where each rank has them all."""
@@ -149,7 +153,12 @@ class TorchMesh(Passes):
 
     def step(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """The step itself, on a GPU without a wait for anything: it can be captured as one CUDA graph."""
-        return self._finish_step(self._pass_all(microbatches, measure, checks=False), measure)
+        try:
+            passed = self._pass_all(microbatches, measure, checks=False)
+        except RuntimeError as error:
+            explain(error, self._session.rank)
+            raise
+        return self._finish_step(passed, measure)
 
     def _verify(self, micro: Microbatch) -> None:
         """Before the first step over parts of sequences: that the model allows it."""
@@ -161,6 +170,8 @@ class TorchMesh(Passes):
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
         loss = passed.loss
+        if self._check_reduced is not None:
+            self._check_reduced()
         if self._parts is not None:
             self._parts.finish_gradients()
         if self._low is not None:
