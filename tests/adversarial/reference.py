@@ -18,7 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from distributed.data.drawn import drawn_order
+from distributed.data.drawn import OwnSampler
 from distributed.data.order import shuffled_order
 
 
@@ -32,7 +32,7 @@ def epoch_order(loader: DataLoader[Any], seed: int, epoch: int) -> list[int]:
         return list(range(length))
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
         return shuffled_order(length, seed, epoch)
-    return drawn_order(sampler, seed, epoch)
+    return OwnSampler(sampler).draw(epoch, seed).tolist()
 
 
 def train_plainly(
