@@ -87,7 +87,7 @@ class Loop:
         )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
-            self._capture = StepCapture(strategy, plan, session, self._telling.warn)  # type: ignore[arg-type]  # as planned
+            self._capture = StepCapture(strategy, plan, session, self._telling.warn, self._steps_done)  # type: ignore[arg-type]  # as planned
         self._train_step = strategy.train_step if self._capture is None else self._capture.train_step
 
     def begin(self, inherited: Inherited | None = None) -> None:
@@ -148,6 +148,8 @@ class Loop:
         end, before = self._plan.max_steps, progress.samples_in_epoch
         self._telling.epoch_started(epoch, progress.step)
         self._strategy.train(True)
+        if self._capture is not None:
+            self._capture.begin_epoch()
         meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
         step, stopped = progress.step, False
@@ -216,6 +218,8 @@ class Loop:
         return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        if self._capture is not None:
+            self._capture.prove()  # what is saved was not taken by a graph that has gone stale
         known = self._state.epochs[-1].metrics if wait and self._state.epochs else {}
         self._reports.saves(self._state.progress, metrics or known)
         with self._heartbeat.phase(Phase.SAVING):
@@ -283,6 +287,9 @@ class Loop:
     @property
     def _interrupted(self) -> bool:
         return self._stop.is_agreed
+
+    def _steps_done(self) -> int:
+        return self._state.progress.step
 
     def _is_over(self) -> bool:
         return self._plan.max_steps is not None and self._state.progress.step >= self._plan.max_steps
