@@ -12,9 +12,9 @@ from torch import nn
 from distributed.data.loader import Microbatch
 from distributed.data.rows import RowBatch
 from distributed.strategies.base import StepOutput
-from distributed.train.capture import Rates
 from distributed.train.capture_checks import Change, differs, hooks_of
 from distributed.train.captured import NotCapturable, shape_of
+from distributed.train.captured_rates import Rates
 from distributed.train.proofs import FACTOR, FIRST, Proofs, about_unseen, frozen
 
 CPU = torch.device("cpu")
