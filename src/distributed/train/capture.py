@@ -121,6 +121,12 @@ class StepCapture:
         except NotCapturable as why:
             self._refuse(str(why))
             return
+        except torch.OutOfMemoryError:  # of the eager step, beside the memory of the graphs
+            self._strategy.forget_step()
+            self._refuse(
+                f"it could not be compared again for want of memory; it came to the same at step {self._proven}"
+            )
+            return
         self._proven = self._steps_done()
         if found := changes(self._known, now):  # which has made no difference so far
             self._begin_anew(found[0])
