@@ -104,7 +104,7 @@ def read_arrays(path: str) -> dict[str, Any]:
     """Everything that a checkpoint holds, by `component/name`."""
     (candidate,) = find(open_storage(os.path.dirname(path)), path)
     storage = open_storage(candidate.root)
-    manifest = read_manifest(storage, candidate.step)
+    manifest = read_manifest(storage, candidate.name)
     (tree,) = fetch_parts(manifest, [manifest.shared], ChunkStore(storage), ArrayMemory())
     parts = {component: part for component, part in tree.items() if isinstance(part, dict)}
     return {f"{component}/{name}": value for component, part in parts.items() for name, value in part.items()}

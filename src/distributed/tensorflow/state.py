@@ -22,14 +22,17 @@ from distributed.checkpoint.arrays import ArrayMemory, ArrayStaging, LoneWriter
 from distributed.checkpoint.candidates import Candidate, find, none_usable, report_on
 from distributed.checkpoint.chunks import ChunkStore, Damaged
 from distributed.checkpoint.fetching import StateTree, fetch_parts, read_manifest
-from distributed.checkpoint.manifest import Manifest, manifest_file, step_name
+from distributed.checkpoint.lineage import Lineage, check_unused, choose_lineage
+from distributed.checkpoint.manifest import Manifest, line_of, manifest_file, step_name
+from distributed.checkpoint.ownership import hold_folder
 from distributed.checkpoint.publishing import Saved
 from distributed.checkpoint.storage import open_storage
 from distributed.checkpoint.writing import Writer
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
+from distributed.core.locks import Lock
 from distributed.core.plan import Plan
-from distributed.runtime.launch_id import launch_id
+from distributed.runtime.launch_id import launch_id, note_launch, recall_launch
 
 Position = dict[str, Any]  # numbers, texts, lists and dicts of these
 _POSITION = "progress"
@@ -56,6 +59,8 @@ class Checkpoints:
         self._on_saved, self._on_failed = on_saved, on_failed
         self._storage = open_storage(plan.checkpoint.dir)
         self._launch = launch_id(plan.run_dir, world) if is_main else ""
+        self._lineage = Lineage()
+        self._lock: Lock | None = None  # of the folder, in the main process
         self._writer: Writer | None = None
         self._verified: frozenset[str] = frozenset()
         self._saved_at = -1
@@ -68,13 +73,26 @@ class Checkpoints:
         Names are `component/name`, as in `save`. Of a checkpoint that was imported from another program only the model
         is taken, and the position has its step alone.
         """
+        if self._is_main:
+            self._claim()
+        try:
+            return self._restore(variables)
+        except BaseException:
+            self._release()
+            raise
+
+    def _restore(self, variables: Mapping[str, Any]) -> Position | None:
         candidates, is_own = self._find() if self._is_main else ([], False)
         found = self._first_sound(candidates, variables) if candidates else None
         step, is_own = self._spread(-1 if found is None else found[1].step), bool(self._spread(is_own))
+        line = _line(self._spread(_number(line_of(self.path.rpartition("/")[2]))))
+        if self._is_main:
+            self._lineage = self._choose_lineage(found)
+        self._lineage = Lineage(self._lineage.run, _line(self._spread(_number(self._lineage.line))))
         if step < 0:
             return None
         if found is None:
-            found = self._first_sound(self._same(step, is_own), variables)
+            found = self._first_sound(self._same(step_name(step, line), is_own), variables)
         tree, manifest = found
         is_imported = "imported" in manifest.meta
         for name, variable in variables.items():
@@ -122,7 +140,8 @@ class Checkpoints:
 
     def _await(self, step: int) -> None:
         """Until the main process has written it."""
-        name, deadline = manifest_file(step), time.monotonic() + self._plan.collective_timeout_s
+        checkpoint = step_name(step, self._lineage.line)
+        name, deadline = manifest_file(checkpoint), time.monotonic() + self._plan.collective_timeout_s
         while self._storage.size(name) is None:
             if time.monotonic() > deadline:
                 raise CheckpointError(
@@ -131,7 +150,7 @@ class Checkpoints:
                     do="see its log; set checkpoint_dir to a disk that all hosts share",
                 )
             time.sleep(_LOOK_EVERY_S)
-        self.path = self._storage.locate(step_name(step))
+        self.path = self._storage.locate(checkpoint)
 
     def poll(self) -> None:
         """Tell of saves that have ended since, and of what went wrong in them."""
@@ -140,8 +159,33 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for the save in flight; raises what went wrong in it."""
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _claim(self) -> None:
+        """The folder is this run's alone, or it is refused with nothing written."""
+        resumes = bool(self._plan.checkpoint.resume) or self._world.restarts > 0
+        if not resumes and (problems := check_unused(self._storage)):
+            raise CheckpointError(problems)
+        self._lock = self._lock or hold_folder(self._storage, self._launch, resume=resumes)
+
+    def _choose_lineage(self, found: tuple[StateTree, Manifest] | None) -> Lineage:
+        """Which run this is: in the first world of a launch, for all that come after it."""
+        known = recall_launch(self._plan.run_dir) if self._world.restarts else {}
+        if "run" in known:
+            return Lineage(known["run"], known["line"])
+        begun_with = (self.path, found[1]) if found is not None else None
+        chosen = choose_lineage(self._storage, self._launch, begun_with, [path for path, _ in self.skipped])
+        note_launch(self._plan.run_dir, run=chosen.run, line=chosen.line)
+        return chosen
 
     def _find(self) -> tuple[list[Candidate], bool]:
         """A run that was restarted goes on from its own newest checkpoint (True); one that was not, from what it is
@@ -152,14 +196,14 @@ class Checkpoints:
                 return own, True
         return find(self._storage, self._plan.checkpoint.resume), False
 
-    def _same(self, step: int, is_own: bool) -> list[Candidate]:
+    def _same(self, name: str, is_own: bool) -> list[Candidate]:
         """What the main process chose, as this one sees it."""
         seen = find(self._storage, True if is_own else self._plan.checkpoint.resume)
-        same = [candidate for candidate in seen if candidate.step == step]
+        same = [candidate for candidate in seen if candidate.name == name]
         if not same:
             raise CheckpointError(
                 "the processes do not see the same checkpoints",
-                why=f"the main one goes on from step {step}, and the newest here is "
+                why=f"the main one goes on from {name}, and the newest here is "
                 + (seen[0].path if seen else f"none: {self._storage.root} has no checkpoint"),
                 do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…",
             )
@@ -172,7 +216,7 @@ class Checkpoints:
             storage = open_storage(candidate.root)
             chunks = ChunkStore(storage)
             try:
-                manifest = read_manifest(storage, candidate.step)
+                manifest = read_manifest(storage, candidate.name)
                 self._check(candidate, manifest, variables)
                 (tree,) = fetch_parts(manifest, [manifest.shared], chunks, ArrayMemory())
             except Damaged as bad:
@@ -185,7 +229,7 @@ class Checkpoints:
     def _is_own(self, candidate: Candidate) -> bool:
         """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""
         try:
-            manifest = read_manifest(self._storage, candidate.step)
+            manifest = read_manifest(self._storage, candidate.name)
         except CheckpointError:  # whether it can be passed over is told when it is loaded
             return True
         return bool(self._launch) and manifest.meta.get("launch") == self._launch
@@ -245,6 +289,7 @@ class Checkpoints:
             keep_every=checkpoint.keep_every,
             best=checkpoint.best.partition(":")[0] or None,
             known=self._verified,
+            lineage=self._lineage,
             on_saved=self._published,
         )
 
@@ -271,3 +316,12 @@ class Checkpoints:
             "launch": self._launch,
             "machine": platform.machine(),
         }
+
+
+def _number(line: str) -> int:
+    """A line as a number that processes can tell each other; 0 for none."""
+    return int(f"1{line}", 16) if line else 0
+
+
+def _line(number: int) -> str:
+    return f"{number:x}"[1:] if number else ""
