@@ -33,6 +33,7 @@ from distributed.core.errors import CheckpointError
 from distributed.core.locks import Lock
 from distributed.core.plan import Plan
 from distributed.runtime.launch_id import launch_id, note_launch, recall_launch
+from distributed.train.resume_changes import Effect, changes
 
 Position = dict[str, Any]  # numbers, texts, lists and dicts of these
 _POSITION = "progress"
@@ -49,13 +50,16 @@ class Checkpoints:
         world: WorkerEnv,
         *,
         samples: int | None = None,
+        shuffle: bool | None = None,
         spread: Callable[[int], int] = lambda number: number,
         on_saved: Callable[[Saved], None] = lambda saved: None,
         on_failed: Callable[[CheckpointError], None] = lambda failed: None,
     ) -> None:
-        """`samples` of an epoch: a run is not resumed with another number. `spread` gives all processes the number that
-        the main one passes. A save that fails goes to `on_failed`, unless it was waited for."""
+        """`samples` of an epoch, and whether they are shuffled: a run is not resumed with others. `spread` gives all
+        processes the number that the main one passes. A save that fails goes to `on_failed`, unless it was waited
+        for."""
         self._plan, self._is_main, self._world, self._samples, self._spread = plan, is_main, world, samples, spread
+        self._shuffle = shuffle
         self._on_saved, self._on_failed = on_saved, on_failed
         self._storage = open_storage(plan.checkpoint.dir)
         self._launch = launch_id(plan.run_dir, world) if is_main else ""
@@ -66,6 +70,7 @@ class Checkpoints:
         self._saved_at = -1
         self.path = ""  # of the newest checkpoint
         self.skipped: tuple[tuple[str, str], ...] = ()  # checkpoints that had to be passed over, and why
+        self.changed: tuple[str, ...] = ()  # what is not as it was when the checkpoint was saved
 
     def restore(self, variables: Mapping[str, Any]) -> Position | None:
         """Assign what the checkpoint that the plan names holds to these variables; None: there is none to resume.
@@ -235,8 +240,8 @@ class Checkpoints:
         return bool(self._launch) and manifest.meta.get("launch") == self._launch
 
     def _check(self, candidate: Candidate, manifest: Manifest, variables: Mapping[str, Any]) -> None:
-        """What would make it another run: another model or optimizer, another dataset, a batch that cuts elsewhere."""
-        meta, is_imported = manifest.meta, "imported" in manifest.meta
+        """What would make it another run: another model or optimizer, another order of samples."""
+        is_imported = "imported" in manifest.meta
         live = {name: (tf.as_dtype(v.dtype).name, tuple(v.shape)) for name, v in variables.items()}
         report = report_on(candidate, manifest, live, self._world.world_size, ())
         texts = [
@@ -252,31 +257,19 @@ class Checkpoints:
                 why="; ".join(differs[:3]) + more,
                 do="pass the model and the optimizer that were trained, or another checkpoint_dir",
             )
-        if meta.get("samples") not in (None, self._samples):
-            raise CheckpointError(
-                f"the checkpoint {candidate.path} knows {meta['samples']} samples an epoch, "
-                f"this data has {self._samples}",
-                why="the order of samples would be another one, so some would be repeated and others left out",
-                do="pass the same data; to train on with new data, load the weights and begin a new checkpoint_dir",
-            )
-        self._check_place(candidate, manifest)
+        if not is_imported:
+            self._compare(candidate, manifest)
 
-    def _check_place(self, candidate: Candidate, manifest: Manifest) -> None:
-        """In the middle of an epoch the next batch must begin where one ended."""
-        position, batch = manifest.shared.skeleton.get(_POSITION, {}), self._plan.batch.global_batch
-        before = manifest.meta.get("global_batch")
-        if self._samples is not None:
-            place = f"{position.get('samples_in_epoch', 0)} samples"
-            is_between = position.get("samples_in_epoch", 0) % batch == 0
-        else:  # a dataset finds its place by counting batches
-            place = f"{position.get('steps_in_epoch', 0)} batches of {before}"
-            is_between = position.get("steps_in_epoch", 0) == 0 or before in (None, batch)
-        if not is_between:
-            raise CheckpointError(
-                f"the checkpoint {candidate.path} stands {place} into an epoch, and batches are of {batch}",
-                why="samples would be repeated or left out",
-                do=f"keep the global batch as it was in the first run, {before}",
-            )
+    def _compare(self, candidate: Candidate, manifest: Manifest) -> None:
+        """With the run that saved it: what would repeat samples or leave some out is refused, the rest is told."""
+        position = manifest.shared.skeleton.get(_POSITION, {})
+        progress = {name: int(position.get(name, 0)) for name in ("samples_in_epoch", "steps_in_epoch")}
+        found = changes(manifest.meta, self._meta(), progress, path=candidate.path)
+        allowed = self._plan.checkpoint.allowed
+        refused = [change for change in found if change.effect is Effect.BREAKS and change.name not in allowed]
+        if refused:
+            raise CheckpointError([change.refusal(candidate.path) for change in refused])
+        self.changed = tuple(f"changed since the checkpoint: {change}" for change in found)
 
     def _make_writer(self) -> Writer:
         checkpoint = self._plan.checkpoint
@@ -315,6 +308,7 @@ class Checkpoints:
             "global_batch": self._plan.batch.global_batch,
             "launch": self._launch,
             "machine": platform.machine(),
+            "run": {"shuffle": self._shuffle},
         }
 
 

@@ -68,7 +68,7 @@ def run_process(
         stepper = (RemoteStepper if has_servers(plan) else Stepper)(model, world.strategy, plan)
     per_epoch = train.steps_per_epoch
     rate = Rate(stepper.optimizer, plan.schedule, per_epoch, plan.total_steps(per_epoch))
-    state = RunState(plan, env, world, model, stepper.scaler, train.samples_per_epoch)
+    state = RunState(plan, env, world, model, stepper.scaler, train)
     heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), env.rank)
     if has_servers(plan):
         join_crew(plan.run_dir, env, in_run=True)
