@@ -66,9 +66,7 @@ class StoreMeetingPoint:
         address, refused = f"tcp:{self._host}:{self._port}", None
         for token in [self._token] if self._token else find_tokens(self._files):
             try:
-                store = StoreClient(
-                    address, token, prefix="nodes/", timeout_s=_STORE_TIMEOUT_S, connect_s=_CONNECT_S
-                )
+                store = StoreClient(address, token, prefix="nodes/", timeout_s=_STORE_TIMEOUT_S, connect_s=_CONNECT_S)
             except StoreRefusedError as error:
                 refused = error
                 continue

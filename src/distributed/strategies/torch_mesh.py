@@ -18,6 +18,7 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.gradient_sums import local
+from distributed.strategies.in_parts import refuse_extra_state
 from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.reduction_check import explain, reduction_check
@@ -131,6 +132,7 @@ class TorchMesh(Passes):
         from distributed.strategies.parts import Parts
         from distributed.strategies.sharded_optimizer import rebind
 
+        refuse_extra_state(self.module)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         made = super()._make_optimizer(task, plan)
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in made.param_groups]

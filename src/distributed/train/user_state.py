@@ -7,12 +7,12 @@ depend on the samples; in a pipeline only the ranks of the last stage call it, a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from distributed.core.errors import TaskError
 from distributed.core.mesh import MeshSpec
 from distributed.runtime.session import Session
 from distributed.train.digest import digest
@@ -31,8 +31,6 @@ class UserState:
         self._task, self._mesh, self._session = task, mesh, session
         self._loose = {name: NonPersistent(module) for name, module in _modules(task).items()}
         self._loss = task.watch_loss()
-        self._has_state = bool(task.loss_state()) or task.loss_module is not None
-        self.is_unchecked = self._has_state and session.world_size > 1  # whether the loss could keep what differs
 
     def here(self) -> dict[str, Any]:
         """As this rank has it, asking nobody."""
@@ -43,7 +41,6 @@ class UserState:
 
     def shared(self) -> dict[str, Any]:
         """The same on every rank, each of which comes here."""
-        self.check_alike()
         found = self.here()
         if self._session.world_size == 1:
             return found
@@ -80,23 +77,12 @@ class UserState:
         """A stage of a pipeline has buffers of its own only; elsewhere one may be made later."""
         return self._mesh.pp == 1 or _is_here(module, path)
 
-    def check_alike(self) -> None:
-        """That the loss keeps the same on all ranks that call it. Every rank comes here."""
-        self.is_unchecked = False
-        if self._session.world_size == 1 or not self._has_state:
-            return
-        mine = json.dumps({name: digest(value) for name, value in self._loss.changed().items()})
-        per_stage = self._mesh.world_size // self._mesh.pp
-        of_ranks = [json.loads(text) for text in self._session.gather_texts("what the loss keeps", mine)][-per_stage:]
-        names = sorted({name for held in of_ranks for name in held})
-        differing = [name for name in names if len({held.get(name) for held in of_ranks}) > 1]
-        if differing:
-            raise TaskError(
-                f"what the loss keeps differs between ranks: {', '.join(differing[:5])}",
-                why="each rank has updated it from its own share of the samples, so none has what one process would",
-                do="let it depend on the number of steps alone, or on values that its forward reduces over the ranks "
-                "(torch.distributed.all_reduce); or train on one rank",
-            )
+    def replicated(self) -> Iterator[tuple[str, torch.Tensor | str]]:
+        """What the loss keeps: the same on all ranks that call it."""
+        place = self._mesh.coordinates(self._session.rank)["pp"]
+        where = f" on stage {place}" if self._mesh.pp > 1 else ""
+        for name, value in self._task.loss_state().items():
+            yield f"buffer {name} of the loss{where}", value if isinstance(value, torch.Tensor) else digest(value)
 
 
 def take_over(task: Task, tree: Mapping[str, Any]) -> None:
