@@ -29,7 +29,7 @@ from distributed.strategies.layer_checks import check_layers
 from distributed.strategies.optimizer_state import named_state
 from distributed.strategies.passes import Passes
 from distributed.strategies.replica import LOW_PRECISION
-from distributed.strategies.replica_tensors import Named, loss_tensors, model_tensors, optimizer_options
+from distributed.strategies.replica_tensors import Named, model_tensors, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ
 from distributed.strategies.whole_batch import WholeBatch
 
@@ -223,7 +223,6 @@ class DeepSpeedEngine(Passes):
         """Not the optimizer's state, which ZeRO has cut into ranges; of parameters, those that are whole here."""
         yield from model_tensors(self.module, self._replicas)
         yield from optimizer_options(self.optimizer)
-        yield from loss_tensors(getattr(self._task, "loss_fn", None), self._replicas)
 
     def held_state(self) -> StateTree | None:
         return None

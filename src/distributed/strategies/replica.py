@@ -25,7 +25,6 @@ from distributed.strategies.optimizer_state import load_named_state, named_state
 from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.replica_tensors import (
     Named,
-    loss_tensors,
     model_tensors,
     more_tensors,
     optimizer_options,
@@ -248,7 +247,6 @@ class Replica:
         for name, key, value in optimizer_state(self.optimizer, self.module):
             yield f"optimizer state {key} of {name}", value
         yield from optimizer_options(self.optimizer)
-        yield from loss_tensors(getattr(self._task, "loss_fn", None), self._replicas)
         if self._low is not None:
             yield from more_tensors("parameter in fp32, number", self._low.tensors())
         if self._scaler is not None:

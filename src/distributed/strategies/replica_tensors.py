@@ -62,15 +62,6 @@ def _comparable(value: Any) -> torch.Tensor | str | None:
     return repr(value) if all(isinstance(part, (bool, int, float, str, type(None))) for part in parts) else None
 
 
-def loss_tensors(loss: object, plan: ReplicatePlan, where: str = "") -> Named:
-    """The state of a loss that is a module; `where`: of which ranks, if not all compute it."""
-    if isinstance(loss, nn.Module):
-        for name, parameter in loss.named_parameters():
-            yield f"parameter {name} of the loss{where}", parameter
-        for name, buffer in shared_buffers(loss, plan):
-            yield f"buffer {name} of the loss{where}", buffer
-
-
 def more_tensors(kind: str, tensors: Iterable[torch.Tensor | None]) -> Named:
     for index, tensor in enumerate(tensors):
         if tensor is not None:

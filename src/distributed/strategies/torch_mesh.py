@@ -23,7 +23,7 @@ from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.reduction_check import explain, reduction_check
 from distributed.strategies.replica import Replica
-from distributed.strategies.replica_tensors import Named, loss_tensors, more_tensors, optimizer_options
+from distributed.strategies.replica_tensors import Named, more_tensors, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ, own_buffers, replicate
 from distributed.strategies.whole_batch import NoWholeBatch, WholeBatch
 
@@ -274,8 +274,6 @@ class TorchMesh(Passes):
             return
         yield from self._state.local(self._replicas)
         yield from optimizer_options(self.optimizer)
-        stage = f" on stage {self._parts.groups.place['pp']}" if self._parts.pipeline is not None else ""
-        yield from loss_tensors(getattr(self._task, "loss_fn", None), self._replicas, stage)
         if self._scaler is not None:
             yield from more_tensors("optimizer loss scale, number", [self._scaler._scale, self._scaler._growth_tracker])
 

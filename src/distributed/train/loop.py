@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,11 @@ class Loop:
         self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace, counts=strategy.counts)
         self._replicas = ReplicaCheck(
             session,
-            strategy.replicated,
+            lambda: chain(strategy.replicated(), user.replicated()),
             is_on=plan.replicate.check != "nothing",
             shares_random=plan.mesh.tp * plan.mesh.cp > 1,
         )
         self._samples = SampleCheck(plan, session, train)
-        self._user = user
         self._state = RunState(
             plan,
             strategy,
@@ -155,7 +155,7 @@ class Loop:
     def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
         state, meter, train_step, ledger = self._state, self._meter, self._train_step, self._ledger
-        progress, train, replicas, user = state.progress, self._train, self._replicas, self._user
+        progress, train, replicas = state.progress, self._train, self._replicas
         check_step = self._samples.step_ended
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
         seed_step, seed = self._session.seed_step, self._plan.seed
@@ -192,8 +192,6 @@ class Loop:
                     ledger.record(step, epoch, train.indices)
                 if replicas.is_due(step):
                     replicas.compare(step)
-                if user.is_unchecked:
-                    user.check_alike()
                 if state.is_watched(step):
                     self._compare(state.witness(output.loss, train.indices))
                 if looks:
