@@ -111,7 +111,7 @@ class Witness:
         before = json.loads(recorded) if recorded else {}
         names = [name for name in _ordered(found) if name in before and before[name] != found[name]]
         self._findings += [(step, name) for name in names]
-        self._compared += step > self._resumed_at
+        self._compared = step - self._resumed_at  # a save looks at the same step once more
         self._names = _ordered(dict.fromkeys((*self._names, *found)))  # the state of a step has more of them
         return self.conclude() if step == self._compares_until else None
 
