@@ -71,7 +71,10 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.bag = nn.Embedding(9, WIDTH, max_norm=0.7), nn.EmbeddingBag(9, WIDTH, max_norm=0.5, norm_type=1)
+        self.table, self.bag = (
+            nn.Embedding(9, WIDTH, max_norm=0.7),
+            nn.EmbeddingBag(9, WIDTH, max_norm=0.5, norm_type=1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = (x * 100).long() % 9
@@ -310,4 +313,4 @@ def test_fit_of_two_ranks_ends_with_the_weights_of_one(tmp_path: Path) -> None:
     for state, hooks in run_ranks(train, 2):
         assert hooks == 1  # given back
         for name, value in expected.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-10, rtol=0, msg=name)
+            torch.testing.assert_close(state[name], value, atol=CLOSE, rtol=0, msg=name)

@@ -6,6 +6,7 @@ Where gradients are reduced over ranks, a hook that autograd calls sees that of 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class ParameterHooks:
             _Hooked(p, p._backward_hooks, p._post_accumulate_grad_hooks) for p in self._parameters if _has_hooks(p)
         ]
         for hooked in self._hooked:
-            _put(hooked.parameter, None, None)
+            _put(hooked.parameter, None, OrderedDict())
 
     @torch.no_grad()
     def call(self) -> None:
@@ -72,4 +73,5 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 def _put(parameter: Any, before: Mapping[int, Any] | None, after: Mapping[int, Any] | None) -> None:
     parameter._backward_hooks = before
-    parameter._post_accumulate_grad_hooks = after
+    if after is not None:  # of which torch takes no notice here
+        parameter._post_accumulate_grad_hooks = after
