@@ -144,7 +144,18 @@ def _steps(samples: int, whole: int, drops: bool) -> int:
 def _draw_loader(rng: random.Random, batch: int, drops: bool) -> tuple[str, str, tuple[str, ...]]:
     """The kind of the order, the expression of the loader over `data`, and the helpers that it needs."""
     kind = rng.choices(
-        ["shuffle", "sequence", "weighted", "subset", "ring", "coin", "batches", "replacement", "stream", "distributed"],
+        [
+            "shuffle",
+            "sequence",
+            "weighted",
+            "subset",
+            "ring",
+            "coin",
+            "batches",
+            "replacement",
+            "stream",
+            "distributed",
+        ],
         [6, 3, 0.7, 0.5, 0.7, 0.5, 0.5, 0.4, 0.8, 0.3],
     )[0]
     g = "generator=torch.Generator().manual_seed(5)"
@@ -165,7 +176,9 @@ def _draw_loader(rng: random.Random, batch: int, drops: bool) -> tuple[str, str,
         case "coin":
             return kind, f"DataLoader(data, sampler=Coin(len(data)){more})", ("Coin",)
         case "batches":
-            inner = rng.choice(["SequentialSampler(data)", "RandomSampler(data)", "SubsetRandomSampler(range(len(data)))"])
+            inner = rng.choice(
+                ["SequentialSampler(data)", "RandomSampler(data)", "SubsetRandomSampler(range(len(data)))"]
+            )
             return kind, f"DataLoader(data, batch_sampler=BatchSampler({inner}, {batch}, {drops}))", ()
         case "replacement":
             return kind, f"DataLoader(data, sampler=RandomSampler(data, replacement=True){more})", ()

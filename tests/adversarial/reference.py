@@ -76,10 +76,12 @@ def train_plainly(
             micros = [default_collate(samples[at : at + micro_batch]) for at in range(0, len(samples), micro_batch)]
             weights = [program["weight_of"](loss_fn, batch) for batch in micros]
             divisor = None if weights[0] is None else float(sum(weights))
+            if divisor == 0:
+                raise FloatingPointError("a mean over nothing")
             value = 0.0
             for batch, weight in zip(micros, weights, strict=True):
                 loss = program["plain_loss"](model, loss_fn, batch)
-                part = loss if divisor is None else loss * (float(weight) / divisor) if weight else loss.nan_to_num() * 0
+                part = loss if divisor is None else loss * (float(weight) / divisor) if weight else loss.nan_to_num() * 0  # fmt: skip
                 part.backward()
                 value += part.item()
             if not math.isfinite(value):

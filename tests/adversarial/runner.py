@@ -66,7 +66,13 @@ class Runner:
         trouble = _trouble(answers)
         if wanted.kind != "trained":
             # Not to be trained in one process: a name for that is welcome, and any other end is not ours to judge.
-            return ("refused", trouble[1], "") if trouble and trouble[0] == "refused" else ("void", _short(wanted.error), "")
+            if trouble is None and wanted.error.startswith("FloatingPointError"):
+                return "failed", "trained on with a loss that is not finite", wanted.error
+            return (
+                ("refused", trouble[1], "")
+                if trouble and trouble[0] == "refused"
+                else ("void", _short(wanted.error), "")
+            )
         if trouble:
             return trouble
         judged = self._compare(case, answers, wanted.value)

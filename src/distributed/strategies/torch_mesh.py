@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
-from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.gradient_sums import local
 from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.reduction_check import explain, reduction_check
@@ -39,6 +40,7 @@ class TorchMesh(Passes):
         self._parts: Parts | None = None
         self._check_reduced: Callable[[], None] | None = None  # where DDP reduces gradients
         self._verifies = False
+        self._knows_graph = False
         self._is_weighted: bool | None = None  # whether the loss is a mean over something else than samples
 
     @staticmethod
@@ -179,6 +181,9 @@ class TorchMesh(Passes):
         if passed.weight is not None:
             factor = self._divide_gradients(passed.weight)
             loss = loss * (factor if self._moves else factor.item())
+            if self._checks_loss and not math.isfinite(loss):  # a mean over no target at all
+                raise NonFiniteLoss(float(loss))
+        self._knows_graph = True
         return StepOutput(loss, self._update(measure), passed.metrics)
 
     def _pipeline_step(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
@@ -280,6 +285,8 @@ class TorchMesh(Passes):
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
         """Around a micro-batch: only the last reduces gradients, and a stand-in leaves no trace in BatchNorm."""
         holds = not synchronizes and isinstance(self._model, DistributedDataParallel)
+        if holds and self._model.static_graph and not self._knows_graph:  # which it learns in a pass that reduces
+            holds = False
         if self._parts is not None:
             self._parts.synchronize(synchronizes)
         try:
