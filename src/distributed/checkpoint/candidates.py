@@ -11,7 +11,7 @@ from distributed.checkpoint.manifest import Manifest, manifest_file, step_name, 
 from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError
 
-_MADE_LATER = "optimizer/state/"  # an optimizer has no state before its first step
+_MADE_LATER = ("optimizer/state/", "data/", "loss_fn/", "nonpersistent/")  # by the first step, or by a later one
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,20 @@ from typer.core import TyperCommand
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
 from distributed.core.engines import ENGINES, Engine
-from distributed.core.env import DRY_RUN, OVERRIDES, WorkerEnv, inherited_environ, worker_env
+from distributed.core.env import (
+    DRY_RUN,
+    JOIN_TOKEN,
+    OVERRIDES,
+    WorkerEnv,
+    inherited_environ,
+    join_token_in_env,
+    worker_env,
+)
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
 from distributed.core.registry import load_target
+from distributed.launch.elastic import elastic_nodes
+from distributed.launch.join_token import read_join_token
 from distributed.launch.local import LocalLauncher
 from distributed.launch.nodes import News, Nodes, Round
 from distributed.launch.ports import free_port
@@ -60,11 +70,22 @@ def train(
         str | None, typer.Option(metavar="HOST", help="Where the nodes meet: the address of node 0, the same on all.")
     ] = None,
     master_port: Annotated[str | None, typer.Option(metavar="PORT", help="The port there; 29400 unless given.")] = None,
+    join_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="@FILE",
+            help="The run's secret, without which no node joins; the same on all. Better than here, where `ps` shows a"
+            " token itself, in DISTRIBUTED_JOIN_TOKEN. Without one, node 0 leaves it in the shared run directory.",
+        ),
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(metavar="WHERE", help="The Ray cluster that runs the ranks: auto, host:port or ray://host:port."),
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = None,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Let several ranks share a GPU: to try a run, not for speed.")
+    ] = False,
     sharding: Annotated[
         str | None, typer.Option(metavar="KIND", help="Share out the model's state: none, grad_op, full or hybrid.")
     ] = None,
@@ -137,6 +158,7 @@ def train(
         "master_port": master_port,
         "address": address,
         "device": device,
+        "share_gpus": "true" if share_gpus else None,
         "sharding": sharding,
         "zero_stage": zero_stage,
         "tensor_parallel": tensor_parallel,
@@ -155,7 +177,7 @@ def train(
     arguments = tuple(context.obj or ())
     if dry_run:
         _try_out(script, arguments, config, settings or [], options, dry_run)
-    job = _prepare(script, arguments, config, settings or [], options)
+    job = _prepare(script, arguments, config, settings or [], options, join_token)
     world = worker_env()
     if world is not None and not any(job.config.given(name) for name in _SIZES):
         _become_rank(job, world, dry_run is not None)
@@ -183,7 +205,12 @@ class TrainJob:
 
 
 def _prepare(
-    script: str, arguments: tuple[str, ...], config_path: str | None, words: list[str], options: dict[str, str | None]
+    script: str,
+    arguments: tuple[str, ...],
+    config_path: str | None,
+    words: list[str],
+    options: dict[str, str | None],
+    join_token: str | None = None,
 ) -> TrainJob:
     """Everything that can be checked without starting anything, and all that is wrong in one error."""
     problems = check_script(script)
@@ -211,10 +238,12 @@ def _prepare(
         env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
         attempt=next_attempt(target) if config.resume_from_checkpoint else 0,
         device=resources.device,
+        shares_gpus=config.share_gpus,
         warm=config.warm_start,
         address=config.address,
     ).for_engine(parallel.engine, config)
     request = replace(request, threads_per_rank=_threads(hardware, request.ranks_per_node))
+    request = replace(request, join_token=_join_token(join_token, request, problems))
     launch_problems = check_port(request)
     engine = ENGINES.entries[parallel.engine]
     # Several nodes know only when they have met whether one of them begins a run.
@@ -223,6 +252,21 @@ def _prepare(
     _refuse(problems, obstacles, launch_problems)
     ENGINES.require(parallel.engine)
     return TrainJob(config, request, tuple(decisions), engine)
+
+
+def _join_token(option: str | None, request: LaunchRequest, problems: list[Problem]) -> str:
+    """The secret of a run over several nodes, as it was given; no setting, since those are written down."""
+    if option is not None and request.most_nodes == 1:
+        problems.append(Problem("--join-token, but num_nodes=1", why="no other node joins", do="leave it out"))
+    if request.most_nodes == 1:
+        return ""
+    source = JOIN_TOKEN if option is None else "--join-token"
+    text = join_token_in_env() if option is None else option
+    try:
+        return read_join_token(text, source) if text else ""
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return ""
 
 
 def _try_out(
@@ -354,8 +398,6 @@ def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
 
 
 def _meet(job: TrainJob) -> tuple[Nodes, Round]:
-    from distributed.launch.elastic import elastic_nodes  # imports torch, which one node does not need here
-
     request = job.request
     host, port = request.meeting_point
     typer.echo(f"waiting at {host}:{port} for {request.num_nodes} nodes", err=True)

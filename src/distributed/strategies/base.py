@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,6 +55,13 @@ class StepTask(Protocol):
 
     model: nn.Module
     optimizer: Any  # the user's: one that is made, what makes one, or None
+
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The loss, where it is a module and no part of the model."""
+
+    def loss_state(self) -> dict[str, Any]:
+        """What the loss keeps from step to step, by name; {}: nothing."""
 
     def move_to(self, device: torch.device) -> None: ...
 
@@ -131,6 +138,12 @@ class Strategy(Protocol):
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         """Of a tensor in a checkpoint, by its path and whole shape, what this rank needs; None: all of it."""
+
+    def replicated(self) -> Iterator[tuple[str, torch.Tensor | str]]:
+        """What this rank holds, by names that say what and which part of it: ranks with the same name hold the same.
+
+        Texts are settings. Asks no other rank, and waits for no device.
+        """
 
     def held_state(self) -> StateTree | None:
         """`state` as this rank holds it at its last step boundary, without asking the others, which may be gone.

@@ -38,8 +38,10 @@ class BitwiseReplicas(Replica):
         super().setup(task, plan, session)
         _refuse_collectives(self.module)
         self._cut = {"virtual_ranks": plan.batch.leaves, "global_batch": plan.batch.global_batch}
-        send_from_first("rank 0's model", [*self.module.parameters(), *self.module.buffers()], session)
-        self._buffers = LeafBuffers(self.module)
+        modules = [self.module, *([] if self._loss is None else [self._loss])]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        send_from_first("rank 0's model", tensors, session)
+        self._buffers = LeafBuffers(*modules)
         self._scalars = torch.ones(_USED + len(self._parameters), dtype=torch.float64, device=session.device)
         self._scalars[:_USED] = 0.0
         self._tree = self._make_tree()

@@ -27,6 +27,7 @@ from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.optimizer_state import named_state
 from distributed.strategies.passes import Passes
 from distributed.strategies.replica import LOW_PRECISION
+from distributed.strategies.replica_tensors import Named, loss_tensors, model_tensors, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ
 from distributed.strategies.whole_batch import WholeBatch
 
@@ -51,7 +52,8 @@ class DeepSpeedEngine(Passes):
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         check_task(task, plan)
         refuse_parts(task.model)
-        self._task, self._session, self.notes = task, session, []
+        self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
+        self._replicas = plan.replicate
         self.clock = ComputeClock(session.device)
         self._moves = session.device.type != "cpu"
         self._checks_loss = plan.on_nan == "stop" and not self._moves
@@ -213,6 +215,12 @@ class DeepSpeedEngine(Passes):
         self._state.load(tree)
         if self._zero.dynamic_loss_scale and "scaler" in tree:
             _load_scaler(self._zero, tree["scaler"])
+
+    def replicated(self) -> Named:
+        """Not the optimizer's state, which ZeRO has cut into ranges; of parameters, those that are whole here."""
+        yield from model_tensors(self.module, self._replicas)
+        yield from optimizer_options(self.optimizer)
+        yield from loss_tensors(getattr(self._task, "loss_fn", None), self._replicas)
 
     def held_state(self) -> StateTree | None:
         return None

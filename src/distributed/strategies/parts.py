@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
 from distributed.strategies.block_compile import compile_blocks, undo_compile
 from distributed.strategies.blocks import find_blocks
 from distributed.strategies.compile_cache import compile_cache
 from distributed.strategies.context_parallel import ContextParallel
+from distributed.strategies.fsdp_unused import ShardedUse
 from distributed.strategies.fully_sharded import accumulate, shard
 from distributed.strategies.gradient_norm import GradientNorm
 from distributed.strategies.gradient_sums import mean_gradients
@@ -39,6 +39,7 @@ from distributed.strategies.sharded_optimizer import ShardedOptimizer
 from distributed.strategies.stages import cut
 from distributed.strategies.tensor_parallel import TensorParallel
 from distributed.strategies.tensor_plans import find_styles, styles_from
+from distributed.strategies.used_parameters import UsedParameters
 
 _ONLINE = "TORCHINDUCTOR_ONLINE_SOFTMAX"  # by which a user has said how a compiled softmax sums
 
@@ -74,9 +75,17 @@ class Parts:
         # Of the ranks that share the work on the same samples, the last stage's first one has the loss of all.
         self.counts = place["cp"] == place["tp"] == 0 and place["pp"] == spec.pp - 1
         self._norm: GradientNorm | None = None
-        self._used: dict[str, nn.Parameter] | None = None
-        self._unused: dict[str, nn.Parameter] = {}
         self._shared: ShardedOptimizer | None = None
+        self._used = UsedParameters(
+            self.parameters,
+            self._agree_on_use,
+            every_step=plan.replicate.find_unused_parameters,
+            alike=self._names_alike(),
+            rank=session.rank,
+        )
+        self._sharded_use: ShardedUse | None = None
+        if self.is_fsdp and not session.is_dry:
+            self._sharded_use = ShardedUse(module, self.parameters, lambda: self._used.settled, session.rank)
 
     def _cut_layers(self, plan: Plan) -> None:
         group = self.groups.group("tp")
@@ -139,11 +148,14 @@ class Parts:
 
     def finish_gradients(self) -> None:
         """After the last backward pass of a step: what no hook has reduced."""
-        if self.pipeline is None and self.context is None and self.tensor is None:
-            return
-        parameters = self._used_parameters()
+        if self._session.is_dry:
+            parameters: Mapping[str, nn.Parameter] = self.parameters
+        elif self.pipeline is None and self.context is None and self.tensor is None and self._sharded_use is None:
+            return  # DDP's are complete
+        else:
+            parameters = self._used.find(self._own_use())
         if self.pipeline is not None:
-            self.pipeline.finish_gradients()
+            self.pipeline.finish_gradients(parameters)
             if not self.is_fsdp:
                 for group in self.groups.data_groups:
                     mean_gradients(parameters.values(), group)
@@ -151,31 +163,36 @@ class Parts:
             self.context.finish_gradients(parameters)
         if self.tensor is not None:
             self.tensor.finish_gradients(parameters)
+            for parameter in parameters.values():
+                if parameter.grad is None:  # of a slice that this rank did not use, and others did of theirs
+                    parameter.grad = torch.zeros_like(parameter)
 
-    def _used_parameters(self) -> dict[str, nn.Parameter]:
-        """Those that the first step of this world gave a gradient, on any rank that has them: an optimizer leaves the
-        others as they are, and would not if they had gradients of zeros."""
-        if self._used is None:
-            self._used = self._find_used()
-            self._unused = {name: p for name, p in self.parameters.items() if name not in self._used}
-        late = [name for name, parameter in self._unused.items() if parameter.grad is not None]
-        if late:
-            raise TaskError(
-                f"{late[0]} had no gradient in the first step, and has one now",
-                why="which parameters are reduced over the ranks is decided in the first step",
-                do="let the model use all of its parameters in every step, or use data parallelism alone",
-            )
-        return self._used
+    def _own_use(self) -> list[bool]:
+        if self._sharded_use is not None:
+            return self._sharded_use.take()
+        return [parameter.grad is not None for parameter in self.parameters.values()]
 
-    def _find_used(self) -> dict[str, nn.Parameter]:
-        if self._session.is_dry:
-            return self.parameters
-        used = torch.tensor([p.grad is not None for p in self.parameters.values()], dtype=torch.int32)
+    def _names_alike(self) -> list[str]:
+        """Whole parameters that the ranks of a tensor group compute the same gradient of, and nobody sums."""
+        if self.tensor is None:
+            return []
+        partial = set(self.tensor.partial)
+        return [name for name in self.parameters if self.layout.cut_of(name) is None and name not in partial]
+
+    def _agree_on_use(self, used: torch.Tensor) -> torch.Tensor:
+        """Over all ranks that have the same parameters; those of two stages are looked at together."""
         used = used.to(self._device)
         for group in filter(None, map(self.groups.group, ("dp_replicate", "dp_shard", "cp", "tp"))):
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-        pairs = zip(self.parameters.items(), used.tolist(), strict=True)
-        return {name: parameter for (name, parameter), is_used in pairs if is_used}
+        group = self.groups.group("pp")
+        if self.pipeline is not None and self.pipeline.shared and group is not None:
+            places = {name: index for index, name in enumerate(self.parameters)}
+            found = [[places[name] for name in names if name in places] for names in self.pipeline.shared]
+            tied = torch.stack([used[at].amax() if at else used.new_zeros(()) for at in found])
+            dist.all_reduce(tied, op=dist.ReduceOp.MAX, group=group)
+            for at, is_used in zip(found, tied, strict=True):
+                used[at] = is_used
+        return used.cpu()
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:

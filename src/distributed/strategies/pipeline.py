@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -157,15 +157,15 @@ class Pipeline:
         return found[0] if found else None
 
     @torch.no_grad()
-    def finish_gradients(self) -> None:
-        """Sum the gradients of parameters that the first and the last stage both have."""
+    def finish_gradients(self, used: Mapping[str, nn.Parameter] | None = None) -> None:
+        """Sum the gradients of parameters that the first and the last stage both have; `used`: of these alone."""
         if not self.shared or self._ranks == 1 or not (self.is_first or self.is_last):
             return
         peer = dist.get_global_rank(self._group, self._ranks - 1 if self.is_first else 0)
         sums, operations = [], []
         for names in self.shared:
             parameter = self._parts.module.get_parameter(names[0])
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or (used is not None and not any(name in used for name in names)):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

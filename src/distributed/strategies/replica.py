@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,14 @@ from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.low_parameters import LowParameters
 from distributed.strategies.memory_format import lay_out_state, to_channels_last
 from distributed.strategies.optimizer_state import load_named_state, named_state
+from distributed.strategies.replica_tensors import (
+    Named,
+    loss_tensors,
+    model_tensors,
+    more_tensors,
+    optimizer_options,
+    optimizer_state,
+)
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
 
@@ -39,6 +47,34 @@ class _Kept(NamedTuple):
     before: torch.Tensor | None
 
 
+_Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]
+
+
+def _buffer_places(module: nn.Module) -> list[_Place]:
+    return [(m._buffers, name, buffer) for m in module.modules() for name, buffer in m._buffers.items()]
+
+
+@torch.no_grad()
+def _keep(places: list[_Place]) -> list[_Kept]:
+    return [
+        _Kept(owner, name, buffer, None if buffer is None else buffer.detach().clone())
+        for owner, name, buffer in places
+    ]
+
+
+@torch.no_grad()
+def _take_back(before: list[_Kept], places: list[_Place]) -> None:
+    """Also those that were replaced meanwhile, and without those that were made."""
+    known = {(id(kept.owner), kept.name) for kept in before}
+    for owner, name, _ in places:
+        if (id(owner), name) not in known:
+            del owner[name]
+    for kept in before:
+        if kept.buffer is not None and kept.before is not None:
+            kept.buffer.copy_(kept.before)
+        kept.owner[kept.name] = kept.buffer
+
+
 class Replica:
     """The model, its optimizer, precision and clipping on one rank."""
 
@@ -49,13 +85,16 @@ class Replica:
     _has_channels_last = False
     _low: LowParameters | None = None  # where the model computes with parameters in bf16
     _loans: ExitStack | None = None  # what was taken from the user and the process, to be given back
+    _loss: nn.Module | None = None  # where it is a module
+    _loss_before: list[_Kept] | None = None  # what the loss kept when an evaluation began
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
         pass
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
-        self._task, self._session, self.notes = task, session, []
+        self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
+        self._replicas = plan.replicate
         self.clock = ComputeClock(session.device)
         self._in_step = False
         self._moves = session.device.type != "cpu" or session.is_dry  # whether a look at a value would wait or fail
@@ -148,7 +187,27 @@ class Replica:
             return {"loss": loss} | self._task.measure(outcome, size)
 
     def train(self, mode: bool) -> None:
+        """An evaluation leaves no trace in the loss: how many batches a rank sees of it depends on their number."""
         self._model.train(mode)
+        loss = self._loss
+        if loss is None:
+            return
+        if not mode and self._loss_before is None:
+            self._loss_before = _keep(_buffer_places(loss))
+        elif mode and self._loss_before is not None:
+            _take_back(self._loss_before, _buffer_places(loss))
+            self._loss_before = None
+
+    @contextmanager
+    def _loss_kept(self) -> Iterator[None]:
+        """Around passes that are not the training's: what the loss keeps stays as it was."""
+        loss = self._loss
+        before = [] if loss is None else _keep(_buffer_places(loss))
+        try:
+            yield
+        finally:
+            if loss is not None:
+                _take_back(before, _buffer_places(loss))
 
     def finish(self) -> None:
         """Nothing: the user's model has its new weights."""
@@ -180,43 +239,42 @@ class Replica:
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
 
+    def replicated(self) -> Named:
+        yield from model_tensors(self.module, self._replicas)
+        for name, key, value in optimizer_state(self.optimizer, self.module):
+            yield f"optimizer state {key} of {name}", value
+        yield from optimizer_options(self.optimizer)
+        yield from loss_tensors(getattr(self._task, "loss_fn", None), self._replicas)
+        if self._low is not None:
+            yield from more_tensors("parameter in fp32, number", self._low.tensors())
+        if self._scaler is not None:
+            yield from more_tensors("optimizer loss scale, number", [self._scaler._scale, self._scaler._growth_tracker])
+
     @torch.no_grad()
     def held_state(self) -> StateTree | None:
         """Parameters change at the end of a step only; buffers are taken back to its beginning if it was cut off."""
         if self._in_step and self._buffers_before is not None:
-            self._take_buffers_back(self._buffers_before)
+            _take_back(self._buffers_before, self._own_places())
+        if self._loss is not None and self._loss_before is not None:  # the world broke in an evaluation
+            _take_back(self._loss_before, _buffer_places(self._loss))
         return Replica.state(self)
 
     def _begin_step(self) -> None:
         """What a step that is cut off must be able to take back. Only where there is anybody to go on with."""
         self._in_step = True
         if self._session.can_regroup:
-            places = self._buffer_places()
+            places = self._own_places()
             before = self._buffers_before
             if before is not None and [id(place[2]) for place in places] == [id(kept.buffer) for kept in before]:
                 for kept in before:
                     if kept.buffer is not None and kept.before is not None:
                         kept.before.copy_(kept.buffer)
             else:  # the first step, or a model that makes or replaces buffers as it goes
-                self._buffers_before = [
-                    _Kept(owner, name, buffer, None if buffer is None else buffer.detach().clone())
-                    for owner, name, buffer in places
-                ]
+                self._buffers_before = _keep(places)
 
-    def _buffer_places(self) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]]:
-        modules = self.module.modules()
-        return [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
-
-    def _take_buffers_back(self, before: list[_Kept]) -> None:
-        """Also those that the step has replaced, and without those that it has made."""
-        known = {(id(kept.owner), kept.name) for kept in before}
-        for owner, name, _ in self._buffer_places():
-            if (id(owner), name) not in known:
-                del owner[name]
-        for kept in before:
-            if kept.buffer is not None and kept.before is not None:
-                kept.buffer.copy_(kept.before)
-            kept.owner[kept.name] = kept.buffer
+    def _own_places(self) -> list[_Place]:
+        loss = self._loss
+        return _buffer_places(self.module) + ([] if loss is None else _buffer_places(loss))
 
     def _forward(self, model: nn.Module, batch: Any) -> Outcome:
         if self._autocast is None:

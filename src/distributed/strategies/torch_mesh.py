@@ -20,6 +20,7 @@ from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, State
 from distributed.strategies.gradient_sums import local
 from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.reduction_check import explain, reduction_check
+from distributed.strategies.replica_tensors import Named, loss_tensors, more_tensors, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ, own_buffers, replicate
 from distributed.strategies.whole_batch import NoWholeBatch, WholeBatch
 
@@ -167,7 +168,8 @@ class TorchMesh(Passes):
         assert self._parts is not None
         assert self._parts.context is not None
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
-        self._parts.context.verify(lambda: self._forward(self.module, batch).loss)
+        with self._loss_kept():
+            self._parts.context.verify(lambda: self._forward(self.module, batch).loss)
         self._verifies = False
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
@@ -249,6 +251,17 @@ class TorchMesh(Passes):
         self._state.load(tree)
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
+
+    def replicated(self) -> Named:
+        if self._parts is None:
+            yield from super().replicated()
+            return
+        yield from self._state.local(self._replicas)
+        yield from optimizer_options(self.optimizer)
+        stage = f" on stage {self._parts.groups.place['pp']}" if self._parts.pipeline is not None else ""
+        yield from loss_tensors(getattr(self._task, "loss_fn", None), self._replicas, stage)
+        if self._scaler is not None:
+            yield from more_tensors("optimizer loss scale, number", [self._scaler._scale, self._scaler._growth_tracker])
 
     def held_state(self) -> StateTree | None:
         """Where ranks may have different buffers, only rank 0 has those that count, unless nothing changes them."""

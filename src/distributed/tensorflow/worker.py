@@ -56,7 +56,7 @@ def run_process(
     world = world or enter_world(plan, env)
     line = agent_line()
     if line is not None and not has_servers(plan):
-        line.tell(Joined(False, plan.legal_sizes))
+        line.tell(Joined(False, plan.legal_sizes, in_run=True))
     seed_everything(plan.seed)
     train = train_loader(job.train, plan.batch, world.replicas, seed=plan.seed)
     batch = functools.cache(lambda: example_of(job.train, plan.seed))
@@ -71,7 +71,7 @@ def run_process(
     state = RunState(plan, env, world, model, stepper.scaler, train.samples_per_epoch)
     heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), env.rank)
     if has_servers(plan):
-        join_crew(plan.run_dir, env)
+        join_crew(plan.run_dir, env, in_run=True)
     watchers = _Watchers(plan, env, shows_progress)
     try:
         with StopSignals(is_supervised=line is not None) as stop:
@@ -95,8 +95,11 @@ def run_process(
             state.close()
         if env.is_main:
             history.save(Path(plan.run_dir) / HISTORY)
+        _tell_end(line)
         return Trained(history, model)
-    except BaseException:
+    except BaseException as failed:
+        if isinstance(failed, Exception):  # the script may deal with it, and end well
+            _tell_end(line)
         with suppress(CheckpointError):  # what went wrong first is told
             state.close()  # the save in flight is whole before this process ends: a next attempt goes on from it
         raise
@@ -123,6 +126,11 @@ def seed_everything(seed: int) -> None:
 def _tell(line: AgentLine | None, env: WorkerEnv, state: RunState) -> None:
     if line is not None and env.is_main:
         line.tell(Resumed(env.attempt, state.progress.step, state.source))
+
+
+def _tell_end(line: AgentLine | None) -> None:
+    if line is not None:
+        line.tell(Joined(False))
 
 
 def _evaluation(job: Job, world: World) -> EvalLoader | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,10 @@ from distributed.strategies.base import Strategy
 from distributed.train.handover import Held, Inherited
 from distributed.train.meter import Meter
 from distributed.train.rates import OwnRates
+from distributed.train.resuming import Resuming, resume_from
+from distributed.train.sample_check import SampleCheck
 from distributed.train.schedule import Schedule
+from distributed.train.user_state import UserState
 from distributed.train.witness import Verdict, Witness
 
 
@@ -56,11 +59,17 @@ class RunState:
         session: Session,
         meter: Meter,
         samples: int | None,
+        data: SampleCheck,
         on_saved: Callable[[Saved], None],
         on_failed: Callable[[CheckpointError], None],
+        user: UserState,
+        facts: Mapping[str, Any],
     ) -> None:
+        """`facts`: what of the user's objects tells one run from another; see `train/facts.py`."""
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
+        self._user, self._facts = user, facts
         self._meter, self._samples, self._on_saved, self._on_failed = meter, samples, on_saved, on_failed
+        self._data = data
         self.progress = Progress()
         self.epochs: list[EpochRecord] = []
         self._storage = open_storage(plan.checkpoint.dir)
@@ -71,8 +80,10 @@ class RunState:
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
         self.is_watched = self._witness.wants
         self.source = "the beginning"  # of the state that this run goes on from
+        self.told: list[str] = []  # what has changed since the checkpoint that it goes on from
         self._launch = launch_id(plan.run_dir, session.env) if session.is_main else ""
         self._published_at = -1
+        self._own_groups: list[dict[str, Any]] = []  # the optimizer's, as this run has made them
 
     def restore(self, inherited: Inherited | None = None) -> Restored | None:
         """Take what another rank handed over, or the checkpoint that the plan names, or begin; then be ready."""
@@ -81,6 +92,7 @@ class RunState:
         if inherited is not None:
             self._take(inherited.tree)
             self._saved_at, self.path = inherited.tree["published"]
+            self._facts = inherited.tree["run"]  # a loss that has been called is not as it was made
             self.source = f"memory of rank {inherited.rank}"
         else:
             restored = self._find()
@@ -103,7 +115,9 @@ class RunState:
     def _find(self) -> Restored | None:
         """A run that was restarted goes on from its own newest checkpoint; one that was not, from what it is told."""
         checkpoint = self._plan.checkpoint
-        how: dict[str, Any] = {"expected": self._strategy.state(), "boxes": self._strategy.boxes}
+        expected = self._strategy.state() | self._user.here()
+        self._own_groups = expected["optimizer"]["param_groups"]
+        how: dict[str, Any] = {"expected": expected, "boxes": self._strategy.boxes}
         if self._session.env.restarts:
             own = restore(checkpoint.dir, True, self._session, accept=self._is_own, **how)
             if own is not None:
@@ -121,7 +135,8 @@ class RunState:
             return None
         meter = self._meter.state() | {"losses": [], "samples": []}  # those that nobody has read are each rank's own
         more = {"meter": meter, "ranks": self._plan.batch.ranks, "published": [self._published_at, self.path]}
-        return Held(self.progress.step, state | self._position() | more)
+        more["run"] = dict(self._facts)
+        return Held(self.progress.step, state | self._user.here() | self._position() | more)
 
     def _load(self, restored: Restored) -> None:
         self._check(restored)
@@ -134,16 +149,49 @@ class RunState:
                 group["lr"] = rate  # this run's, as its schedule is
             self.progress = Progress(step=restored.step)
             return
+        resuming = self._compare(restored)
+        self.told = resuming.lines
         own = OwnRates(self._strategy.optimizer, self._schedule) if self._plan.checkpoint.own_rates else None
-        self._take(restored.shared)
+        self._take(resuming.tree, resuming)
         if own is not None:
             own.put_back(self.progress.step)
         if self.is_alike(restored) and restored.own is not None:
             restore_rng(restored.own["rng"], self._session.device)
             self._meter.load_state(restored.own["meter"])
-            if own is None:  # with other rates it is not the same run
-                self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
-        self.verdict = self._look({})
+            self._data.load_own_state(restored.own.get("data", {}))
+        self.verdict = self._begin_to_compare(restored, resuming)
+
+    def _compare(self, restored: Restored) -> Resuming:
+        """With the run that saved it; raises where it is not to be gone on from."""
+        manifest, checkpoint = restored.manifest, self._plan.checkpoint
+        return resume_from(
+            restored.shared,
+            {"torch": manifest.versions.get("torch", torch.__version__), **manifest.meta},
+            self._meta(),
+            path=restored.path,
+            groups=self._own_groups,
+            schedule=self._schedule.state(),
+            allowed=checkpoint.allowed,
+            own_rates=checkpoint.own_rates,
+        )
+
+    def _begin_to_compare(self, restored: Restored, resuming: Resuming) -> Verdict | None:
+        """The steps to come with those that were recorded; a verdict where there is nothing more to compare."""
+        if not self._plan.checkpoint.certificate:
+            return None
+        changed = tuple(map(str, resuming.changes))
+        if self._plan.checkpoint.own_rates:
+            return Verdict(
+                0, why="this run has its own learning rates (resume_hyperparameters=config)", changed=changed
+            )
+        if not self.is_alike(restored):
+            return Verdict(0, why="other ranks, or another mesh, saved the checkpoint", changed=changed)
+        if resuming.others:
+            return Verdict(0, why="this is not the run that saved the checkpoint", changed=changed)
+        reader = _reader(open_storage(restored.path.rpartition("/")[0]))
+        if not self._witness.resumed(restored.step, reader, changed):
+            return Verdict(0, why=f"nothing was recorded after step {restored.step}", changed=changed)
+        return self._look({})
 
     def is_alike(self, restored: Restored) -> bool:
         """Whether the ranks that saved it had the same parts of the state as these: then each takes its own numbers."""
@@ -151,17 +199,21 @@ class RunState:
         plain = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "shard": "none"}
         return restored.own is not None and plain | saved == self._plan.division
 
-    def _take(self, shared: dict[str, Any]) -> None:
+    def _take(self, shared: dict[str, Any], how: Resuming | None = None) -> None:
         self._strategy.load_state(shared)
+        self._user.load(shared, takes_loss=how is None or how.takes_loss)
+        for group, decay in zip(self._strategy.optimizer.param_groups, how.decays if how else (), strict=False):
+            group["lr"] = group["lr"] * decay
         self.progress = Progress(**shared["progress"])
         self._schedule.load_state(shared["schedule"], self.progress.step)
         self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
+        self._data.load_state(shared.get("data", {}))
         if "meter" in shared:  # of a handover; each rank's own in a checkpoint
             self._meter.load_state(shared["meter"])
 
     def _check(self, restored: Restored) -> None:
-        """What would make it another run: another model, another dataset, a batch that cuts elsewhere."""
-        report, meta = restored.report, restored.manifest.meta
+        """That it is of this model."""
+        report = restored.report
         of_model = [
             *(f"{name} is only in this model" for name in report.missing if name.startswith("model/")),
             *(f"{name} is only in the checkpoint" for name in report.unexpected if name.startswith("model/")),
@@ -173,23 +225,6 @@ class RunState:
                 f"the checkpoint {restored.path} is of another model",
                 why="; ".join(of_model[:3]) + more,
                 do="pass the model that was trained, or another checkpoint_dir",
-            )
-        trained_on = meta.get("samples")
-        if trained_on not in (None, self._samples):
-            raise CheckpointError(
-                f"the checkpoint {restored.path} knows {trained_on} samples an epoch, this data has {self._samples}",
-                why="the order of samples would be another one, so some would be repeated and others left out",
-                do="pass the same dataset; to train on with new data, load the weights and begin a new checkpoint_dir",
-            )
-        if "imported" in meta:
-            return
-        position, batch = restored.shared["progress"]["samples_in_epoch"], self._plan.batch.global_batch
-        if self._samples is not None and position % batch:
-            raise CheckpointError(
-                f"the checkpoint {restored.path} stands {position} samples into an epoch, and batches are of {batch}",
-                why="samples would be repeated or left out",
-                do="keep batch_size × ranks × gradient_accumulation_steps as it was in the first run, "
-                f"{meta.get('global_batch')}",
             )
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
@@ -234,12 +269,17 @@ class RunState:
         if not self._witness.wants(step):
             return None
         rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
-        components = self._strategy.state() | {
+        components = self._strategy.state() | self._user.here()
+        components |= {
             "position": asdict(self.progress),
             "schedule": {"state": self._schedule.state(), "rates": rates},
             "rng": rng_state(self._session.device),
         }
         return self._witness.look(step, components | more)
+
+    def conclude(self) -> Verdict | None:
+        """The run ends: what was compared, where there was more to compare. Every rank comes here."""
+        return self._witness.conclude()
 
     def close(self) -> None:
         if self._saver is not None:
@@ -251,17 +291,20 @@ class RunState:
             self._saver.abandon()
 
     def _shared(self) -> dict[str, Any]:
-        return self._strategy.state() | self._position()
+        return self._strategy.state() | self._user.shared() | self._position()
 
     def _position(self) -> dict[str, Any]:
-        return {
+        data = self._data.state(self.progress.epoch)
+        return ({"data": data} if data else {}) | {
             "schedule": self._schedule.state(),
             "progress": asdict(self.progress),
             "epochs": [asdict(record) for record in self.epochs],
         }
 
     def _own(self) -> dict[str, Any]:
-        return {"rng": rng_state(self._session.device), "meter": self._meter.state()}
+        data = self._data.own_state()
+        own = {"rng": rng_state(self._session.device), "meter": self._meter.state()}
+        return own | ({"data": data} if data else {})
 
     def _meta(self) -> dict[str, Any]:
         plan = asdict(self._plan)
@@ -274,6 +317,8 @@ class RunState:
             "launch": self._launch,
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name() if self._session.device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "run": dict(self._facts),
         }
 
     def _published(self, saved: Saved) -> None:

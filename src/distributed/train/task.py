@@ -12,6 +12,7 @@ from torch import nn
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.strategies.base import MetricSum, Outcome
+from distributed.train.loss_state import LossState, holder_of, load_loss, refuse_trained_loss, state_of
 from distributed.train.metrics import Metric, default_metrics, sum_metrics
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -57,8 +58,27 @@ class Task:
         self.move_loss_to(device)
 
     def move_loss_to(self, device: torch.device) -> None:
-        if isinstance(self.loss_fn, nn.Module):
-            self.loss_fn.to(device)
+        if self.loss_module is not None:
+            self.loss_module.to(device)
+
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The loss, where it is a module and no part of the model."""
+        holder = holder_of(self.loss_fn, self.model)
+        return holder if isinstance(holder, nn.Module) else None
+
+    def loss_state(self) -> dict[str, Any]:
+        """What the loss has, by name: its `state_dict()` without what is the model's; {}: nothing."""
+        holder = holder_of(self.loss_fn, self.model)
+        return {} if holder is None else state_of(holder, self.model)
+
+    def watch_loss(self) -> LossState:
+        return LossState(holder_of(self.loss_fn, self.model), self.model)
+
+    def load_loss_state(self, state: dict[str, Any]) -> None:
+        holder = holder_of(self.loss_fn, self.model)
+        if holder is not None:
+            load_loss(holder, state)
 
     def run(self, model: nn.Module, batch: Any) -> Outcome:
         if isinstance(batch, (list, tuple)) and len(batch) == 2:
@@ -196,6 +216,7 @@ def check_task(task: Task) -> None:
         )
     if not any(p.requires_grad for p in task.model.parameters()):
         raise TaskError("the model has no parameter that requires a gradient", why="there is nothing to train")
+    refuse_trained_loss(holder_of(task.loss_fn, task.model), task.model)
     if isinstance(task.optimizer, torch.optim.Optimizer):
         check_optimizer(task.optimizer, task.model)
     elif task.optimizer is not None and not callable(task.optimizer):

@@ -29,6 +29,7 @@ from distributed.strategies.batchnorm import has_batchnorm
 from distributed.strategies.blocks import find_blocks
 from distributed.strategies.optimizer_state import load_named_state
 from distributed.train.task import Task
+from distributed.train.user_state import LOSS
 from distributed.trainers.launching import active_mlflow_run, launch_job, refuse, write_plan
 from distributed.trainers.payload import write_payload
 from distributed.worker import PAYLOAD, Job, line_for, open_session, run_rank
@@ -125,6 +126,7 @@ def fit_alone(request: FitRequest) -> History:
         threads_per_rank=plan.threads_per_rank,
         attempt=next_attempt(run_dir),
         device=plan.device,
+        shares_gpus=plan.shares_gpus,
         warm=config.warm_start,
         address=config.address,
     )
@@ -153,6 +155,8 @@ def _bring_home(task: Task, plan: Plan, checkpoint: str) -> None:
         ensure_lora(task.model, lora, plan.seed)
     is_made = not any(tensor.is_meta for tensor in task.model.parameters())
     task.model.load_state_dict(trained["model"], strict=lora is None or not lora.saves_alone, assign=not is_made)
+    if LOSS in trained:
+        task.load_loss_state(trained[LOSS])
     if isinstance(task.optimizer, torch.optim.Optimizer):
         load_named_state(task.optimizer, task.model, trained["optimizer"])
     if isinstance(getattr(task.scheduler, "optimizer", None), torch.optim.Optimizer):

@@ -70,7 +70,7 @@ def _culprits(job: Job) -> list[Problem]:
         "metrics": dict(task.metrics or {}),
         "train_loader.dataset": job.train.dataset,
         "train_loader.collate_fn": job.train.collate_fn,
-        "train_loader.sampler": job.train.sampler,
+        "train_loader.sampler": job.train.own_sampler and job.train.own_sampler.sampler,
         "train_loader.worker_init_fn": job.train.worker_init_fn,
     }
     if job.evaluation is not None:
