@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 _MOST_NUMPY = 2**32  # seeds of numpy's legacy generator are smaller
 
@@ -42,8 +43,8 @@ class Generators:
 
     def __enter__(self) -> None:
         self._outer = random.getstate(), torch.get_rng_state()
-        self._outer_numpy = np.random.get_bit_generator()
-        np.random.set_bit_generator(self._numpy)  # a pointer, where a state would be copied twice
+        self._outer_numpy = mtrand.get_bit_generator()
+        mtrand.set_bit_generator(self._numpy)  # a pointer, where a state would be copied twice
         if self._own is not None:
             random.setstate(self._own[0])
             torch.set_rng_state(self._own[1])
@@ -59,7 +60,7 @@ class Generators:
         assert self._outer is not None
         random.setstate(self._outer[0])
         torch.set_rng_state(self._outer[1])
-        np.random.set_bit_generator(self._outer_numpy)
+        mtrand.set_bit_generator(self._outer_numpy)
 
 
 class KeptGenerators:
