@@ -98,8 +98,8 @@ class Capturable(Protocol):
     def measured(self) -> Outcome | None:
         """Of the last step that was measured, what is still to be checked, without the outputs."""
 
-    def parts(self) -> list[Any]:
-        """What Python runs in a step: the model and the loss."""
+    def parts(self) -> Mapping[str, Any]:
+        """What Python runs in a step, by name: the model, the loss, and the metrics."""
 
     def changing(self) -> list[torch.Tensor]:
         """Every tensor that a step changes: parameters, buffers, and the state of optimizer and scaler."""

@@ -167,7 +167,7 @@ def _refuse(here: dict[nn.Parameter, list[str]], roots: Sequence[nn.Module]) -> 
     if empty:
         raise PlanError(
             f"parameters without elements cannot be sharded: {', '.join(empty)}",
-            why="fully sharded data parallelism adds up the gradients of a block as one tensor, and torch has none there",
+            why="fully sharded data parallelism adds up the gradients of a block as one tensor, which takes none that are empty",
             do="leave them out of the model, or train with zero_stage=1",
         )
     uses = Counter(parameter for root in roots for parameter in root.parameters())

@@ -312,15 +312,16 @@ class Replica:
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()  # where it stands within a step
 
-    def parts(self) -> list[Any]:
-        loss = getattr(self._task, "loss_fn", None)
-        return [self.module] if loss is None else [self.module, loss]
+    def parts(self) -> Mapping[str, Any]:
+        given = {"loss": getattr(self._task, "loss_fn", None), "metrics": getattr(self._task, "metrics", None)}
+        return {"model": self.module} | {name: part for name, part in given.items() if part is not None}
 
     def changing(self) -> list[torch.Tensor]:
         """Every tensor that a step changes."""
         held = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [*self._parameters, *(t for t in held if isinstance(t, torch.Tensor))]
-        tensors += [buffer for part in self.parts() if isinstance(part, nn.Module) for buffer in part.buffers()]
+        modules = [part for part in self.parts().values() if isinstance(part, nn.Module)]
+        tensors += [buffer for module in modules for buffer in module.buffers()]
         if self._low is not None:
             tensors += self._low.tensors()
         if self._scaler is not None:

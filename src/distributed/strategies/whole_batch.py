@@ -105,13 +105,17 @@ class WholeBatch:
             cudnn_enabled: bool,
         ) -> torch.Tensor:
             if not training or _is_alike(input):
-                return own(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+                return own(
+                    input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+                )
             return self._normalize(input, running_mean, running_var, weight, bias, momentum, eps)
 
         return batch_norm
 
     def _normalize(self, input: torch.Tensor, *args: Any) -> torch.Tensor:
-        return normalize_over_ranks(input, *args, groups=self._groups, copies=self._copies, is_empty=self._is_empty)
+        return normalize_over_ranks(
+            input, *args, groups=self._groups, copies=self._copies, is_empty=self._is_empty
+        )
 
     def _instance_norm(self, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Instances are normalized by themselves; running statistics are means over all of them."""
@@ -127,7 +131,9 @@ class WholeBatch:
             eps: float,
             cudnn_enabled: bool,
         ) -> torch.Tensor:
-            result = own(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled)
+            result = own(
+                input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
+            )
             if use_input_stats and not input.is_meta:
                 for running in (running_mean, running_var):
                     if running is not None:

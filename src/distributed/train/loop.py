@@ -104,7 +104,7 @@ class Loop:
         )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
-            self._capture = StepCapture(strategy, plan, session, self._telling.warn)  # type: ignore[arg-type]  # as planned
+            self._capture = StepCapture(strategy, plan, session, self._telling.warn, self._steps_done)  # type: ignore[arg-type]  # as planned
         self._train_step = strategy.train_step if self._capture is None else self._capture.train_step
 
     def begin(self, inherited: Inherited | None = None) -> None:
@@ -169,6 +169,8 @@ class Loop:
         if told := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
             self._telling.warn(told)
         self._strategy.train(True)
+        if self._capture is not None:
+            self._capture.begin_epoch()
         meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
         step, stopped = progress.step, False
@@ -247,6 +249,8 @@ class Loop:
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         self._settle_replicas()  # what ranks that differ hold is not saved
+        if self._capture is not None:
+            self._capture.prove()  # what is saved was not taken by a graph that has gone stale
         known = self._state.epochs[-1].metrics if wait and self._state.epochs else {}
         self._reports.saves(self._state.progress, metrics or known)
         with self._heartbeat.phase(Phase.SAVING):
@@ -321,6 +325,9 @@ class Loop:
     @property
     def _interrupted(self) -> bool:
         return self._stop.is_agreed
+
+    def _steps_done(self) -> int:
+        return self._state.progress.step
 
     def _is_over(self) -> bool:
         return self._plan.max_steps is not None and self._state.progress.step >= self._plan.max_steps
