@@ -192,11 +192,14 @@ def _draw_loader(rng: random.Random, batch: int, drops: bool) -> tuple[str, str,
 def _draw_again(rng: random.Random, strategy: Strategy, whole: int, model: DrawnModel) -> Strategy:
     """Mostly the same strategy; else another that can have the same global batch at once."""
     simple = [
-        other
-        for other in (Strategy("one", 1), Strategy("ddp", 2), Strategy("ddp", 3), Strategy("zero1", 2, {"zero_stage": 1}),
-                      Strategy("fsdp", 2, {"backend": "fsdp"}), Strategy("fsdp", 4, {"zero_stage": 2}))
-        if whole % other.ranks == 0
-    ]  # fmt: skip
+        Strategy("one", 1),
+        Strategy("ddp", 2),
+        Strategy("ddp", 3),
+        Strategy("zero1", 2, {"zero_stage": 1}),
+        Strategy("fsdp", 2, {"backend": "fsdp"}),
+        Strategy("fsdp", 4, {"zero_stage": 2}),
+    ]
+    simple = [other for other in simple if whole % other.ranks == 0]
     stays = strategy.name in ("bitwise", "deepspeed", "horovod") or model.traits & {"batchnorm", "counts"}
     return strategy if stays or not simple or rng.random() < 0.5 else rng.choice(simple)
 

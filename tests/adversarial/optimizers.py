@@ -80,10 +80,9 @@ def draw_optimizer(rng: random.Random, traits: frozenset[str]) -> DrawnOptimizer
                 extra = "'lr': 0.002"
             over = f"[{{'params': {first}}}, {{'params': {rest}, {extra}}}]"
         case "three":
-            names = "list(model.parameters())"
-            over = (
-                f"[{{'params': {names}[::3]}}, {{'params': {names}[1::3], 'lr': 0.002}}, {{'params': {names}[2::3]}}]"
-            )
+            every = "list(model.parameters())"
+            thirds = [f"{{'params': {every}[{at}::3]{more}}}" for at, more in enumerate(["", ", 'lr': 0.002", ""])]
+            over = f"[{', '.join(thirds)}]"
         case _:
             over = "list(model.parameters())[: -1]" if rng.random() < 0.5 else "list(model.parameters())[1:]"
             found.add("subset")

@@ -19,7 +19,7 @@ from tests.adversarial.world import Reference, World
 
 _TIMEOUT_S = 60.0
 _PHASES = 400  # after which a world is made anew, so that nothing that a library keeps adds up
-_NOISE = 1e-14  # relative, of the first weights: what rounding may do to a case
+_NOISE = {True: 1e-14, False: 3e-6}  # in double precision or not, of the first weights: what rounding may do
 _ROUNDING = 1e3  # a case may move by so many times what the noise moves it
 
 
@@ -113,7 +113,7 @@ class Runner:
     def _noise(self, case: Case, wanted: dict[str, Any]) -> float:
         """How far rounding alone can move this case."""
         assert self._reference is not None
-        self._reference.ask((case.seed, _NOISE))
+        self._reference.ask((case.seed, _NOISE[case.is_double]))
         (moved,) = self._reference.answers(self._timeout_s)
         if moved is None or moved.kind != "trained":
             return 0.0

@@ -41,7 +41,6 @@ class TorchMesh(Passes):
         self._parts: Parts | None = None
         self._check_reduced: Callable[[], None] | None = None  # where DDP reduces gradients
         self._verifies = False
-        self._knows_graph = False
         self._is_weighted: bool | None = None  # whether the loss is a mean over something else than samples
 
     @staticmethod
@@ -185,7 +184,6 @@ class TorchMesh(Passes):
             loss = loss * (factor if self._moves else factor.item())
             if self._checks_loss and not math.isfinite(loss):  # a mean over no target at all
                 raise NonFiniteLoss(float(loss))
-        self._knows_graph = True
         return StepOutput(loss, self._update(measure), passed.metrics)
 
     def _pipeline_step(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
@@ -298,7 +296,7 @@ class TorchMesh(Passes):
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
         """Around a micro-batch: only the last reduces gradients, and a stand-in leaves no trace in BatchNorm."""
         holds = not synchronizes and isinstance(self._model, DistributedDataParallel)
-        if holds and self._model.static_graph and not self._knows_graph:  # which it learns in a pass that reduces
+        if holds and self._model.static_graph:  # learnt in a first pass that reduces, and no other pass may differ
             holds = False
         if self._parts is not None:
             self._parts.synchronize(synchronizes)
