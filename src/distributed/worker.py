@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import os
 import socket
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +17,15 @@ import torch.distributed as dist
 
 from distributed.core.control import Joined, Line, Lost, Resumed
 from distributed.core.engines import ENGINES, load_strategy
-from distributed.core.env import WorkerEnv, worker_env
+from distributed.core.env import WorkerEnv, ticket_in_env, worker_env
 from distributed.core.errors import CannotGoOnError
 from distributed.core.failure import is_collateral
 from distributed.core.history import History
 from distributed.core.hosts import Host, host_of
 from distributed.core.plan import Plan
-from distributed.core.run_files import HISTORY, PATHS
+from distributed.core.private_files import Sealed, check_code, open_sealed
+from distributed.core.run_files import HISTORY
+from distributed.core.ticket import Ticket
 from distributed.data.source import Source
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
@@ -43,7 +46,7 @@ from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
 from distributed.train.user_state import UserState, take_over
 
-PAYLOAD = "payload.pt"  # in the run directory
+PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code when it is loaded
 
 
 @dataclass(frozen=True)
@@ -289,14 +292,32 @@ def line_for(plan: Plan, *, is_first: bool = True) -> Line | None:
     return line
 
 
+def load_job(run_dir: Path, sealed: Sealed) -> Job:
+    """The job that the launcher wrote: a pickle, and refused unless it is that very file."""
+    handle = open_sealed(run_dir, sealed)
+    try:
+        with os.fdopen(os.dup(handle), "rb") as file, zipfile.ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if name.endswith(PICKLE)]
+            check_code(run_dir / sealed.name, b"".join(map(archive.read, names)), sealed)
+        opened = f"/proc/self/fd/{handle}"  # the file that was checked, whatever has its name by now
+        path = opened if os.path.exists(opened) else run_dir / sealed.name
+        job: Job = torch.load(path, mmap=True, weights_only=False, map_location="cpu")
+        return job
+    except zipfile.BadZipFile:
+        check_code(run_dir / sealed.name, b"", sealed)
+        raise
+    finally:
+        os.close(handle)
+
+
 def main() -> None:
     """`python -m distributed.launch.rank -m distributed.worker <run_dir>`: a rank that `Trainer.fit` started."""
     run_dir = Path(sys.argv[1])
-    sys.path[:] = json.loads((run_dir / PATHS).read_text())["sys_path"]
+    ticket = Ticket.from_text(ticket_in_env())
+    sys.path[:] = ticket.sys_path
     env = worker_env()
     assert env is not None, "the worker is started by a launcher"
-    # a pickle, but one that our own parent wrote for this run, readable by this user alone
-    job: Job = torch.load(run_dir / PAYLOAD, mmap=True, weights_only=False, map_location="cpu")
+    job = load_job(run_dir, ticket.payload)
     line = line_for(job.plan)
     session = open_session(job.plan, env, line)
     job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -28,6 +29,7 @@ from distributed.core.env import (
 )
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
+from distributed.core.private_files import make_private, write_private
 from distributed.core.registry import load_target
 from distributed.launch.elastic import elastic_nodes
 from distributed.launch.join_token import read_join_token
@@ -36,6 +38,7 @@ from distributed.launch.nodes import News, Nodes, Round
 from distributed.launch.ports import free_port
 from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.run_lock import owned
 from distributed.launch.stops import Stopped
 from distributed.launch.supervisor import Patience
 from distributed.observe.live import RunScreen
@@ -361,13 +364,24 @@ def _show_dry_run(job: TrainJob) -> None:
 
 
 def _launch(job: TrainJob) -> None:
+    with ExitStack() as held:
+        _launch_owned(job, held)
+
+
+def _launch_owned(job: TrainJob, held: ExitStack) -> None:
+    """One node, or the first of several, has the run directory for itself while this lasts."""
     request, nodes, first = job.request, None, None
+    resumes = bool(job.config.resume_from_checkpoint)
     if request.most_nodes > 1 and not job.engine.spans:
-        nodes, first = _meet(job)
+        nodes, first = _meet(job, held)
         request = replace(request, run_dir=first.run_dir, attempt=first.attempt)
+    else:
+        held.enter_context(owned(request.run_dir, resume=resumes))
+        _refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
+        request = replace(request, attempt=next_attempt(request.run_dir) if resumes else request.attempt)
     attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
     typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
-    os.makedirs(request.run_dir, exist_ok=True)
+    make_private(request.run_dir)
     if first is None or (first.place.node_rank == 0 and not first.restarts):
         _write_config(job, request)
     told = [str(decision) for decision in job.decisions]
@@ -397,7 +411,7 @@ def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
     os.execve(command[0], command, inherited_environ() | dict(job.request.env))
 
 
-def _meet(job: TrainJob) -> tuple[Nodes, Round]:
+def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
     request = job.request
     host, port = request.meeting_point
     typer.echo(f"waiting at {host}:{port} for {request.num_nodes} nodes", err=True)
@@ -406,6 +420,11 @@ def _meet(job: TrainJob) -> tuple[Nodes, Round]:
     problems = check_run_dir(request.run_dir, resume=bool(job.config.resume_from_checkpoint))
     first = nodes.gather(request.attempt)
     place = first.place
+    if place.node_rank == 0 and not first.restarts and not problems:
+        try:
+            held.enter_context(owned(first.run_dir, resume=bool(job.config.resume_from_checkpoint)))
+        except LaunchError as used:
+            problems = list(used.problems)
     if place.node_rank == 0 and not first.restarts and problems:
         nodes.tell(News(0, first.hosts[0], "failed", problems[0].what, exit_code=LaunchError.exit_code))
         nodes.leave(ok=False)
@@ -425,4 +444,4 @@ def _write_config(job: TrainJob, request: LaunchRequest) -> None:
         "arguments": list(request.command[1:]),
         "settings": {name: {"value": value, "source": source} for name, (value, source) in _given(job.config).items()},
     }
-    Path(request.run_dir, "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_private(Path(request.run_dir, "config.json"), json.dumps(record, indent=2) + "\n")

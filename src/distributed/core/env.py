@@ -24,6 +24,7 @@ LAUNCHER_PID = "DISTRIBUTED_LAUNCHER_PID"  # the process whose end a rank does n
 CONTROL_FD = "DISTRIBUTED_CONTROL_FD"  # a rank's end of the line to its launcher
 RESTARTS = "DISTRIBUTED_RESTARTS"  # worlds of this run before this one, since it was launched
 NOMINAL = "DISTRIBUTED_NOMINAL_RANKS"  # ranks that were asked for: the global batch is made for so many
+TICKET = "DISTRIBUTED_TICKET"  # JSON: the job of a process that `fit` started, and where its modules are
 OVERRIDES = "DISTRIBUTED_OVERRIDES"  # JSON: settings given where the run was launched; they win over the script's
 TRIAL = "DISTRIBUTED_TRIAL"  # the file that says which trial of a search this process belongs to
 TENSORFLOW = "DISTRIBUTED_TENSORFLOW"  # JSON: the strategy to set up before a script makes use of TensorFlow
@@ -281,6 +282,11 @@ def control_fd() -> int | None:
     """This rank's end of the line to its launcher. Taken out: it is not for this rank's own children."""
     fd = os.environ.pop(CONTROL_FD, "")
     return int(fd) if fd else None
+
+
+def ticket_in_env() -> str:
+    """What `fit` told this process, as JSON. Taken out: it is not for this rank's own children."""
+    return os.environ.pop(TICKET, "")
 
 
 def ray_run() -> str:

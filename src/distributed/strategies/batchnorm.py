@@ -93,13 +93,13 @@ class _Normalize(torch.autograd.Function):
         dims = _reduced_dims(wide)
         own = torch.stack([wide.sum(dims), (wide * normal).sum(dims)])
         if ctx.is_empty:  # a stand-in had no part in the statistics, so nothing flows back through them
-            own = torch.zeros_like(own)
+            own = _nothing_of(own)
         mean_gradient, mean_product = (_Sum.apply(own, ctx.groups) / count).view(2, *shape)
         for_x = (wide - mean_gradient - normal * mean_product) * rstd.view(shape)
         if weight is not None:
             for_x = for_x * weight.view(shape)
         if ctx.is_empty:
-            for_x = torch.zeros_like(for_x)
+            for_x = _nothing_of(for_x)
         for_weight = None if weight is None else own[1].to(weight.dtype)
         for_bias = None if ctx.bias_dtype is None else own[0].to(ctx.bias_dtype)
         return for_x.to(x.dtype), for_weight, for_bias, None, None, None, None, None, None
@@ -124,11 +124,17 @@ def _differentiable_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Count, mean and 1 / standard deviation of each channel over all ranks, as functions of this rank's samples."""
     dims = _reduced_dims(x)
-    share = 0.0 if is_empty else 1.0
-    count = _sum(x.new_full((1,), share * x.numel() / x.size(1)), groups)
-    mean = _Sum.apply(x.sum(dims) * share, groups) / count
-    var = _Sum.apply((x - mean.view(_channel_shape(x))).square().sum(dims) * share, groups) / count
+    count = _sum(x.new_full((1,), 0.0 if is_empty else x.numel() / x.size(1)), groups)
+    own = x.sum(dims)
+    mean = _Sum.apply(_nothing_of(own) if is_empty else own, groups) / count
+    own = (x - mean.view(_channel_shape(x))).square().sum(dims)
+    var = _Sum.apply(_nothing_of(own) if is_empty else own, groups) / count
     return count, mean, torch.rsqrt(var + eps)
+
+
+def _nothing_of(x: torch.Tensor) -> torch.Tensor:
+    """Zeros with the graph of `x`: its ranks then meet as often in a second backward pass as those with samples."""
+    return x.nan_to_num(0.0, 0.0, 0.0) * 0.0
 
 
 def _sum(values: torch.Tensor, groups: Groups) -> torch.Tensor:

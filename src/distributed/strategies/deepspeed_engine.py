@@ -23,7 +23,9 @@ from distributed.strategies.deepspeed_precision import compute_in
 from distributed.strategies.deepspeed_process import complete, files_on_disk, linear_kept, process_group, told
 from distributed.strategies.deepspeed_state import ZeroState
 from distributed.strategies.deepspeed_values import check_values
+from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.in_parts import refuse_parts
+from distributed.strategies.layer_checks import check_layers
 from distributed.strategies.optimizer_state import named_state
 from distributed.strategies.passes import Passes
 from distributed.strategies.replica import LOW_PRECISION
@@ -44,12 +46,14 @@ class DeepSpeedEngine(Passes):
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
+        check_layers(task.model, plan)
         check_task(task, plan)
         if plan.engine["source"]:  # what we have written ourselves needs no look, and DeepSpeed takes long to import
             check_values(plan)
         deepspeed_ops.check_ops(deepspeed_ops.needed_ops(plan.engine["config"]))
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+        check_layers(task.model, plan)
         check_task(task, plan)
         refuse_parts(task.model)
         self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
@@ -107,6 +111,8 @@ class DeepSpeedEngine(Passes):
         if session.world_size > 1:
             self._normalizes = plan.replicate.sync_batchnorm
             self._whole_batch = WholeBatch(normalizes=self._normalizes)
+            if not self.in_step:  # or DeepSpeed puts other values into parameters itself
+                self._changes = ForwardChanges(self.module, (None,), is_sharded=True)
         task.move_to(session.device)
         for parameter in self.module.parameters():  # DeepSpeed sends them as they lie in memory
             if not parameter.is_contiguous():

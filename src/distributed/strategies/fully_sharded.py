@@ -163,13 +163,6 @@ def _refuse(here: dict[nn.Parameter, list[str]], roots: Sequence[nn.Module]) -> 
             why="fully sharded data parallelism cuts the first dimension of each parameter",
             do="make them tensors of shape (1,), or train with zero_stage=1",
         )
-    hooked = [names[0] for parameter, names in here.items() if has_hooks(parameter)]
-    if hooked:
-        raise PlanError(
-            f"parameters with hooks on their gradients cannot be sharded: {', '.join(hooked)}",
-            why="each rank then has other parameters in their place, with some of their rows, and no hook would run",
-            do="scale the loss or use parameter groups instead, or train with zero_stage=1",
-        )
     empty = [names[0] for parameter, names in here.items() if parameter.requires_grad and not parameter.numel()]
     if empty:
         raise PlanError(
@@ -185,11 +178,6 @@ def _refuse(here: dict[nn.Parameter, list[str]], roots: Sequence[nn.Module]) -> 
             why="each stage gathers its own parameters when it runs",
             do="untie them, have one stage on each rank, or train with zero_stage=1",
         )
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether a user's function is called with its gradient."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _refuse_types(group: dict[nn.Parameter, list[str]]) -> None:

@@ -55,6 +55,7 @@ class HorovodEngine(TorchMesh):
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
+        TorchMesh.check(task, plan)
         hvd = import_horovod()
         _refuse_wrapped(task.optimizer)
         if plan.engine["controller"] == "mpi":

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome
+from distributed.strategies.forward_changes import ForwardChanges
+from distributed.strategies.parameter_hooks import refuse_new_hooks
 from distributed.strategies.replica import Replica, unless_empty
 from distributed.strategies.replicated import sees_its_share
 from distributed.strategies.whole_batch import WholeBatch
@@ -33,6 +35,7 @@ class Passes(Replica):
     _keeps_small = False  # whether gradients pass through a precision that does not hold large numbers
     _unit = 1.0  # a loss's weight is counted in these
     _whole_batch: WholeBatch | None = None  # where samples are shared out over ranks
+    _changes: ForwardChanges | None = None  # of parameters, in the first steps
     _normalizes = False  # whether BatchNorm sees the samples of all ranks
     _buffers_differ = False  # whether those of the ranks may
     measured: Outcome | None = None  # of a step whose targets nobody has looked at yet
@@ -52,6 +55,22 @@ class Passes(Replica):
 
     def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool, *, checks: bool = True) -> Passed:
         """`checks`: look at the targets of what is measured; else that is left to `check_measured`."""
+        if self._changes is None:
+            return self._pass_each(microbatches, measure, checks)
+        with self._watched_changes():
+            return self._pass_each(microbatches, measure, checks)
+
+    @contextmanager
+    def _watched_changes(self) -> Iterator[None]:
+        """Around the passes of one of the first steps."""
+        assert self._changes is not None
+        with self._changes.watching():
+            yield
+        refuse_new_hooks(self.module)
+        if self._changes.is_done:
+            self._changes = None
+
+    def _pass_each(self, microbatches: Sequence[Microbatch], measure: bool, checks: bool) -> Passed:
         loss: torch.Tensor | float = 0.0
         total: torch.Tensor | None = None
         last = len(microbatches) - 1

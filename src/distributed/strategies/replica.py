@@ -18,9 +18,11 @@ from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.device_settings import device_settings
 from distributed.strategies.fused import fuse, why_not_fused
 from distributed.strategies.in_parts import refuse_parts
+from distributed.strategies.layer_checks import check_layers
 from distributed.strategies.low_parameters import LowParameters
 from distributed.strategies.memory_format import lay_out_state, to_channels_last
 from distributed.strategies.optimizer_state import load_named_state, named_state
+from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.replica_tensors import (
     Named,
     loss_tensors,
@@ -84,13 +86,14 @@ class Replica:
     notes: list[str]
     _has_channels_last = False
     _low: LowParameters | None = None  # where the model computes with parameters in bf16
+    _hooks_of_parameters: ParameterHooks | None = None  # where gradients are reduced over ranks
     _loans: ExitStack | None = None  # what was taken from the user and the process, to be given back
     _loss: nn.Module | None = None  # where it is a module
     _loss_before: list[_Kept] | None = None  # what the loss kept when an evaluation began
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
-        pass
+        check_layers(task.model, plan)
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
@@ -102,6 +105,7 @@ class Replica:
         self._clip_norm = plan.optimizer.clip_norm
         self.module = task.model
         refuse_parts(self.module)
+        check_layers(self.module, plan)
         self._loans = ExitStack()
         if not session.is_dry:
             self._loans.enter_context(device_settings(plan.speed, session.device))
@@ -288,6 +292,8 @@ class Replica:
 
     def _update(self, measure: bool) -> torch.Tensor | None:
         """Clip, step, and forget the gradients, which are those of the whole global batch; returns their norm."""
+        if self._hooks_of_parameters is not None:
+            self._hooks_of_parameters.call()
         norm = self._finish_gradients(measure)
         if self._scaler is None:
             self._stepper.step()

@@ -17,9 +17,12 @@ from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.gradient_sums import local
+from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.reduction_check import explain, reduction_check
+from distributed.strategies.replica import Replica
 from distributed.strategies.replica_tensors import Named, loss_tensors, more_tensors, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ, own_buffers, replicate
 from distributed.strategies.whole_batch import NoWholeBatch, WholeBatch
@@ -45,6 +48,7 @@ class TorchMesh(Passes):
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
+        Replica.check(task, plan)
         if not plan.is_replicated:
             from distributed.strategies.parts import check_model  # takes long to import
 
@@ -61,6 +65,11 @@ class TorchMesh(Passes):
         self._buffers_at_first: list[torch.Tensor] | None = None
         self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module, self._normalizes)
         self._whole_batch = self._share_batch(plan, session)
+        if session.world_size > 1:
+            self._hooks_of_parameters = ParameterHooks(self.module.parameters())
+            assert self._loans is not None
+            self._loans.callback(self._hooks_of_parameters.close)
+        self._changes = self._watch_changes(plan, session)
         if self._parts is None:
             self.counts, self.in_step = True, False
             if self._ranks > 1 and not session.is_dry:
@@ -87,6 +96,15 @@ class TorchMesh(Passes):
             return NoWholeBatch(normalizes=self._normalizes) if self._ranks > 1 else None
         groups = [*self._parts.groups.data_groups, *filter(None, [self._parts.groups.group("cp")])]
         return WholeBatch(groups, plan.mesh.cp, normalizes=self._normalizes)
+
+    def _watch_changes(self, plan: Plan, session: Session) -> ForwardChanges | None:
+        if session.world_size == 1 or session.is_dry:
+            return None
+        if self._parts is None:
+            return ForwardChanges(self.module, (None,), is_sharded=False)
+        if self._parts.is_fsdp and plan.memory.compile:  # what is compiled in a first step is what later ones run
+            return None
+        return ForwardChanges(self.module, self._parts.groups.data_groups, is_sharded=self._parts.is_fsdp)
 
     def _replicate(self, plan: Plan, session: Session) -> nn.Module:
         """What training calls in the model's place, where ranks hold the whole of it and add up their gradients."""
@@ -207,7 +225,8 @@ class TorchMesh(Passes):
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=device))  # which makes the scale, also where there is no loss
         batches = [to_device(micro.batch, device) if self._moves else micro.batch for micro in microbatches]
-        with self._autocast or nullcontext(), self._whole_batch or nullcontext():
+        watched = nullcontext() if self._changes is None else self._watched_changes()
+        with watched, self._autocast or nullcontext(), self._whole_batch or nullcontext():
             pipeline.forward_backward(batches, self._task.run, weigh)
         self.clock.mark()
         if self._is_weighted is None:

@@ -1,4 +1,4 @@
-"""WholeBatch: while a micro-batch is trained on, torch's functions that take its samples together take those of all ranks.
+"""WholeBatch: functions that take the samples of a micro-batch together take those of all ranks, while it is run.
 
 One process would give these functions the whole micro-batch; a rank gives them its share. They are replaced where
 they are looked up, and not the modules that call them: so a subclass keeps its forward, a module its hooks, its
@@ -105,17 +105,13 @@ class WholeBatch:
             cudnn_enabled: bool,
         ) -> torch.Tensor:
             if not training or _is_alike(input):
-                return own(
-                    input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-                )
+                return own(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
             return self._normalize(input, running_mean, running_var, weight, bias, momentum, eps)
 
         return batch_norm
 
     def _normalize(self, input: torch.Tensor, *args: Any) -> torch.Tensor:
-        return normalize_over_ranks(
-            input, *args, groups=self._groups, copies=self._copies, is_empty=self._is_empty
-        )
+        return normalize_over_ranks(input, *args, groups=self._groups, copies=self._copies, is_empty=self._is_empty)
 
     def _instance_norm(self, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Instances are normalized by themselves; running statistics are means over all of them."""
@@ -131,9 +127,7 @@ class WholeBatch:
             eps: float,
             cudnn_enabled: bool,
         ) -> torch.Tensor:
-            result = own(
-                input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
-            )
+            result = own(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled)
             if use_input_stats and not input.is_meta:
                 for running in (running_mean, running_var):
                     if running is not None:

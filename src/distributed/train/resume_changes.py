@@ -85,7 +85,7 @@ class Change:
 def changes(before: Meta, now: Meta, progress: Mapping[str, int], *, path: str) -> list[Change]:
     """In the order in which they are told. `progress`: where the checkpoint stands; `now`: what this run would save."""
     old, new = _facts(before), _facts(now)
-    is_within = bool(progress["samples_in_epoch"] or progress["steps_in_epoch"])
+    is_within = bool(progress["steps_in_epoch" if new["samples"] is None else "samples_in_epoch"])
     found = [
         *_of_data(old, new, progress, is_within, path),
         *_of_task(old, new, path),

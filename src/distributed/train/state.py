@@ -10,21 +10,17 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.candidates import find
-from distributed.checkpoint.files import Storage
-from distributed.checkpoint.manifest import Manifest
 from distributed.checkpoint.publishing import Saved
 from distributed.checkpoint.restoring import Restored, restore
 from distributed.checkpoint.rng import restore_rng, rng_state
 from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError
 from distributed.core.failure import is_collateral
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
-from distributed.runtime.launch_id import launch_id
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
+from distributed.train.checkpoint_folder import CheckpointFolder, record_reader
 from distributed.train.handover import Held, Inherited
 from distributed.train.meter import Meter
 from distributed.train.rates import OwnRates
@@ -72,8 +68,8 @@ class RunState:
         self._data = data
         self.progress = Progress()
         self.epochs: list[EpochRecord] = []
-        self._storage = open_storage(plan.checkpoint.dir)
-        self._witness = Witness(session, self._storage.write, steps=plan.checkpoint.certificate)
+        self._folder = CheckpointFolder(plan, session)
+        self._witness = Witness(session, self._folder.put_record, steps=plan.checkpoint.certificate)
         self._saver: Saver | None = None
         self._saved_at = -1
         self.path = ""  # of the newest checkpoint
@@ -81,7 +77,6 @@ class RunState:
         self.is_watched = self._witness.wants
         self.source = "the beginning"  # of the state that this run goes on from
         self.told: list[str] = []  # what has changed since the checkpoint that it goes on from
-        self._launch = launch_id(plan.run_dir, session.env) if session.is_main else ""
         self._published_at = -1
         self._own_groups: list[dict[str, Any]] = []  # the optimizer's, as this run has made them
 
@@ -89,6 +84,7 @@ class RunState:
         """Take what another rank handed over, or the checkpoint that the plan names, or begin; then be ready."""
         checkpoint = self._plan.checkpoint
         restored = None
+        self._folder.claim(begins=inherited is None)
         if inherited is not None:
             self._take(inherited.tree)
             self._saved_at, self.path = inherited.tree["published"]
@@ -99,14 +95,16 @@ class RunState:
         if restored is not None:
             self._load(restored)
             self.source = restored.path
+        lineage = self._folder.agree_on_lineage(restored, self.path)
         self._saver = Saver(
-            self._storage,
+            self._folder.storage,
             self._session,
             asynchronous=checkpoint.asynchronous,
             keep_last=checkpoint.keep_last,
             keep_every=checkpoint.keep_every,
             best=checkpoint.best.partition(":")[0] or None,
             known=restored.verified if restored is not None else (),
+            lineage=lineage,
             on_saved=self._published,
         )
         self._saver.prepare(self._shared(), self._own())
@@ -119,14 +117,10 @@ class RunState:
         self._own_groups = expected["optimizer"]["param_groups"]
         how: dict[str, Any] = {"expected": expected, "boxes": self._strategy.boxes}
         if self._session.env.restarts:
-            own = restore(checkpoint.dir, True, self._session, accept=self._is_own, **how)
+            own = restore(checkpoint.dir, True, self._session, accept=self._folder.is_own, **how)
             if own is not None:
                 return own
         return restore(checkpoint.dir, checkpoint.resume, self._session, **how)
-
-    def _is_own(self, manifest: Manifest) -> bool:
-        """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""
-        return bool(self._launch) and manifest.meta.get("launch") == self._launch
 
     def held(self) -> Held | None:
         """What this rank holds at its last step boundary, asking nobody; None when that is not everything."""
@@ -188,8 +182,7 @@ class RunState:
             return Verdict(0, why="other ranks, or another mesh, saved the checkpoint", changed=changed)
         if resuming.others:
             return Verdict(0, why="this is not the run that saved the checkpoint", changed=changed)
-        reader = _reader(open_storage(restored.path.rpartition("/")[0]))
-        if not self._witness.resumed(restored.step, reader, changed):
+        if not self._witness.resumed(restored.step, record_reader(restored.path), changed):
             return Verdict(0, why=f"nothing was recorded after step {restored.step}", changed=changed)
         return self._look({})
 
@@ -284,13 +277,19 @@ class RunState:
         return self._witness.conclude()
 
     def close(self) -> None:
-        if self._saver is not None:
-            self._saver.close()
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            self._folder.release()
 
     def abandon(self) -> None:
         """The world broke: the save in flight may never hear of the others."""
-        if self._saver is not None:
-            self._saver.abandon()
+        try:
+            if self._saver is not None:
+                self._saver.abandon()
+        finally:
+            self._folder.release()
 
     def _shared(self) -> dict[str, Any]:
         return self._strategy.state() | self._user.shared() | self._position()
@@ -317,7 +316,7 @@ class RunState:
             "samples": self._samples,
             "global_batch": self._plan.batch.global_batch,
             "division": self._plan.division,
-            "launch": self._launch,
+            "launch": self._folder.launch,
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name() if self._session.device.type == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -328,11 +327,4 @@ class RunState:
         self.path, self._published_at = saved.path, saved.step
         self._on_saved(saved)
         if self._session.is_main:
-            kept = {f"{candidate.step:06d}" for candidate in find(self._storage, True)}
-            for name in self._storage.list("witness"):
-                if name.split("/")[1].removeprefix("step-") not in kept:
-                    self._storage.delete(name)
-
-
-def _reader(storage: Storage) -> Callable[[str], bytes | None]:
-    return lambda name: storage.read(name) if storage.size(name) is not None else None
+            self._folder.drop_records()
