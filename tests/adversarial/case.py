@@ -144,7 +144,18 @@ def _steps(samples: int, whole: int, drops: bool) -> int:
 def _draw_loader(rng: random.Random, batch: int, drops: bool) -> tuple[str, str, tuple[str, ...]]:
     """The kind of the order, the expression of the loader over `data`, and the helpers that it needs."""
     kind = rng.choices(
-        ["shuffle", "sequence", "weighted", "subset", "ring", "coin", "batches", "replacement", "stream", "distributed"],
+        [
+            "shuffle",
+            "sequence",
+            "weighted",
+            "subset",
+            "ring",
+            "coin",
+            "batches",
+            "replacement",
+            "stream",
+            "distributed",
+        ],
         [6, 3, 0.7, 0.5, 0.7, 0.5, 0.5, 0.4, 0.8, 0.3],
     )[0]
     g = "generator=torch.Generator().manual_seed(5)"
@@ -165,7 +176,9 @@ def _draw_loader(rng: random.Random, batch: int, drops: bool) -> tuple[str, str,
         case "coin":
             return kind, f"DataLoader(data, sampler=Coin(len(data)){more})", ("Coin",)
         case "batches":
-            inner = rng.choice(["SequentialSampler(data)", "RandomSampler(data)", "SubsetRandomSampler(range(len(data)))"])
+            inner = rng.choice(
+                ["SequentialSampler(data)", "RandomSampler(data)", "SubsetRandomSampler(range(len(data)))"]
+            )
             return kind, f"DataLoader(data, batch_sampler=BatchSampler({inner}, {batch}, {drops}))", ()
         case "replacement":
             return kind, f"DataLoader(data, sampler=RandomSampler(data, replacement=True){more})", ()
@@ -179,11 +192,14 @@ def _draw_loader(rng: random.Random, batch: int, drops: bool) -> tuple[str, str,
 def _draw_again(rng: random.Random, strategy: Strategy, whole: int, model: DrawnModel) -> Strategy:
     """Mostly the same strategy; else another that can have the same global batch at once."""
     simple = [
-        other
-        for other in (Strategy("one", 1), Strategy("ddp", 2), Strategy("ddp", 3), Strategy("zero1", 2, {"zero_stage": 1}),
-                      Strategy("fsdp", 2, {"backend": "fsdp"}), Strategy("fsdp", 4, {"zero_stage": 2}))
-        if whole % other.ranks == 0
-    ]  # fmt: skip
+        Strategy("one", 1),
+        Strategy("ddp", 2),
+        Strategy("ddp", 3),
+        Strategy("zero1", 2, {"zero_stage": 1}),
+        Strategy("fsdp", 2, {"backend": "fsdp"}),
+        Strategy("fsdp", 4, {"zero_stage": 2}),
+    ]
+    simple = [other for other in simple if whole % other.ranks == 0]
     stays = strategy.name in ("bitwise", "deepspeed", "horovod") or model.traits & {"batchnorm", "counts"}
     return strategy if stays or not simple or rng.random() < 0.5 else rng.choice(simple)
 

@@ -10,12 +10,12 @@ class NormReLU(nn.BatchNorm1d):
     def forward(self, x):
         return super().forward(x).relu() + 0.1 * x
 ''',
-    "Norm2dTanh": '''
+    "Norm2dTanh": """
 class Norm2dTanh(nn.BatchNorm2d):
     def forward(self, x):
         return torch.tanh(super().forward(x))
-''',
-    "Cube": '''
+""",
+    "Cube": """
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -26,8 +26,8 @@ class Cube(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return grad * 3 * x**2
-''',
-    "StraightThrough": '''
+""",
+    "StraightThrough": """
 class StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -36,7 +36,7 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * 0.5
-''',
+""",
     "Doubled": '''
 class Doubled(nn.Module):
     """A parametrization without inverse."""
@@ -44,11 +44,11 @@ class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * torch.tanh(weight)
 ''',
-    "Symmetric": '''
+    "Symmetric": """
 class Symmetric(nn.Module):
     def forward(self, weight):
         return weight.triu() + weight.triu(1).mT
-''',
+""",
     "Remembering": '''
 class Remembering(nn.Module):
     """Has a state that is no tensor."""
@@ -67,7 +67,7 @@ class Remembering(nn.Module):
     def forward(self, x):
         return x * self.scale
 ''',
-    "Mlp": '''
+    "Mlp": """
 class Mlp(nn.Module):
     def __init__(self, width, hidden, bias=True):
         super().__init__()
@@ -76,8 +76,8 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
-''',
-    "Gated": '''
+""",
+    "Gated": """
 class Gated(nn.Module):
     def __init__(self, width, hidden, bias=True):
         super().__init__()
@@ -88,8 +88,8 @@ class Gated(nn.Module):
     def forward(self, x):
         h = self.norm(x)
         return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))
-''',
-    "Attention": '''
+""",
+    "Attention": """
 class Attention(nn.Module):
     def __init__(self, width, heads, bias=True):
         super().__init__()
@@ -104,8 +104,8 @@ class Attention(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
-''',
-    "Block": '''
+""",
+    "Block": """
 class Block(nn.Module):
     def __init__(self, width, heads, hidden, bias=True):
         super().__init__()
@@ -116,8 +116,8 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
-''',
-    "Plain": '''
+""",
+    "Plain": """
 class Plain(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -125,7 +125,7 @@ class Plain(nn.Module):
 
     def forward(self, x):
         return x + torch.tanh(self.layer(x))
-''',
+""",
     "Ring": '''
 class Ring(Sampler):
     """An order of its own, another in each epoch where it is told the epoch."""
@@ -155,14 +155,14 @@ class Coin(Sampler):
     def __len__(self):
         return self.length
 ''',
-    "Stream": '''
+    "Stream": """
 class Stream(IterableDataset):
     def __init__(self, data):
         self.data = data
 
     def __iter__(self):
         return iter([self.data[index] for index in range(len(self.data))])
-''',
+""",
     "Rows": '''
 class Rows(Dataset):
     """Samples that are dicts."""

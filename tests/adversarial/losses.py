@@ -163,8 +163,10 @@ def _of_tokens(rng: random.Random, draft: Draft, family: str) -> Loss:
     if "self.embedding = nn.Embedding(8, 8)" in draft.inits and rng.random() < 0.3:
         draft.init(f"self.{head}.weight = self.embedding.weight")
         draft.trait("tied", "tied_head")
-    ids = "x.roll(-1, 1)" if "embedding" in " ".join(draft.inits) else "torch.randint(0, 8, (N, x.shape[1]), generator=g)"
-    padded = f"torch.where(torch.arange(x.shape[1]) >= torch.randint(1, x.shape[1] + 1, (N, 1), generator=g), -100, {ids})"
+    has_words = "embedding" in " ".join(draft.inits)
+    ids = "x.roll(-1, 1)" if has_words else "torch.randint(0, 8, (N, x.shape[1]), generator=g)"
+    lengths = "torch.randint(1, x.shape[1] + 1, (N, 1), generator=g)"
+    padded = f"torch.where(torch.arange(x.shape[1]) >= {lengths}, -100, {ids})"
     kind = rng.choice(["padded", "padded", "whole", "sum", "own", "weighted"])
     result = [f"return self.{head}(x).transpose(1, 2)"]
     counted = "(y != -100).sum()"

@@ -165,7 +165,8 @@ def _stack(draft: Draft, columns: dict[str, str]) -> list[str]:
     count = rng.choice([2, 2, 3, 4])
     draft.init(f"self.blocks = nn.ModuleList([{one} for _ in range({count})])")
     if rng.random() < 0.2 and kind != "encoder":
-        draft.init(f"self.blocks[{rng.randrange(count)}].{'norm1' if kind == 'Block' else 'norm'}.requires_grad_(False)")
+        norm = "norm1" if kind == "Block" else "norm"
+        draft.init(f"self.blocks[{rng.randrange(count)}].{norm}.requires_grad_(False)")
         draft.trait("frozen")
     if rng.random() < 0.1 and kind in ("Block", "Mlp"):
         draft.init("self.blocks[0].fc1.weight.requires_grad_(False)")

@@ -20,7 +20,7 @@ _KINDS: dict[str, tuple[float, str, tuple[str, ...]]] = {
     "RMSprop": (1, "lr=0.005", ("", "momentum=0.9", "centered=True", "centered=True, momentum=0.5")),
     "Rprop": (0.4, "lr=0.005", ("", "etas=(0.4, 1.3)")),
     "ASGD": (0.7, "lr=0.02", ("", "t0=2, lambd=0.01", "weight_decay=0.1")),
-    "Adafactor": (0.7, "lr=0.01", ("", "d=0.5", "weight_decay=0.1")),
+    "Adafactor": (0.7, "lr=0.01", ("", "d=2.0", "weight_decay=0.1")),
     "Muon": (0.5, "lr=0.01", ("", "nesterov=False", "weight_decay=0.3")),
     "LBFGS": (0.15, "lr=0.1", ("",)),
 }  # fmt: skip
@@ -80,17 +80,16 @@ def draw_optimizer(rng: random.Random, traits: frozenset[str]) -> DrawnOptimizer
                 extra = "'lr': 0.002"
             over = f"[{{'params': {first}}}, {{'params': {rest}, {extra}}}]"
         case "three":
-            names = "list(model.parameters())"
-            over = f"[{{'params': {names}[::3]}}, {{'params': {names}[1::3], 'lr': 0.002}}, {{'params': {names}[2::3]}}]"
+            every = "list(model.parameters())"
+            thirds = [f"{{'params': {every}[{at}::3]{more}}}" for at, more in enumerate(["", ", 'lr': 0.002", ""])]
+            over = f"[{', '.join(thirds)}]"
         case _:
             over = "list(model.parameters())[: -1]" if rng.random() < 0.5 else "list(model.parameters())[1:]"
             found.add("subset")
     if groups in ("two", "three"):
         over = f"[group for group in {over} if len(group['params'])]"
         found.add("groups")
-    return DrawnOptimizer(
-        name, f"torch.optim.{name}({over}, {told})", False, schedule, interval, frozenset(found)
-    )
+    return DrawnOptimizer(name, f"torch.optim.{name}({over}, {told})", False, schedule, interval, frozenset(found))
 
 
 def _draw_schedule(rng: random.Random) -> tuple[str, str]:

@@ -18,7 +18,8 @@ def residual(d: Draft) -> None:
 
 def normalized(d: Draft) -> None:
     name = d.name("norm")
-    kind = d.rng.choice(["nn.LayerNorm({w})", "nn.RMSNorm({w})", "nn.GroupNorm(1, {w})", "nn.LayerNorm({w}, bias=False)"])
+    kinds = ["nn.LayerNorm({w})", "nn.RMSNorm({w})", "nn.GroupNorm(1, {w})", "nn.LayerNorm({w}, bias=False)"]
+    kind = d.rng.choice(kinds)
     d.init(f"self.{name} = {kind.format(w=d.width)}")
     d.forward(f"x = self.{name}(x)")
 
@@ -307,7 +308,8 @@ def single_precision(d: Draft) -> None:
 
 def sub_sequence(d: Draft) -> None:
     name = d.name("stack")
-    d.init(f"self.{name} = nn.Sequential(*[nn.Sequential(nn.Linear({d.width}, {d.width}), nn.Tanh()) for _ in range(2)])")
+    one = f"nn.Sequential(nn.Linear({d.width}, {d.width}), nn.Tanh())"
+    d.init(f"self.{name} = nn.Sequential(*[{one} for _ in range(2)])")
     d.forward(f"x = self.{name}(x)")
     d.trait("blocks")
 

@@ -18,8 +18,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from distributed.data.drawn import OwnSampler
-from distributed.data.order import shuffled_order
+from distributed.data.generators import seeded
+from distributed.data.order import derive_seed, shuffled_order
 
 
 def epoch_order(loader: DataLoader[Any], seed: int, epoch: int) -> list[int]:
@@ -32,7 +32,10 @@ def epoch_order(loader: DataLoader[Any], seed: int, epoch: int) -> list[int]:
         return list(range(length))
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
         return shuffled_order(length, seed, epoch)
-    return OwnSampler(sampler).draw(epoch, seed).tolist()
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    with seeded(derive_seed(seed, "sampler", epoch)):
+        return list(sampler)
 
 
 def train_plainly(
@@ -76,12 +79,15 @@ def train_plainly(
             micros = [default_collate(samples[at : at + micro_batch]) for at in range(0, len(samples), micro_batch)]
             weights = [program["weight_of"](loss_fn, batch) for batch in micros]
             divisor = None if weights[0] is None else float(sum(weights))
+            if divisor == 0:
+                raise FloatingPointError("a mean over nothing")
             value = 0.0
             for batch, weight in zip(micros, weights, strict=True):
                 loss = program["plain_loss"](model, loss_fn, batch)
-                part = loss if divisor is None else loss * (float(weight) / divisor) if weight else loss.nan_to_num() * 0
-                part.backward()
-                value += part.item()
+                if divisor is not None:  # of no weight, it is nothing, also where its mean is not a number
+                    loss = loss * (float(weight) / divisor) if weight else loss.nan_to_num() * 0
+                loss.backward()
+                value += loss.item()
             if not math.isfinite(value):
                 raise FloatingPointError(value)
             if settings.get("gradient_clipping"):
@@ -102,7 +108,7 @@ def train_plainly(
     names = {id(p): name for name, p in model.named_parameters()}
     held = {names[id(p)]: state for p, state in optimizer.state.items()}
     return {
-        "model": {name: value for name, value in model.state_dict().items()},
+        "model": dict(model.state_dict()),
         "optimizer": {name: dict(state) for name, state in held.items()},
         "rates": [float(group["lr"]) for group in optimizer.param_groups],
         "loss": losses,

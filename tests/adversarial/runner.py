@@ -19,7 +19,7 @@ from tests.adversarial.world import Reference, World
 
 _TIMEOUT_S = 60.0
 _PHASES = 400  # after which a world is made anew, so that nothing that a library keeps adds up
-_NOISE = 1e-14  # relative, of the first weights: what rounding may do to a case
+_NOISE = {True: 1e-14, False: 3e-6}  # in double precision or not, of the first weights: what rounding may do
 _ROUNDING = 1e3  # a case may move by so many times what the noise moves it
 
 
@@ -66,7 +66,13 @@ class Runner:
         trouble = _trouble(answers)
         if wanted.kind != "trained":
             # Not to be trained in one process: a name for that is welcome, and any other end is not ours to judge.
-            return ("refused", trouble[1], "") if trouble and trouble[0] == "refused" else ("void", _short(wanted.error), "")
+            if trouble is None and wanted.error.startswith("FloatingPointError"):
+                return "failed", "trained on with a loss that is not finite", wanted.error
+            return (
+                ("refused", trouble[1], "")
+                if trouble and trouble[0] == "refused"
+                else ("void", _short(wanted.error), "")
+            )
         if trouble:
             return trouble
         judged = self._compare(case, answers, wanted.value)
@@ -107,7 +113,7 @@ class Runner:
     def _noise(self, case: Case, wanted: dict[str, Any]) -> float:
         """How far rounding alone can move this case."""
         assert self._reference is not None
-        self._reference.ask((case.seed, _NOISE))
+        self._reference.ask((case.seed, _NOISE[case.is_double]))
         (moved,) = self._reference.answers(self._timeout_s)
         if moved is None or moved.kind != "trained":
             return 0.0

@@ -21,7 +21,7 @@ from distributed.checkpoint.manifest import Manifest, line_of, manifest_file, st
 from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError, Problem
 
-RUN, SEQUENCE = "run", "sequence"  # in the meta of a manifest: whose it is, and the how-manieth of its folder
+RUN, SEQUENCE = "owner", "sequence"  # in the meta of a manifest: whose it is, and the how-manieth of its folder
 _LINE_DIGITS = 8
 
 

@@ -144,18 +144,27 @@ class BitwiseReplicas(Replica):
         if missing:  # those that nobody used have no gradient, as in one process: the optimizer leaves them alone
             missing = {index for index, used in enumerate(scalars[_USED:].tolist()) if not used}
         for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
-            parameter.grad = None if index in missing else gradient
+            parameter.grad = None if index in missing else _laid_out(gradient, parameter)
         if is_weighted is None:
             is_weighted = scalars[_WEIGHTED].item() > 0
         if not is_weighted:
             return scalars[_LOSS].clone()
         factor = 1.0 / scalars[_WEIGHT]
         torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
-        return scalars[_LOSS] * factor
+        loss = scalars[_LOSS] * factor
+        if self._checks_loss and not math.isfinite(value := loss.item()):  # a mean over no target at all
+            raise NonFiniteLoss(value)
+        return loss
 
     def _make_tree(self) -> TreeSum:
         layout = FlatLayout([*self._parameters, self._scalars, *self._buffers.tensors])
         return TreeSum("gradients of the leaves", layout, self._session)
+
+
+def _laid_out(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """In the order of its parameter: a fused optimizer takes both as they lie in memory."""
+    is_alike = gradient.stride() == parameter.stride()
+    return gradient if is_alike else torch.empty_like(parameter).copy_(gradient)
 
 
 def _refuse_collectives(module: nn.Module) -> None:

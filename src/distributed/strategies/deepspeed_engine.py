@@ -114,6 +114,9 @@ class DeepSpeedEngine(Passes):
             if not self.in_step:  # or DeepSpeed puts other values into parameters itself
                 self._changes = ForwardChanges(self.module, (None,), is_sharded=True)
         task.move_to(session.device)
+        for parameter in self.module.parameters():  # DeepSpeed sends them as they lie in memory
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
         return [name for name in self.module.state_dict() if alone is None or name in alone]
 
     def _start(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None, session: Session) -> Any:

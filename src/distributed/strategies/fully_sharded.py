@@ -163,6 +163,13 @@ def _refuse(here: dict[nn.Parameter, list[str]], roots: Sequence[nn.Module]) -> 
             why="fully sharded data parallelism cuts the first dimension of each parameter",
             do="make them tensors of shape (1,), or train with zero_stage=1",
         )
+    empty = [names[0] for parameter, names in here.items() if parameter.requires_grad and not parameter.numel()]
+    if empty:
+        raise PlanError(
+            f"parameters without elements cannot be sharded: {', '.join(empty)}",
+            why="fully sharded data parallelism adds up the gradients of a block as one tensor, with no empty part",
+            do="leave them out of the model, or train with zero_stage=1",
+        )
     uses = Counter(parameter for root in roots for parameter in root.parameters())
     shared = [" = ".join(names) for parameter, names in here.items() if uses[parameter] > 1]
     if shared:

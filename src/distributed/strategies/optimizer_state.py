@@ -38,7 +38,22 @@ def load_named_state(optimizer: torch.optim.Optimizer, module: nn.Module, tree: 
     matched = match_groups(tree["param_groups"], [[names[index] for index in group["params"]] for group in own])
     groups = [options_of(tree["param_groups"][index], mine) for mine, index in zip(own, matched, strict=True)]
     state = {positions[name]: held for name, held in tree["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    load_state(optimizer, {"state": state, "param_groups": groups})
+
+
+def load_state(optimizer: torch.optim.Optimizer, tree: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict`, with numbers beside a parameter in their own type.
+
+    Torch gives them the parameter's: NAdam and ASGD would go on with other digits than before, in bf16 with few.
+    """
+    optimizer.load_state_dict(tree)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, held in tree["state"].items():
+        loaded = optimizer.state[parameters[index]]
+        for name, value in held.items():
+            is_number = isinstance(value, torch.Tensor) and value.dim() == 0
+            if is_number and value.dtype != loaded[name].dtype:
+                loaded[name] = value.to(loaded[name].device, copy=True)
 
 
 def options_of(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:

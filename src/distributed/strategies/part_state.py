@@ -18,7 +18,7 @@ from distributed.core.errors import CheckpointError
 from distributed.core.plan import ReplicatePlan
 from distributed.runtime.portions import Box, Portion
 from distributed.strategies.layout import Layout
-from distributed.strategies.optimizer_state import PLAIN, match_groups, options_of
+from distributed.strategies.optimizer_state import PLAIN, load_state, match_groups, options_of
 from distributed.strategies.replica_tensors import Named, optimizer_state, shared_buffers
 
 StateTree = dict[str, Any]
@@ -192,7 +192,7 @@ class PartState:
                 state[index] = {key: self._local_value(name, value) for key, value in tree["state"][name].items()}
         own = self.optimizer.state_dict()["param_groups"]
         groups = [options_of(tree["param_groups"][index], mine) for mine, index in zip(own, matched, strict=True)]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        load_state(self.optimizer, {"state": state, "param_groups": groups})
 
     def _local_value(self, name: str, value: Any) -> Any:
         if not isinstance(value, Portion):

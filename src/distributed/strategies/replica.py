@@ -145,8 +145,7 @@ class Replica:
     def _speed_up(self, plan: Plan, session: Session) -> None:
         """What is done to an optimizer and its parameters, and given back in the end."""
         assert self._loans is not None
-        if self._has_channels_last:
-            lay_out_state(self.optimizer)
+        lay_out_state(self.optimizer)
         if plan.speed.fused_optimizer and not all(group.get("fused") for group in self.optimizer.param_groups):
             self._fuse(self._loans)
         if plan.speed.parameters != "fp32":
@@ -235,8 +234,7 @@ class Replica:
             self.module.load_state_dict(tree["model"])
             if "optimizer" in tree:  # not in weights that came from another program
                 load_named_state(self.optimizer, self.module, tree["optimizer"])
-        if self._has_channels_last:
-            lay_out_state(self.optimizer)
+        lay_out_state(self.optimizer)
         if self._low is not None and "rounding" in tree:
             self._low.load_generator(tree["rounding"])
         if self._scaler is not None and "scaler" in tree:

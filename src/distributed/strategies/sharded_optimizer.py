@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distributed.core.errors import PlanError, TaskError
 from distributed.strategies.layout import Layout
@@ -132,12 +133,21 @@ def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: 
         group["params"] = list(dict.fromkeys(now[name] for name in names if name in now and layout.is_here(name)))
     if optimizer.state and is_new:
         _make_state_again(optimizer)
+    _leave_fused_adagrad(optimizer)
 
 
 def _is_new(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has not stepped: Adagrad makes its state together with itself."""
     held = optimizer.state.values()
     return type(optimizer) is torch.optim.Adagrad and all(float(state["step"]) == 0 for state in held)
+
+
+def _leave_fused_adagrad(optimizer: torch.optim.Optimizer) -> None:
+    """Torch has no fused kernel of it for parameters in parts; the others compute the same."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        for group in optimizer.param_groups:
+            if any(isinstance(p, DTensor) for p in group["params"]):
+                group["fused"] = None
 
 
 def _make_state_again(optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
-from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.gradient_sums import local
 from distributed.strategies.in_parts import refuse_extra_state
@@ -201,6 +202,8 @@ class TorchMesh(Passes):
         if passed.weight is not None:
             factor = self._divide_gradients(passed.weight)
             loss = loss * (factor if self._moves else factor.item())
+            if self._checks_loss and not math.isfinite(loss):  # a mean over no target at all
+                raise NonFiniteLoss(float(loss))
         return StepOutput(loss, self._update(measure), passed.metrics)
 
     def _pipeline_step(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
@@ -312,6 +315,8 @@ class TorchMesh(Passes):
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
         """Around a micro-batch: only the last reduces gradients, and a stand-in leaves no trace in BatchNorm."""
         holds = not synchronizes and isinstance(self._model, DistributedDataParallel)
+        if holds and self._model.static_graph:  # learnt in a first pass that reduces, and no other pass may differ
+            holds = False
         if self._parts is not None:
             self._parts.synchronize(synchronizes)
         try:

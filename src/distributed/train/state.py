@@ -201,6 +201,8 @@ class RunState:
         self._schedule.load_state(shared["schedule"], self.progress.step)
         self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
         self._data.load_state(shared.get("data", {}))
+        # The same on all ranks, so that others can go on with them; what nobody has read yet is each rank's own.
+        self._meter.load_state({"epoch": shared.get("totals", {}), "losses": [], "samples": []})
         if "meter" in shared:  # of a handover; each rank's own in a checkpoint
             self._meter.load_state(shared["meter"])
 
@@ -298,6 +300,7 @@ class RunState:
             "schedule": self._schedule.state(),
             "progress": asdict(self.progress),
             "epochs": [asdict(record) for record in self.epochs],
+            "totals": self._meter.state()["epoch"],
         }
 
     def _own(self) -> dict[str, Any]:
