@@ -55,6 +55,7 @@ class HorovodEngine(TorchMesh):
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
         hvd = import_horovod()
+        TorchMesh.check(task, plan)
         _refuse_wrapped(task.optimizer)
         if plan.engine["controller"] == "mpi":
             if not hvd.mpi_built():
