@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from distributed.core.errors import PlanError
+from distributed.core.errors import TaskError
 from distributed.strategies.fully_sharded import shard
 from distributed.strategies.layout import Cut, Layout
 from distributed.strategies.materialize import send_weights
@@ -45,7 +45,7 @@ def differ_then_agree() -> dict[str, Any]:
             parameter.grad = torch.ones_like(parameter)
         sharded.step()
         schedule.step()
-    with pytest.raises(PlanError, match="LBFGS"):
+    with pytest.raises(TaskError, match="LBFGS"):
         ShardedOptimizer(torch.optim.LBFGS(model.parameters()), names, dist.group.WORLD, Layout(model))
     last = {name: value.clone() for name, value in model.state_dict().items()}
     owned = [name for name in names.values() if sharded.owns(name)]

@@ -24,6 +24,7 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.leaf_buffers import LeafBuffers
 from distributed.strategies.replica import Replica, unless_empty
+from distributed.strategies.sparse_gradients import refuse_sparse
 
 _LOSS, _WEIGHT, _WEIGHTED, _USED = range(4)  # of the scalars that travel with the gradients; from _USED on, parameters
 
@@ -35,6 +36,7 @@ class BitwiseReplicas(Replica):
         self._restore_kernels: Callable[[], None] = lambda: None
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+        self.check(task, plan)
         super().setup(task, plan, session)
         _refuse_collectives(self.module)
         self._cut = {"virtual_ranks": plan.batch.leaves, "global_batch": plan.batch.global_batch}
@@ -46,6 +48,11 @@ class BitwiseReplicas(Replica):
         self._scalars[:_USED] = 0.0
         self._tree = self._make_tree()
         self._restore_kernels = _fix_kernels(session.device)
+
+    @staticmethod
+    def check(task: StepTask, plan: Plan) -> None:
+        Replica.check(task, plan)
+        refuse_sparse(task.model, "reproducible='bitwise'", "the leaves' gradients are added as dense ones")
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         """One optimizer step over this rank's leaves; `measure` adds metrics and the gradient's norm."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from distributed.core.errors import Problem, TaskError
 from distributed.core.plan import Plan
 from distributed.strategies.base import StepTask
+from distributed.strategies.elementwise import why_not_cut
 from distributed.strategies.in_parts import extra_state
 
 # Of torch's own: those whose step of one element depends on others of its tensor. ZeRO steps parts of flat tensors that
@@ -22,6 +22,8 @@ _UNFIT = {
     "Adafactor": "its state goes by rows and columns, which ZeRO's flat tensors do not have",
     "Muon": "its steps are of whole matrices, which ZeRO's flat tensors do not have",
 }
+
+_FIT = ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "FusedLion", "DeepSpeedCPULion")  # DeepSpeed's own
 
 
 def check_task(task: StepTask, plan: Plan) -> None:
@@ -69,10 +71,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Problem]:
     name = type(optimizer).__name__
     is_torchs = type(optimizer).__module__.startswith("torch.optim")
-    if not is_torchs:
-        told = f"{name} steps parts of flat tensors under ZeRO, which is right only if it takes each element by itself"
-        warnings.warn(told, stacklevel=2)
-    if name in _UNFIT and is_torchs:
+    is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.ops.") and name in _FIT
+    unfit = name in _UNFIT and is_torchs
+    why = "" if is_deepspeeds or unfit else why_not_cut(optimizer, ("flat", "parameters"))
+    if why:
+        yield Problem(
+            f"{name} cannot be trained under DeepSpeed's ZeRO",
+            why=why,
+            do="use AdamW, SGD or another optimizer that steps each element by itself, or backend='pytorch-ddp'; one "
+            "of your own that does so can say it: steps_elementwise = True in its class",
+        )
+    if unfit:
         yield Problem(
             f"DeepSpeed's ZeRO cannot hold the state of {name}",
             why=_UNFIT[name],

@@ -22,6 +22,7 @@ from distributed.strategies.deepspeed_loan import Loan
 from distributed.strategies.deepspeed_precision import compute_in
 from distributed.strategies.deepspeed_process import complete, files_on_disk, linear_kept, process_group, told
 from distributed.strategies.deepspeed_state import ZeroState
+from distributed.strategies.deepspeed_unused import UseCheck
 from distributed.strategies.deepspeed_values import check_values
 from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.in_parts import refuse_parts
@@ -85,6 +86,7 @@ class DeepSpeedEngine(Passes):
         self._zero = self._engine.optimizer
         share_masters(self._zero)
         keep_unaligned_gradients(self._zero)
+        UseCheck(self._engine, dict(self.module.named_parameters()), session)
         self.optimizer = self._zero.optimizer
         self._state = ZeroState(self.module, self._zero, saved, groups, whole, session.world_size == 1)
         for index, (options, _) in enumerate(self._loan.groups):

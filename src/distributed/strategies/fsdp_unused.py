@@ -6,7 +6,7 @@ different ones, messages of different lengths meet, or of the same length and ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,18 +21,21 @@ class ShardedUse:
 
     def __init__(
         self,
-        module: nn.Module,
+        roots: Iterable[nn.Module],
         parameters: Mapping[str, nn.Parameter],
         settled: Callable[[], frozenset[str] | None],
         rank: int,
     ) -> None:
-        """`settled`: the parameters that any rank uses; None: not known yet, so that all are reduced."""
+        """`roots`: what is called in training. `settled`: the parameters that any rank uses; None: not known yet, so that all are reduced."""
         self._parameters, self._settled, self._rank = parameters, settled, rank
         self._used: set[str] = set()
         names = {id(parameter): name for name, parameter in parameters.items()}
-        for group in _groups(module):
+        tracked: set[str] = set()
+        for group in _groups(roots):
             members = [(names[id(p.sharded_param)], p) for p in group.fsdp_params if id(p.sharded_param) in names]
             group.post_backward = self._before(group, members)
+            tracked.update(name for name, _ in members)
+        assert tracked == parameters.keys(), f"not sharded: {sorted(parameters.keys() - tracked)}"
 
     def take(self) -> list[bool]:
         """Of the step that ends, in the order of the parameters."""
@@ -59,9 +62,10 @@ class ShardedUse:
         return complete
 
 
-def _groups(module: nn.Module) -> Iterator[Any]:
+def _groups(roots: Iterable[nn.Module]) -> Iterator[Any]:
     """torch's groups of parameters that are gathered and reduced together."""
-    for sharded in (m for m in module.modules() if isinstance(m, FSDPModule)):
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    for sharded in (module for module in modules if isinstance(module, FSDPModule)):
         state = sharded._get_fsdp_state()
         found = getattr(state, "_fsdp_param_groups", None)
         if found is None:  # before torch 2.13 there was one at most

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from distributed.strategies.sparse_gradients import sparse_layers
+
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _DEVICES = ("cuda", "cpu")
 _OWN_WISH = ("foreach", "differentiable", "capturable", "fused")
@@ -40,7 +42,7 @@ def why_not_fused(optimizer: torch.optim.Optimizer, module: nn.Module | None = N
         return "its parameters are on several devices, or not in floating point"
     if device.type not in _DEVICES or not _has_kernel(kind, device):
         return f"torch has no fused {kind.__name__} for {device.type}"
-    if module is not None and _has_sparse_gradients(module):
+    if module is not None and sparse_layers(module):
         return "an embedding of the model has sparse gradients"
     return ""
 
@@ -78,10 +80,6 @@ def _has_kernel(kind: Any, device: torch.device) -> bool:
     except (RuntimeError, TypeError, NotImplementedError):
         return False
     return True
-
-
-def _has_sparse_gradients(module: nn.Module) -> bool:
-    return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules())
 
 
 def _steps(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:

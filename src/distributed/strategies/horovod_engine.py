@@ -57,6 +57,7 @@ class HorovodEngine(TorchMesh):
     def check(task: StepTask, plan: Plan) -> None:
         TorchMesh.check(task, plan)
         hvd = import_horovod()
+        TorchMesh.check(task, plan)
         _refuse_wrapped(task.optimizer)
         if plan.engine["controller"] == "mpi":
             if not hvd.mpi_built():

@@ -8,7 +8,7 @@ what is left on this rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 
@@ -76,6 +76,7 @@ class Parts:
         self.counts = place["cp"] == place["tp"] == 0 and place["pp"] == spec.pp - 1
         self._norm: GradientNorm | None = None
         self._shared: ShardedOptimizer | None = None
+        self._stepped: frozenset[int] = frozenset()  # the ids of the optimizer's parameters
         self._used = UsedParameters(
             self.parameters,
             self._agree_on_use,
@@ -85,7 +86,8 @@ class Parts:
         )
         self._sharded_use: ShardedUse | None = None
         if self.is_fsdp and not session.is_dry:
-            self._sharded_use = ShardedUse(module, self.parameters, lambda: self._used.settled, session.rank)
+            roots = self.pipeline.stages if self.pipeline is not None else [module]
+            self._sharded_use = ShardedUse(roots, self.parameters, lambda: self._used.settled, session.rank)
 
     def _cut_layers(self, plan: Plan) -> None:
         group = self.groups.group("tp")
@@ -200,6 +202,10 @@ class Parts:
         is_hooked = not self.is_fsdp and self.pipeline is None
         return self.groups.group("dp_replicate") if is_hooked else None
 
+    def set_stepped(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Those of the optimizer: its gradient is measured and clipped, as in one process."""
+        self._stepped, self._norm = frozenset(map(id, parameters)), None
+
     def share_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer | torch.optim.Optimizer:
         """What steps for it, where each rank keeps the state of some parameters only."""
         group = self.groups.group("dp_replicate")
@@ -230,10 +236,11 @@ class Parts:
 
     @property
     def norm(self) -> GradientNorm:
-        """Over all ranks."""
+        """Over all ranks, of what the optimizer steps."""
         if self._norm is None:
             world = dist.group.WORLD if dist.is_initialized() else None
-            self._norm = GradientNorm(self.parameters, self.layout, self._copies, world)
+            stepped = {name: p for name, p in self.parameters.items() if id(p) in self._stepped}
+            self._norm = GradientNorm(stepped, self.layout, self._copies, world)
         return self._norm
 
     def _copies(self, name: str) -> int:

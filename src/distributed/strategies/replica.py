@@ -16,6 +16,7 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask
 from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.device_settings import device_settings
+from distributed.strategies.elementwise import refuse_closure
 from distributed.strategies.fused import fuse, why_not_fused
 from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.layer_checks import check_layers
@@ -30,6 +31,7 @@ from distributed.strategies.replica_tensors import (
     optimizer_options,
     optimizer_state,
 )
+from distributed.strategies.sparse_gradients import clip, norm_of
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
 
@@ -93,6 +95,8 @@ class Replica:
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
         check_layers(task.model, plan)
+        if isinstance(task.optimizer, torch.optim.Optimizer):
+            refuse_closure(task.optimizer)
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
         self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
@@ -111,11 +115,14 @@ class Replica:
         self._prepare_model(task, plan, session)
         self._lay_out(plan)
         self.optimizer = self._make_optimizer(task, plan)
+        refuse_closure(self.optimizer)
         self._speed_up(plan, session)
         self._stepper: Any = self.optimizer  # what steps in its name
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        for parameter in self._parameters:  # of a step that was cut off, when a model goes on in another world
-            parameter.grad = None
+        # Also of those that no optimizer steps: a gradient that stays would be taken for one of the next step.
+        trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
+        self._with_gradients = list(dict.fromkeys([*self._parameters, *trained]))
+        self._forget_gradients()  # of a step that was cut off, when a model goes on in another world
         self._model: nn.Module = self.module  # what training calls
         self._buffers_before: list[_Kept] | None = None  # what the step in flight began with
         dtype = LOW_PRECISION.get(plan.precision.kind)
@@ -301,16 +308,19 @@ class Replica:
         if self._low is not None:
             self._low.write()
         self._in_step = False
-        for parameter in self._parameters:  # what zero_grad does, without its profiling and grouping
-            parameter.grad = None
+        self._forget_gradients()
         return norm
+
+    def _forget_gradients(self) -> None:
+        """What zero_grad does, without its profiling and grouping."""
+        for parameter in self._with_gradients:
+            parameter.grad = None
 
     def forget_step(self) -> None:
         self._in_step = False
         if self._low is not None:
             self._low.forget()
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._forget_gradients()
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()  # where it stands within a step
 
@@ -335,7 +345,10 @@ class Replica:
             return None
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            return norm_of(gradients) if self._clip_norm is None else clip(gradients, self._clip_norm)
         if self._clip_norm is not None:
             return nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
-        norms = torch._foreach_norm([p.grad for p in self._parameters if p.grad is not None])
+        norms = torch._foreach_norm(gradients)
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None

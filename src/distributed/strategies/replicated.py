@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.core.plan import ReplicatePlan
+from distributed.strategies.sparse_gradients import sparse_parameters
 
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
@@ -52,8 +53,16 @@ def _settle_buckets(replicated: DistributedDataParallel) -> None:
     """
     module = replicated.module
     parameters = [p for p in module.parameters() if p.requires_grad]
+    sparse = sparse_parameters(module)
     own = module.__dict__.get("forward")  # of a compiled or patched model
-    module.forward = lambda: torch.stack([p.sum().float() for p in parameters]).sum() * 0  # type: ignore[method-assign]
+
+    def touch(parameter: nn.Parameter) -> torch.Tensor:
+        if parameter not in sparse:
+            return parameter.sum().float()
+        first = torch.zeros(1, dtype=torch.long, device=parameter.device)
+        return nn.functional.embedding(first, parameter, sparse=True).sum().float()  # DDP expects no dense gradient
+
+    module.forward = lambda: torch.stack([touch(p) for p in parameters]).sum() * 0  # type: ignore[method-assign]
     try:
         replicated().backward()
     finally:

@@ -6,7 +6,6 @@ are its own, and then sends them to the others.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distributed.core.errors import PlanError, TaskError
+from distributed.core.errors import TaskError
+from distributed.strategies.elementwise import refuse_closure
 from distributed.strategies.layout import Layout
 
 _BUCKET_BYTES = 64 * 2**20
@@ -36,7 +36,7 @@ class ShardedOptimizer:
         group: dist.ProcessGroup,
         layout: Layout,
     ) -> None:
-        _refuse_closures(optimizer)
+        refuse_closure(optimizer)
         self.optimizer = optimizer
         self._group, self._rank = group, dist.get_rank(group)
         here = [p for g in optimizer.param_groups for p in g["params"] if layout.is_here(names[p])]
@@ -174,13 +174,3 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         bucket.append(parameter)
         open_ones[kind] = (bucket, held + nbytes)
     return found
-
-
-def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise PlanError(
-            f"the state of the optimizer {type(optimizer).__name__} cannot be shared out (zero_stage=1)",
-            why="it looks at all parameters together and calls the model itself",
-            do="train with zero_stage=0, or with an optimizer such as AdamW",
-        )

@@ -17,15 +17,16 @@ from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.elementwise import Cut, refuse_closure, refuse_uncuttable
 from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.gradient_sums import local
 from distributed.strategies.in_parts import refuse_extra_state
 from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.reduction_check import explain, reduction_check
-from distributed.strategies.replica import Replica
 from distributed.strategies.replica_tensors import Named, more_tensors, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ, own_buffers, replicate
+from distributed.strategies.sparse_gradients import refuse_sparse
 from distributed.strategies.whole_batch import NoWholeBatch, WholeBatch
 
 if TYPE_CHECKING:
@@ -49,7 +50,10 @@ class TorchMesh(Passes):
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
-        Replica.check(task, plan)
+        Passes.check(task, plan)
+        _check_sparse(task.model, plan)
+        if isinstance(task.optimizer, torch.optim.Optimizer):
+            _check_cuts(task.optimizer, plan)
         if not plan.is_replicated:
             from distributed.strategies.parts import check_model  # takes long to import
 
@@ -60,6 +64,7 @@ class TorchMesh(Passes):
             need_float8_layers(task.model)
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+        _check_sparse(task.model, plan)
         super().setup(task, plan, session)
         self._ranks = plan.mesh.data_ranks
         self._normalizes = plan.replicate.sync_batchnorm and session.world_size > 1
@@ -78,6 +83,7 @@ class TorchMesh(Passes):
         else:
             self.counts, self.in_step = self._parts.counts, True
             self._data_groups = self._parts.groups.data_groups
+            self._parts.set_stepped(self._parameters)
             self._verifies = self._parts.context is not None and not session.is_dry
             if plan.shard.kind == "optimizer":
                 self._stepper = self._parts.share_optimizer(self.optimizer)
@@ -136,6 +142,8 @@ class TorchMesh(Passes):
         refuse_extra_state(self.module)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         made = super()._make_optimizer(task, plan)
+        refuse_closure(made)
+        _check_cuts(made, plan)
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in made.param_groups]
         parts = Parts(self.module, plan, session)
         rebind(made, names, self.module, parts.layout)
@@ -354,3 +362,28 @@ class TorchMesh(Passes):
         self._session.max("overflow", worst)
         for where in list(found) or [device]:
             found[where] = worst.to(where)
+
+
+def _check_sparse(module: nn.Module, plan: Plan) -> None:
+    """Where gradients of embeddings with sparse=True cannot be summed, measured or stepped."""
+    if not plan.is_replicated:
+        refuse_sparse(module, "the state of the model is shared out", "what ranks share out and sum is dense")
+    if plan.strategy == "horovod":
+        refuse_sparse(module, "backend='horovod'", "this engine sends dense gradients")
+    if plan.world_size > 1 and plan.collectives == "nccl":
+        refuse_sparse(module, "the ranks' collectives are NCCL's", "NCCL has no sum of sparse tensors")
+    if plan.world_size > 1 and plan.speed.parameters != "fp32":
+        refuse_sparse(module, "bf16_parameters", "sparse gradients in bf16 cannot be summed over ranks")
+
+
+def _check_cuts(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Whether it comes to the same where each rank lets it see what is there only."""
+    mesh, shard = plan.mesh, plan.shard
+    cuts: dict[str, tuple[Cut, ...]] = {
+        f"pipeline_parallel={mesh.pp}": ("parameters",) if mesh.pp > 1 else (),
+        "zero_stage=1": ("parameters",) if shard.kind == "optimizer" and mesh.dp_replicate > 1 else (),
+        "sharded parameters (FSDP)": ("rows",) if shard.is_fsdp and (mesh.dp_shard > 1 or shard.cpu_offload) else (),
+        f"tensor_parallel={mesh.tp}": ("rows", "columns") if mesh.tp > 1 else (),
+    }
+    for setting, wanted in cuts.items():
+        refuse_uncuttable(optimizer, wanted, setting)

@@ -120,7 +120,7 @@ def fit_alone(request: FitRequest) -> History:
     run_dir = config.run_dir or new_run_dir()
     plan = request.plan(run_dir)
     check_extras(plan)
-    load_strategy(plan.strategy).check(request.task, plan)
+    load_strategy(plan.strategy, plan.is_bitwise).check(request.task, plan)
     launch = LaunchRequest(
         command=("-m", "distributed.worker", run_dir),
         run_dir=run_dir,
