@@ -180,6 +180,8 @@ class TorchMesh(Passes):
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
         loss = passed.loss
         if self._parts is not None:
+            if self._parts.tensor is not None:
+                self._parts.tensor.check_streams(self._session.device)
             self._parts.finish_gradients()
         if self._low is not None:
             self._low.take_gradients()
