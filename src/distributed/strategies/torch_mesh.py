@@ -204,6 +204,8 @@ class TorchMesh(Passes):
         if self._check_reduced is not None:
             self._check_reduced()
         if self._parts is not None:
+            if self._parts.tensor is not None:
+                self._parts.tensor.check_streams(self._session.device)
             self._parts.finish_gradients()
         if self._low is not None:
             self._low.take_gradients()
