@@ -150,13 +150,13 @@ class Loop:
         last_step = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
         end, before = self._plan.max_steps, progress.samples_in_epoch
         self._telling.epoch_started(epoch, progress.step)
-        if told := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
-            self._telling.warn(told)
         self._strategy.train(True)
         meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
         step, stopped = progress.step, False
         heartbeat.epoch_begins()
+        if told := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
+            self._telling.warn(told)
         seed_step(seed, step)
         try:
             for microbatches, samples in self._pace.timed(train.epoch(epoch, first_step)):
