@@ -55,7 +55,8 @@ class Stream(IterableDataset):
         elif self.by == "own":
             np.random.default_rng().shuffle(order)
         elif self.by == "rank":
-            order = order[torch.distributed.get_rank() :: 2] * 2
+            order = order[torch.distributed.get_rank() :: 2]
+            random.shuffle(order)
         for number in order:
             yield torch.tensor([float(number)]), torch.tensor([0.0])
 
@@ -106,9 +107,9 @@ def refusal(call: Callable[[], Any]) -> str:
 def cases(folder: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
 
-    def resumed(name: str, make: Callable[[], DataLoader]) -> dict[str, Any]:
+    def resumed(name: str, make: Callable[[], DataLoader], **settings: Any) -> dict[str, Any]:
         """Two steps into the second of three epochs, and on from there."""
-        own: dict[str, Any] = {"epochs": 3, "checkpoint_dir": f"{folder}/{name}"}
+        own = {"epochs": 3, "checkpoint_dir": f"{folder}/{name}"} | settings
         runs = fit(make(), max_steps=STEPS + 2, **own), fit(make(), resume_from_checkpoint=True, **own)
         return {"seen": [run.seen for run in runs], "told": [run.told for run in runs]}
 
@@ -126,6 +127,7 @@ def cases(folder: str) -> dict[str, Any]:
         "unseeded sampler": resumed("unseeded", sampled(Unseeded)),
         "seeded sampler": resumed("seeded", sampled(Seeded)),
         "stream": resumed("stream", streamed("global")),
+        "streams of their own": resumed("own", streamed("rank"), iterable_split="dataset"),
     }
     run = fit(sampled(Unseeded)(), sample_ledger=True, epochs=2)
     found["ledger"] = str(check_ledgers(f"{run.run_dir}/ledger", SAMPLES))
@@ -147,7 +149,7 @@ def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(cases, 2, str(tmp_path_factory.mktemp("samples")))
 
 
-@pytest.mark.parametrize("name", ["unseeded sampler", "seeded sampler", "stream"])
+@pytest.mark.parametrize("name", ["unseeded sampler", "seeded sampler", "stream", "streams of their own"])
 def test_every_sample_once_an_epoch_also_after_a_resume(name: str, by_rank: Any) -> None:
     before, after = zip(*(found[name]["seen"] for found in by_rank), strict=True)
     whole, part = SAMPLES // 2, 2 * 4  # of a rank: an epoch, and two steps of the next

@@ -16,6 +16,7 @@ from distributed.core.plan import BatchPlan
 from distributed.data.leaves import seed_generators
 from distributed.data.loader import EvalLoader, StreamLoader
 from distributed.data.source import read_source
+from distributed.data.stream_digest import sample_digest
 
 LENGTH = 37
 
@@ -160,3 +161,26 @@ def test_digests_tell_streams_apart() -> None:
 
     assert digest(Shuffled("random")) == digest(Shuffled("random")) != digest(Shuffled("numpy"))
     assert digest(Shuffled("its own")) != digest(Shuffled("its own"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(300), torch.ones(300)),
+        (torch.zeros(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)),
+        (torch.zeros(3, 4).t(), torch.ones(3, 4).t()),
+        (torch.zeros(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj()),
+        (np.zeros(3), np.ones(3)),
+        (np.array(["a"]), np.array(["b"])),
+        ({"x": [1, "a"]}, {"x": [1, "b"]}),
+        (np.float32(1), np.float32(2)),
+        (b"a", b"b"),
+        (torch.zeros(2), torch.zeros(3)),
+    ],
+)
+def test_a_digest_looks_into_what_a_sample_is_made_of(one: Any, other: Any) -> None:
+    assert sample_digest((one, 0)) == sample_digest((one, 0)) != sample_digest((other, 0))
+
+
+def test_a_digest_does_not_hang_on_addresses() -> None:
+    assert sample_digest((object(), torch.eye(2).to_sparse())) == sample_digest((object(), torch.eye(2).to_sparse()))

@@ -14,10 +14,13 @@ import numpy as np
 import torch
 
 _ALL_UNTIL = 64  # samples from the beginning that are all looked at
-_ONE_OF = 16  # and later ones
+_ONE_OF = 64  # and later ones
 _ELEMENTS = 64  # of a tensor, evenly spaced
 _ITEMS = 64  # of a list or a dict
 _MODULUS = 2**61
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_BROKEN = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_KINDS = frozenset((*_WHOLE, *_BROKEN))  # of tensors whose elements are looked at
 
 
 class StreamDigest:
@@ -54,13 +57,11 @@ def sample_digest(sample: Any, place: str = "") -> int:
 def _bytes_of(value: Any) -> Iterable[bytes]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
-        if value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized:
-            yield _some(value.detach()).view(torch.uint8).numpy().tobytes()
+        if value.layout is torch.strided and value.device.type == "cpu" and value.dtype in _KINDS:
+            yield _some(value).tobytes()
     elif isinstance(value, np.ndarray):
         yield f"{value.dtype}{value.shape}".encode()
-        flat = value.reshape(-1)
-        some = flat[:: max(1, flat.size // _ELEMENTS)][: _ELEMENTS + 1]
-        yield repr(some.tolist()).encode() if value.dtype.hasobject else some.tobytes()
+        yield repr(_spaced(value).tolist()).encode() if value.dtype.hasobject else _spaced(value).tobytes()
     elif isinstance(value, Mapping):
         for key, item in list(value.items())[:_ITEMS]:
             yield repr(key).encode()
@@ -75,6 +76,11 @@ def _bytes_of(value: Any) -> Iterable[bytes]:
         yield type(value).__name__.encode()
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
-    return flat[:: max(1, flat.numel() // _ELEMENTS)][: _ELEMENTS + 1].contiguous()
+def _some(tensor: torch.Tensor) -> np.ndarray:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return _spaced(plain.view(torch.int16).numpy() if plain.dtype is torch.bfloat16 else plain.numpy())
+
+
+def _spaced(array: np.ndarray) -> np.ndarray:
+    flat = array.reshape(-1)
+    return flat[:: max(1, flat.size // _ELEMENTS)][: _ELEMENTS + 1]

@@ -166,8 +166,6 @@ class Loop:
         last_step = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
         end, before = self._plan.max_steps, progress.samples_in_epoch
         self._telling.epoch_started(epoch, progress.step)
-        if told := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
-            self._telling.warn(told)
         self._strategy.train(True)
         if self._capture is not None:
             self._capture.begin_epoch()
@@ -175,6 +173,8 @@ class Loop:
         begun = time.perf_counter()
         step, stopped = progress.step, False
         heartbeat.epoch_begins()
+        if told := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
+            self._telling.warn(told)
         seed_step(seed, step)
         try:
             for microbatches, samples in self._pace.timed(train.epoch(epoch, first_step)):
