@@ -83,6 +83,8 @@ class RankStore(dist.Store):
     def has_extended_api(self) -> bool:
         return True
 
+    deleteKey, getNumKeys, listKeys = delete_key, num_keys, list_keys  # by which torch's C++ calls these three
+
     def clone(self) -> RankStore:
         """Itself: threads do not hold each other up in it."""
         return self
