@@ -73,6 +73,11 @@ class BitwiseReplicas(Replica):
             missing &= self._add_leaf(micro)
             if measure and index == last:
                 metrics = self._task.measure(outcome, micro.size)
+        if not self._is_settled:  # no leaf of this rank has a sample; the others wait for it
+            self._is_settled = True
+            self._task.settle(None, None, 0, self._trial())
+        if measure:
+            self._task.check_targets()
         loss = self._take_totals(missing, is_weighted)
         fewer_buffers = self._buffers.agree(self._session)  # before the update: nothing may fail after it
         norm = self._update(measure)
@@ -112,6 +117,8 @@ class BitwiseReplicas(Replica):
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
         seed_generators(micro.leaf.training_seed, self._session.device)
         outcome = self._forward(self._model, batch)
+        if not self._is_settled:
+            outcome = self._settle(outcome, batch, micro.size)
         part = outcome.loss
         if outcome.weight is not None:
             part = unless_empty(part, outcome.weight) * outcome.weight

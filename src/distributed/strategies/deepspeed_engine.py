@@ -167,11 +167,17 @@ class DeepSpeedEngine(Passes):
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
         self.clock.begin(measure)
         loss, weight, metrics = self._pass_all(microbatches, measure)
+        if measure:
+            self.check_targets()
         if weight is None:
             self._engine.step()
         else:
             loss = loss * self._weighted_step(weight)
         return StepOutput(loss, self._norm() if measure else None, metrics)
+
+    @property
+    def _is_whole(self) -> bool:
+        return False
 
     def _backward(self, part: torch.Tensor) -> None:
         self._engine.backward(part, scale_wrt_gas=False)

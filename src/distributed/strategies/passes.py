@@ -38,7 +38,6 @@ class Passes(Replica):
     _changes: ForwardChanges | None = None  # of parameters, in the first steps
     _normalizes = False  # whether BatchNorm sees the samples of all ranks
     _buffers_differ = False  # whether those of the ranks may
-    measured: Outcome | None = None  # of a step whose targets nobody has looked at yet
     _data_groups: Sequence[dist.ProcessGroup | None] = (None,)  # over which the samples are shared out; None: all ranks
 
     def train(self, mode: bool) -> None:
@@ -53,12 +52,11 @@ class Passes(Replica):
                 for group in self._data_groups if not buffer.is_meta else ():
                     dist.broadcast(buffer, group=group, group_src=0)
 
-    def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool, *, checks: bool = True) -> Passed:
-        """`checks`: look at the targets of what is measured; else that is left to `check_measured`."""
+    def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
         if self._changes is None:
-            return self._pass_each(microbatches, measure, checks)
+            return self._pass_each(microbatches, measure)
         with self._watched_changes():
-            return self._pass_each(microbatches, measure, checks)
+            return self._pass_each(microbatches, measure)
 
     @contextmanager
     def _watched_changes(self) -> Iterator[None]:
@@ -70,7 +68,7 @@ class Passes(Replica):
         if self._changes.is_done:
             self._changes = None
 
-    def _pass_each(self, microbatches: Sequence[Microbatch], measure: bool, checks: bool) -> Passed:
+    def _pass_each(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
         loss: torch.Tensor | float = 0.0
         total: torch.Tensor | None = None
         last = len(microbatches) - 1
@@ -86,13 +84,11 @@ class Passes(Replica):
                 total = weight if total is None else total + weight
         metrics = None
         if measure and micro.size:
-            metrics = self._task.measure(outcome, micro.size, checks=checks)
-            self.measured = None if checks else outcome._replace(outputs=None, loss=outcome.loss.detach())
+            metrics = self._task.measure(outcome, micro.size)
         return Passed(loss, total, metrics)
 
-    def check_measured(self, measured: Outcome | None) -> None:
-        if measured is not None:
-            self._task.check_targets(measured)
+    def check_targets(self) -> None:
+        self._task.check_targets()
 
     def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         """Forward and backward over one micro-batch, and its part of the loss."""
@@ -104,6 +100,8 @@ class Passes(Replica):
     def _pass_share(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
         outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
+        if not self._is_settled:
+            outcome = self._settle(outcome, batch, micro.size)
         if self._keeps_small and outcome.weight is not None:
             self._choose_unit(outcome.weight)
         part = self._part_of(micro, outcome)

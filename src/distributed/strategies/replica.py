@@ -13,7 +13,7 @@ from distributed.core.plan import Decision, Plan
 from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
-from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask
+from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask, Trial
 from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.device_settings import device_settings
 from distributed.strategies.elementwise import refuse_closure
@@ -105,6 +105,8 @@ class Replica:
         self._in_step = False
         self._moves = session.device.type != "cpu" or session.is_dry  # whether a look at a value would wait or fail
         self._checks_loss = plan.on_nan == "stop" and not self._moves  # on a GPU a look at the loss would wait for it
+        self._is_settled = session.is_dry  # whether it is known what the loss is a mean over
+        self._has_shares = plan.batch.ranks * plan.batch.accumulation > 1 or plan.batch.leaves > 0
         self._clip_norm = plan.optimizer.clip_norm
         self.module = task.model
         refuse_parts(self.module)
@@ -193,7 +195,43 @@ class Replica:
             weight: torch.Tensor | float = float(size) if outcome.weight is None else outcome.weight
             value = outcome.loss if outcome.weight is None else unless_empty(outcome.loss, outcome.weight)
             loss = MetricSum(value.double() * (1.0 if outcome.is_sum else weight), weight)
+            self._task.check_evaluated(outcome)
             return {"loss": loss} | self._task.measure(outcome, size)
+
+    def _settle(self, outcome: Outcome, batch: Any, size: int) -> Outcome:
+        """Once in a world, before anything is added up: what the loss is a mean over. Every rank comes here."""
+        self._is_settled = True
+        settled = self._task.settle(outcome, batch, size, self._trial())
+        assert settled is not None
+        return settled
+
+    def _trial(self) -> Trial:
+        device, total = self._session.device, self._session.sum
+        return Trial(
+            agree=lambda votes: total("what the loss is a mean over", votes.to(device)).cpu(),
+            matters=self._has_shares,
+            module=self.module,
+            run=self._try if self._is_whole else None,
+            is_rough=self._autocast is not None or self._low is not None,
+        )
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank can compute an outcome of the model by itself."""
+        return True
+
+    def _try(self, batch: Any) -> Outcome:
+        """An outcome that leaves no trace in the training."""
+        modes = [(module, module.training) for module in self.module.modules()]
+        devices = [self._session.device] if self._session.device.type == "cuda" else []
+        self.module.eval()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=devices):
+                return self._forward(self.module, batch)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            torch.clear_autocast_cache()  # casts made without gradients would be used again with them
 
     def train(self, mode: bool) -> None:
         """An evaluation leaves no trace in the loss: how many batches a rank sees of it depends on their number."""

@@ -178,13 +178,13 @@ class TorchMesh(Passes):
             return self._pipeline_step(self._parts.pipeline, microbatches, measure)
         output = self.step(microbatches, measure)
         if measure:
-            self.check_measured(self.measured)
+            self.check_targets()
         return output
 
     def step(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """The step itself, on a GPU without a wait for anything: it can be captured as one CUDA graph."""
         try:
-            passed = self._pass_all(microbatches, measure, checks=False)
+            passed = self._pass_all(microbatches, measure)
         except RuntimeError as error:
             explain(error, self._session.rank)
             raise
@@ -234,6 +234,8 @@ class TorchMesh(Passes):
             return part if self._scaler is None else self._scaler.scale(part)
 
         device = self._session.device
+        if not self._is_settled:
+            self._settle_pipeline(pipeline, microbatches[0])
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=device))  # which makes the scale, also where there is no loss
         batches = [to_device(micro.batch, device) if self._moves else micro.batch for micro in microbatches]
@@ -245,7 +247,25 @@ class TorchMesh(Passes):
             is_weighted = torch.tensor([int(bool(weights))], device=device)
             self._is_weighted = bool(self._session.max("whether the loss has weights", is_weighted).item())
         total = sum(weights, torch.zeros((), device=device)) if self._is_weighted else None
+        if measure:
+            self.check_targets()
         return self._finish_step(Passed(sum(losses, 0.0), total, metrics if measure else None), measure)
+
+    def _settle_pipeline(self, pipeline: Pipeline, micro: Microbatch) -> None:
+        """Only the last stage has an outcome, and only of a whole pass: of one more, as an evaluation has it."""
+        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        devices = [self._session.device] if self._session.device.type == "cuda" else []
+        self.train(False)
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), self._autocast or nullcontext():
+            outcome = pipeline.forward(batch, self._task.run)
+        self.train(True)
+        torch.clear_autocast_cache()
+        self._is_settled = True
+        self._task.settle(outcome, batch, micro.size, self._trial())
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._parts is None
 
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
         if self._parts is None or self._parts.pipeline is None:

@@ -89,7 +89,7 @@ class StepCapture:
         output = captured.replay(microbatches)
         clock.mark()
         if measure:
-            self._strategy.check_measured(captured.measured)
+            self._strategy.check_targets()
         return output
 
     def begin_epoch(self) -> None:
@@ -175,7 +175,7 @@ class StepCapture:
         with watched(self._look) as found:
             output = self._plain(microbatches, measure, checks=False)
         if measure:
-            self._strategy.check_measured(self._strategy.measured)
+            self._strategy.check_targets()
         if found and measure:
             self._stay_eager(key, f"where it is measured, {found[0]}")
         elif found:
@@ -200,7 +200,7 @@ class StepCapture:
             output = self._strategy.step(microbatches, measure)
         present.wait_stream(self._stream)
         if measure and checks:
-            self._strategy.check_measured(self._strategy.measured)
+            self._strategy.check_targets()
         return output
 
     def _both_ways(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:

@@ -90,7 +90,6 @@ class CapturedStep:
         # Threads that pin memory or write checkpoints may call CUDA meanwhile: only this thread's calls are watched.
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._output = strategy.step(self._micros, measure)
-        self.measured = strategy.measured if measure else None
 
     def last_inputs(self) -> list[Microbatch]:
         """Those of the last replay, in tensors of their own: a model may write to what it is given."""
