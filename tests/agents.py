@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 Said = dict[str, Any]
+TOKEN = "the token of these agents"
 
 
 class Agent:
@@ -88,6 +89,7 @@ def main() -> None:
         node_rank=options.pop("node_rank", None),
         master_addr=options.pop("host"),
         master_port=options.pop("port"),
+        join_token=options.pop("join_token", TOKEN),
     )
     nodes = elastic_nodes(request, **options)
     orders: queue.SimpleQueue[Said] = queue.SimpleQueue()

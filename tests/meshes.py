@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from distributed import Trainer
 from distributed.checkpoint.restoring import Restored, restore
 from distributed.checkpoint.saving import Saver
+from distributed.core.errors import RankFailedError
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
 from distributed.testing import run_ranks
@@ -189,15 +190,22 @@ class Case:
 class TrainedCases:
     """What trainings come to; all of those with one number of ranks are trained in one world, which costs its start."""
 
-    def __init__(self, cases: dict[str, Case], folder: Path) -> None:
-        self._cases, self._folder = cases, folder
+    def __init__(self, cases: dict[str, Case], folder: Path, device: str = "cpu") -> None:
+        self._cases, self._folder, self._device = cases, folder, device
         self._found: dict[str, Trained] = {}
+        self._failed: dict[int, RankFailedError] = {}  # by ranks: a world that failed is not tried again
 
     def __getitem__(self, name: str) -> Trained:
+        ranks = MESHES[self._cases[name].mesh].ranks
+        if ranks in self._failed:
+            raise self._failed[ranks]
         if name not in self._found:
-            ranks = MESHES[self._cases[name].mesh].ranks
             mates = {key: case for key, case in self._cases.items() if MESHES[case.mesh].ranks == ranks}
-            self._found |= run_ranks(_train_all, ranks, mates, self._folder)[0]
+            try:
+                self._found |= run_ranks(_train_all, ranks, mates, self._folder, device=self._device)[0]
+            except RankFailedError as failed:
+                self._failed[ranks] = failed
+                raise
         return self._found[name]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import os
 import socket
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +17,15 @@ import torch.distributed as dist
 
 from distributed.core.control import Joined, Line, Lost, Resumed
 from distributed.core.engines import ENGINES, load_strategy
-from distributed.core.env import WorkerEnv, worker_env
+from distributed.core.env import WorkerEnv, ticket_in_env, worker_env
 from distributed.core.errors import CannotGoOnError
 from distributed.core.failure import is_collateral
 from distributed.core.history import History
 from distributed.core.hosts import Host, host_of
 from distributed.core.plan import Plan
-from distributed.core.run_files import HISTORY, PATHS
+from distributed.core.private_files import Sealed, check_code, open_sealed
+from distributed.core.run_files import HISTORY
+from distributed.core.ticket import Ticket
 from distributed.data.source import Source
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
@@ -34,13 +37,16 @@ from distributed.runtime.session import CollectiveError, Session, abandon_world,
 from distributed.runtime.shutdown import StopRequest, left_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.strategies.base import Strategy
+from distributed.train.facts import describe
 from distributed.train.handover import Held, hand_over, take_model
 from distributed.train.loaders import open_evaluation, open_training
 from distributed.train.loop import LeftWorld, Loop
+from distributed.train.sample_check import check_datasets
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
+from distributed.train.user_state import UserState, take_over
 
-PAYLOAD = "payload.pt"  # in the run directory
+PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code when it is loaded
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ def open_session(plan: Plan, env: WorkerEnv, line: Line | None = None) -> Sessio
 def _join(plan: Plan, env: WorkerEnv, line: Line | None, listener: socket.socket | None) -> Session:
     """The launcher can end the wait for the others, and later any collective."""
     how: dict[str, Any] = {"device": plan.device, "collectives": plan.collectives, "listener": listener}
+    how["shares_gpus"] = plan.shares_gpus
     if line is not None:
         how["opening"] = lambda cut_off: setattr(line, "cut_off", cut_off)
         how["is_over"] = lambda: line.is_cut_off(env.attempt)
@@ -119,6 +126,10 @@ def run_rank(
                 env = next_world(line, session.env.attempt, outcome.message)
                 session = open_session(job.plan, env, line)
             job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
+    except Exception:  # the script may deal with it, and end well; not so where it ended itself in mid-run
+        if line is not None:
+            line.tell(Joined(False))
+        raise
     finally:
         watchers.close()
 
@@ -155,11 +166,13 @@ def _live(
         if inherited is not None:
             held = Held(inherited.step, inherited.tree)
             take_model(task.model, inherited.tree["model"])  # what the strategy begins with is sent from rank 0
+            take_over(task, inherited.tree)
         session.data_rank, session.stream = plan.mesh.data_rank(session.rank), plan.mesh.stream(session.rank)
         session.seed(plan.seed)
         strategy.setup(task, plan, session)
         heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)
         session.enter = heartbeat.collective
+        check_datasets(plan, session, {"train_loader": job.train, "val_loader": job.evaluation})
         train, staff, told = open_training(job.train, plan, session, strategy.optimizer)
         evaluation, more = open_evaluation(
             job.evaluation, plan, session, staff, strategy.optimizer, in_step=strategy.in_step
@@ -187,6 +200,8 @@ def _live(
                 UtilizationSampler(session.device.type, session.device.index or 0).percent,
                 _teller(line, host, env.attempt),
                 host,
+                user=UserState(task, plan.mesh, session),
+                facts=describe(task, job.train, strategy.optimizer, schedule, total),
             )
             loop.begin(inherited)
             held = inherited = None  # a second copy of the state on every rank that was given it
@@ -273,18 +288,36 @@ def line_for(plan: Plan, *, is_first: bool = True) -> Line | None:
         is_alone = is_first and not dist.is_initialized()
         can_regroup = plan.collectives == "gloo" and plan.is_replicated and CAN_SHUT_DOWN
         line.regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
-        line.tell(Joined(line.regroups, plan.legal_sizes))
+        line.tell(Joined(line.regroups, plan.legal_sizes, in_run=True))
     return line
+
+
+def load_job(run_dir: Path, sealed: Sealed) -> Job:
+    """The job that the launcher wrote: a pickle, and refused unless it is that very file."""
+    handle = open_sealed(run_dir, sealed)
+    try:
+        with os.fdopen(os.dup(handle), "rb") as file, zipfile.ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if name.endswith(PICKLE)]
+            check_code(run_dir / sealed.name, b"".join(map(archive.read, names)), sealed)
+        opened = f"/proc/self/fd/{handle}"  # the file that was checked, whatever has its name by now
+        path = opened if os.path.exists(opened) else run_dir / sealed.name
+        job: Job = torch.load(path, mmap=True, weights_only=False, map_location="cpu")
+        return job
+    except zipfile.BadZipFile:
+        check_code(run_dir / sealed.name, b"", sealed)
+        raise
+    finally:
+        os.close(handle)
 
 
 def main() -> None:
     """`python -m distributed.launch.rank -m distributed.worker <run_dir>`: a rank that `Trainer.fit` started."""
     run_dir = Path(sys.argv[1])
-    sys.path[:] = json.loads((run_dir / PATHS).read_text())["sys_path"]
+    ticket = Ticket.from_text(ticket_in_env())
+    sys.path[:] = ticket.sys_path
     env = worker_env()
     assert env is not None, "the worker is started by a launcher"
-    # a pickle, but one that our own parent wrote for this run, readable by this user alone
-    job: Job = torch.load(run_dir / PAYLOAD, mmap=True, weights_only=False, map_location="cpu")
+    job = load_job(run_dir, ticket.payload)
     line = line_for(job.plan)
     session = open_session(job.plan, env, line)
     job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from distributed import Trainer
 from distributed.checkpoint.reading import load
+from distributed.core.errors import DistributedError
 from tests.conftest import clean_environ
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -109,7 +113,18 @@ def test_batches_that_a_loader_reads_are_captured_too(tmp_path: Path) -> None:
     assert all(torch.allclose(captured[name], value, atol=1e-5) for name, value in eager.items())
 
 
-CALLS = [0]  # nobody sees it, but the comparison
+CALLS = [0]
+
+
+class Warmup:
+    """A model's state in an object, which a graph would never call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> float:
+        self.calls += 1
+        return 0.0 if self.calls < 20 else 1.0
 
 
 class Odd(nn.Module):
@@ -121,6 +136,9 @@ class Odd(nn.Module):
         self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 4)
         self.does = does
         self.count = 0
+        self.hidden = ctypes.c_int(0)  # which nobody sees into, but the comparison
+        self.warmup, self.nested, self.number = Warmup(), {"a": {"t": 0}}, np.int64(0)
+        self.state = torch.zeros((), device="cuda")
         self.register_buffer("mean", torch.zeros(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,8 +150,18 @@ class Odd(nn.Module):
         if self.does == "counts":
             self.count += 1
         if self.does == "hides":
+            self.hidden.value += 1
+            x = x * (1 + self.hidden.value)
+        if self.does == "global":
             CALLS[0] += 1
-            x = x * (1 + CALLS[0])
+        if self.does == "object":
+            x = x + self.warmup() * x.square()
+        if self.does == "nested":
+            self.nested["a"]["t"] += 1
+        if self.does == "numpy":
+            self.number += 1
+        if self.does == "in_place":
+            self.state.add_(1)
         if self.does == "replaces":
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         if self.does == "stops":
@@ -217,8 +245,13 @@ class Busy(nn.Module):
 REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "waits": (lambda: Odd("waits"), {}, "waits for the device at "),
     "draws": (lambda: Odd("draws"), {}, "draws from the generator of random"),
-    "counts": (lambda: Odd("counts"), {}, "counts in Python: count changes"),
-    "replaces": (lambda: Odd("replaces"), {}, "puts another tensor in the place of mean"),
+    "counts": (lambda: Odd("counts"), {}, "counts in Python: model.count changes"),
+    "object": (lambda: Odd("object"), {}, "counts in Python: model.warmup.calls changes"),
+    "nested": (lambda: Odd("nested"), {}, "counts in Python: model.nested['a']['t'] changes"),
+    "numpy": (lambda: Odd("numpy"), {}, "counts in Python: model.number changes"),
+    "global": (lambda: Odd("global"), {}, "CALLS[0] changes"),
+    "in_place": (lambda: Odd("in_place"), {}, "changes the tensor model.state in place"),
+    "replaces": (lambda: Odd("replaces"), {}, "puts another tensor in the place of model.mean"),
     "hooks": (hooked, {}, "a hook of the module 0 would not be called"),
     "rate_in_a_tensor": (mlp, {"optimizer": sgd_with_a_tensor}, "its learning rate is a tensor"),
     "hides": (lambda: Odd("hides"), {}, "captured, its loss is"),
@@ -257,6 +290,66 @@ def test_what_cannot_be_captured_is_told_and_trains_as_ever(reason: str, tmp_pat
         assert any("test_capture_gpu.py" in line for line in said), said
     if reason != "hides":  # whose forward was called once more, for the graph
         assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in eager.items())
+
+
+def test_a_warmup_in_an_object_is_called_in_every_step(tmp_path: Path) -> None:
+    model = Odd("object")
+    fit(tmp_path, model, capture="auto", optimizer=sgd)
+    assert model.warmup.calls == 64
+
+
+class Moved(nn.Module):
+    """A factor that somebody else moves: in an attribute, or where no look sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.beta, self.hidden = mlp(), 1.0, ctypes.c_int(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * (self.beta if self.hidden.value < 100 else 2 * self.beta)
+
+
+def moving(move: Callable[[int], None]) -> Callable[[torch.optim.Optimizer], Any]:
+    """A scheduler that leaves the rate alone and moves something else."""
+
+    def rate(count: int) -> float:
+        move(count)
+        return 1.0
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def test_what_changes_between_epochs_is_captured_again(tmp_path: Path) -> None:
+    found: dict[bool, dict[str, Any]] = {}
+    for capture in (False, True):
+        model = Moved()
+        scheduler = moving(lambda count, model=model: setattr(model, "beta", 1.0 + (count > 1)))  # type: ignore[misc]
+        settings: dict[str, Any] = {"optimizer": sgd, "scheduler": scheduler, "scheduler_interval": "epoch"}
+        _, found[capture], said = fit(tmp_path / str(capture), model, capture=capture, epochs=4, **settings)
+    assert any(CAPTURED in line for line in said), said
+    assert any("captured again" in line and "model.beta changes" in line for line in said), said
+    assert all(torch.allclose(found[True][name], value, atol=1e-5) for name, value in found[False].items())
+
+
+def test_what_changes_between_steps_is_not_captured(tmp_path: Path) -> None:
+    model = Moved()
+    scheduler = moving(lambda count: setattr(model, "beta", 1.0 + count / 100))
+    _, _, said = fit(tmp_path, model, capture=True, optimizer=sgd, scheduler=scheduler, scheduler_interval="step")
+    assert any("between two steps" in line and "model.beta changes" in line for line in said), said
+
+
+def test_a_graph_that_goes_stale_unseen_stops_the_run(tmp_path: Path) -> None:
+    """After 100 steps the model does something else, because of what nobody sees: neither goes on nor is saved."""
+    model = Moved()
+    scheduler = moving(lambda count: setattr(model.hidden, "value", count))
+    settings: dict[str, Any] = {"optimizer": sgd, "scheduler": scheduler, "scheduler_interval": "step", "epochs": 10}
+    with pytest.raises(DistributedError, match="no longer the model's") as stopped:
+        fit(tmp_path, model, capture=True, **settings)
+    last_good = int(re.findall(r"checkpoint of step (\d+) or before", str(stopped.value))[0])
+    assert 16 <= last_good <= 100
+    events = (tmp_path / "events.jsonl").read_text()
+    assert "model.hidden" in events
+    assert "cannot be seen" in events
 
 
 SCRIPT = """

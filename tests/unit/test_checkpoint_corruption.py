@@ -120,7 +120,7 @@ def lose_chunk(store: Store, chance: random.Random) -> list[Path]:
 
 def tear_manifest(store: Store, chance: random.Random) -> list[Path]:
     content = store.content[store.manifest]
-    cut = chance.randrange(len(content))
+    cut = chance.randrange(len(content) - 1)  # without its newline alone it is whole
     rest = b"\0" * (len(content) - cut) if chance.random() < 0.5 else b""
     store.manifest.write_bytes(content[:cut] + rest)
     return [store.manifest]

@@ -36,7 +36,7 @@ from distributed.checkpoint.exchange_verify import verify_all
 from distributed.checkpoint.gathering import Boxes
 from distributed.checkpoint.layout import ChunkPlan, share
 from distributed.checkpoint.local import LocalStorage
-from distributed.checkpoint.manifest import Manifest, Part, manifest_file, render
+from distributed.checkpoint.manifest import Manifest, Part, manifest_file, render, step_name
 from distributed.checkpoint.outlining import outline
 from distributed.checkpoint.parsing import component_digests, parse_chunks, parse_part
 from distributed.checkpoint.reading import load, verify
@@ -125,7 +125,7 @@ def save_as(root: Path, trees: Sequence[dict[str, Any]], step: int = 1) -> Manif
         parts.append(parse_rank_part(render_rank_part(part), "part"))
     assert isinstance(first, Outline)
     manifest = assemble(step, first, parts, {}, None, {})
-    storage.write(manifest_file(step), render(manifest))
+    storage.write(manifest_file(step_name(step)), render(manifest))
     return manifest
 
 
@@ -402,7 +402,7 @@ def test_damage_in_a_box_is_found_and_named(tmp_path: Path) -> None:
     victim.write_bytes(victim.read_bytes()[:-1] + b"\0")
     path = str(tmp_path / "step-000001")
     assert "model/w" in verify(path).problems[0]
-    (verdict,) = verify_all([(path, LocalStorage(tmp_path), 1)])
+    (verdict,) = verify_all([(path, LocalStorage(tmp_path), "step-000001")])
     assert "model/w" in verdict.problems[0]
     sound = read_as(tmp_path, lambda name, shape: (((0, 2048), (0, 256)),))
     assert raw(sound.shared["model"]["w"].pieces[0][1]) == raw(whole[:, :256])

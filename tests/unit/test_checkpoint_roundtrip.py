@@ -83,7 +83,7 @@ def test_every_kind_of_state_comes_back_byte_for_byte(tmp_path: Path) -> None:
     assert same(loaded.shared, state)
     assert same(loaded.own[0], own)
     assert loaded.shared["model"]["tied"] is loaded.shared["model"]["also_tied"]
-    assert loaded.manifest.meta == {"settings": {"epochs": 3}}
+    assert loaded.manifest.meta == {"settings": {"epochs": 3}, "sequence": 1}
     assert loaded.manifest.metric == 0.25
     assert not verify(path).problems
 

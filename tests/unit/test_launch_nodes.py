@@ -10,16 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from distributed.core.errors import LaunchError
+from distributed.core.store_client import StoreClient
 from distributed.launch.elastic import elastic_nodes
 from distributed.launch.nodes import News
 from distributed.launch.peers import ARRIVED, ROUND, NodeTalk
 from distributed.launch.ports import free_port
 from distributed.launch.request import LaunchRequest
 from distributed.launch.seats import NodeCard, RoundRecord, arrange, seat
+from distributed.launch.store_server import LocalStore
 
+REQUEST = LaunchRequest(("x.py",), "r", 1, num_nodes=2, master_addr="127.0.0.1", join_token="a token of many letters")
 CARD = NodeCard("h", "127.0.0.1", None, 2, "runs/1", 0, 4000)
 
 
@@ -57,17 +59,25 @@ def wait_for(look: Callable[[], Any]) -> Any:
     raise AssertionError("did not come in 10 s")
 
 
-def talk(store: dist.Store, hosts: list[str], **options: Any) -> list[NodeTalk]:
+@pytest.fixture
+def connect():
+    store = LocalStore()
+    yield lambda: StoreClient(store.door.address, store.door.secret)
+    store.close()
+
+
+def talk(connect: Callable[[], Any], hosts: list[str], **options: Any) -> list[NodeTalk]:
+    store = connect()
     agents = [store.add(ARRIVED, 1) for _ in hosts]
-    talks = [NodeTalk(store, agent, keeps_store=agent == 1, **options) for agent in agents]
+    talks = [NodeTalk(connect(), agent, keeps_store=agent == 1, **options) for agent in agents]
     store.add(ROUND, 1)
     for each in talks:
         each.enter(1, agents, hosts, agents)
     return talks
 
 
-def test_a_failure_reaches_the_other_node_and_not_its_own():
-    talks = talk(dist.HashStore(), ["a", "b"])
+def test_a_failure_reaches_the_other_node_and_not_its_own(connect):
+    talks = talk(connect, ["a", "b"])
     talks[0].tell(News(0, "a", "failed", "boom", rank=1))
     heard = wait_for(talks[1].news)
     assert (heard.host, heard.message, heard.rank) == ("a", "boom", 1)
@@ -76,8 +86,8 @@ def test_a_failure_reaches_the_other_node_and_not_its_own():
         each.leave(ok=False)
 
 
-def test_a_node_that_is_done_waits_for_the_others_and_hears_their_late_failure():
-    talks = talk(dist.HashStore(), ["a", "b"])
+def test_a_node_that_is_done_waits_for_the_others_and_hears_their_late_failure(connect):
+    talks = talk(connect, ["a", "b"])
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(talks[0].leave, True)
         time.sleep(1.0)
@@ -88,14 +98,14 @@ def test_a_node_that_is_done_waits_for_the_others_and_hears_their_late_failure()
     talks[0].leave(ok=False)
 
 
-def test_nodes_that_end_well_leave_together():
-    talks = talk(dist.HashStore(), ["a", "b"])
+def test_nodes_that_end_well_leave_together(connect):
+    talks = talk(connect, ["a", "b"])
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda each: each.leave(True), talks)) == [None, None]
 
 
-def test_a_node_that_falls_silent_is_lost():
-    talks = talk(dist.HashStore(), ["a", "b"], lost_after_s=0.5)
+def test_a_node_that_falls_silent_is_lost(connect):
+    talks = talk(connect, ["a", "b"], lost_after_s=0.5)
     talks[1].close()
     lost = wait_for(talks[0].news)
     assert (lost.kind, lost.node_rank, lost.host) == ("lost", 1, "b")
@@ -105,8 +115,8 @@ def test_a_node_that_falls_silent_is_lost():
 class HangingStore:
     """A store behind a link that can be cut: every operation then hangs."""
 
-    def __init__(self) -> None:
-        self._store, self.linked = dist.HashStore(), threading.Event()
+    def __init__(self, store: StoreClient) -> None:
+        self._store, self.linked = store, threading.Event()
         self.linked.set()
 
     def __getattr__(self, name: str) -> Any:
@@ -114,9 +124,9 @@ class HangingStore:
         return getattr(self._store, name)
 
 
-def test_a_node_whose_store_hangs_is_told_that_it_is_cut_off():
-    store = HangingStore()
-    talks = talk(store, ["a"], cut_off_after_s=0.5)
+def test_a_node_whose_store_hangs_is_told_that_it_is_cut_off(connect):
+    store = HangingStore(connect())
+    talks = talk(lambda: store, ["a"], cut_off_after_s=0.5)
     time.sleep(1.0)
     assert talks[0].news() is None
     store.linked.clear()
@@ -139,15 +149,13 @@ def test_those_who_stay_keep_their_order_and_the_world_its_legal_size():
 
 
 def test_a_rendezvous_that_is_not_complete_says_how_many_came():
-    request = LaunchRequest(("x.py",), "r", 1, num_nodes=2, master_addr="127.0.0.1", master_port=free_port())
+    request = replace(REQUEST, master_port=free_port())
     with pytest.raises(LaunchError, match="only 1 of 2 nodes"):
         elastic_nodes(request, timeout_s=1).gather(0)
 
 
 def test_a_meeting_point_where_nobody_is():
-    request = LaunchRequest(
-        ("x.py",), "r", 1, num_nodes=2, node_rank=1, master_addr="127.0.0.1", master_port=free_port()
-    )
+    request = replace(REQUEST, node_rank=1, master_port=free_port())
     with pytest.raises(LaunchError, match=f"127.0.0.1:{request.master_port}"):
         elastic_nodes(request, timeout_s=1).gather(0)
     with pytest.raises(LaunchError, match=r"no-such-host\.invalid"):

@@ -93,6 +93,7 @@ other = variables(2)
 again = Checkpoints(resumes, True, WorkerEnv(), samples=64)
 said["position"] = again.restore(other)
 said["same bytes"] = same(arrays(saved), arrays(other))
+again.close()
 
 # Two processes, of which the main one chooses; when nothing is left to train, nothing is waited for.
 main, follower = both(*[plan("another", resume=str(place / "a/checkpoints"))] * 2)
@@ -104,9 +105,11 @@ said["others wait in vain"] = refusal(lambda: follower.save(5, {}, {}, wait=True
 main.save(5, arrays(saved), position(5), wait=True)
 follower.save(5, {}, {}, wait=True)
 said["others wait for"] = follower.path.rpartition("/")[2]
+main.close()
 main, follower = both(resumes, plan("not shared", resume=True))
 main.restore(other)
 said["seen by one process alone"] = refusal(lambda: follower.restore(other))
+main.close()
 
 # What is not the same run.
 def restoring(of, samples=64, **more):
@@ -133,9 +136,11 @@ path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
 restarted = Checkpoints(run, True, WorkerEnv(restarts=1), samples=64)
 said["restarted from"] = restarted.restore(other)["step"]
 said["passed over"] = restarted.skipped[0][0].rpartition("/")[2]
+restarted.close()
 main, follower = both(run, plan("b", run="on another host"), WorkerEnv(world_size=2, restarts=1))
 main.restore(other)
 said["restarted without the main one's folder from"] = follower.restore(other)["step"]
+main.close()
 (place / "b/launch.json").unlink()
 said["not of this launch"] = Checkpoints(run, True, WorkerEnv(restarts=1), samples=64).restore(other) is None
 

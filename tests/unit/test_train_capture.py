@@ -12,62 +12,12 @@ from torch import nn
 from distributed.data.loader import Microbatch
 from distributed.data.rows import RowBatch
 from distributed.strategies.base import StepOutput
-from distributed.train.capture import Rates
-from distributed.train.capture_checks import Change, _held, changed, differs, hooks_of
+from distributed.train.capture_checks import Change, differs, hooks_of
 from distributed.train.captured import NotCapturable, shape_of
+from distributed.train.captured_rates import Rates
+from distributed.train.proofs import FACTOR, FIRST, Proofs, about_unseen, frozen
 
 CPU = torch.device("cpu")
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.register_buffer("mean", torch.zeros(2))
-        self.count, self.seen, self.by_name = 0, [1, 2], {"n": 1}
-        self.state = torch.zeros(2)
-
-
-def put_anew(model: Any) -> None:
-    model.mean = model.mean * 0.9
-
-
-def keep_state(model: Any) -> None:
-    model.state = torch.ones(2)
-
-
-WAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a count": (lambda model: setattr(model, "count", 1), "it counts in Python: count changes"),
-    "a list": (lambda model: model.seen.append(3), "it counts in Python: seen changes"),
-    "a number in a dict": (lambda model: model.by_name.update(n=2), "it counts in Python: by_name changes"),
-    "a buffer anew": (put_anew, "it puts another tensor in the place of mean"),
-    "a state anew": (keep_state, "it puts another tensor in the place of state"),
-    "in place": (lambda model: model.mean.mul_(0.9), ""),
-    "eval": (lambda model: model.eval(), ""),
-    "a call": (lambda model: model.layer(torch.zeros(1, 2)), ""),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_python_keeps_between_steps_is_seen(way: str) -> None:
-    model, (act, expected) = Counting(), WAYS[way]
-    before = _held([model])
-    act(model)
-    assert changed(before, _held([model])) == ([expected] if expected else [])
-
-
-def test_a_count_of_the_loss_is_seen_too() -> None:
-    steps = 0
-
-    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        return (outputs - target).square().mean() * min(1.0, steps / 1000)
-
-    before = _held([Counting(), loss])
-    loss(torch.zeros(1), torch.zeros(1))
-    assert changed(before, _held([Counting(), loss])) != []
-    assert "steps" in changed(_held([loss]) | {"steps": 0}, _held([loss]))[0]
 
 
 def hook(*given: Any) -> None:
@@ -120,6 +70,43 @@ def test_losses_agree_to_their_precision(there: float, kind: str, same: bool) ->
     changes = outcome(lambda given: None)[1]
     assert (differs(StepOutput(there), changes, StepOutput(1.0), changes, kind) == "") is same
     assert differs(StepOutput(float("nan")), changes, StepOutput(1.0), changes, kind) != ""
+
+
+def test_what_eager_steps_do_not_repeat_is_no_proof() -> None:
+    """A tensor that two eager steps change in different ways may be as far off; one that they change alike may not."""
+    torch.manual_seed(0)
+    steady, was = torch.randn(8), torch.ones(64)
+
+    def changes(first: torch.Tensor) -> list[Change]:
+        return [Change(first, was[:8]), Change(1e-3 * torch.randn(64), was)]
+
+    captured, eager, again = changes(steady), changes(steady), changes(steady)
+    assert "changes 1 of 2 tensors" in differs(StepOutput(1.0), captured, StepOutput(1.0), eager, "fp32")
+    assert differs(StepOutput(1.0), captured, StepOutput(1.0), eager, "fp32", again) == ""
+    assert "changes 1 of 2" in differs(StepOutput(1.0), changes(-steady), StepOutput(1.0), eager, "fp32", again)
+    far = [captured[0], Change(10 * captured[1].by, was)]
+    assert differs(StepOutput(1.0), far, StepOutput(1.0), eager, "fp32", again) != ""
+    assert "its loss is" in differs(StepOutput(1.1), captured, StepOutput(1.0), eager, "fp32", again)
+
+
+def test_a_graph_is_proven_at_growing_distances() -> None:
+    proofs, at = Proofs(), []
+    for _ in range(5000):
+        if proofs.replays >= proofs.due:
+            at.append(proofs.replays)
+            assert proofs.is_open
+            proofs.passed()
+            assert not proofs.is_open
+        proofs.replays += 1
+    assert at == [FIRST * FACTOR**power for power in range(5)]
+
+
+def test_where_a_graph_has_gone_stale_the_sound_checkpoints_are_named() -> None:
+    error = frozen("it counts in Python: model.t changes", last_good=64, step=256)
+    assert error.exit_code == 2  # nobody tries again
+    assert "model.t" in str(error)
+    assert "capture=False, and resume from a checkpoint of step 64 or before" in str(error)
+    assert "model.x" in about_unseen(["model.x (of type a.B)"])
 
 
 def adam(**options: Any) -> torch.optim.Optimizer:

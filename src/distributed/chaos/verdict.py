@@ -48,9 +48,10 @@ def first_difference(undisturbed: Path, disturbed: Path) -> int | None:
     digests = []
     for folder in (undisturbed, disturbed):
         found: dict[int, str] = {}
-        for _, storage, step in open_all(str(folder)):
+        for _, storage, name in open_all(str(folder)):
             try:
-                found[step] = read_manifest(storage, step).digests["model"]
+                manifest = read_manifest(storage, name)
+                found[manifest.step] = manifest.digests["model"]
             except (CheckpointError, KeyError):  # one that was damaged on purpose
                 continue
         digests.append(found)

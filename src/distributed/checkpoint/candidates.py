@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from distributed.checkpoint.fetching import open_checkpoint
 from distributed.checkpoint.files import Storage
-from distributed.checkpoint.manifest import Manifest, manifest_file, step_name, step_of
+from distributed.checkpoint.lineage import newest_first
+from distributed.checkpoint.manifest import Manifest, manifest_file, step_of
 from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError
 
-_MADE_LATER = "optimizer/state/"  # an optimizer has no state before its first step
+_MADE_LATER = ("optimizer/state/", "data/", "loss_fn/", "nonpersistent/")  # by the first step, or by a later one
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,15 @@ class Candidate:
     """A checkpoint that could be resumed from; whether it is sound is not known yet."""
 
     root: str
-    step: int
+    name: str
+
+    @property
+    def step(self) -> int:
+        return step_of(self.name) or 0
 
     @property
     def path(self) -> str:
-        return f"{self.root.rstrip('/')}/{step_name(self.step)}"
+        return f"{self.root.rstrip('/')}/{self.name}"
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,8 @@ def find(url: str | Storage, resume: bool | str) -> list[Candidate]:
     if resume is True:
         return _list(open_storage(url))
     if step_of(resume.rstrip("/").rpartition("/")[2]) is not None:
-        storage, step = open_checkpoint(resume)
-        found = [Candidate(storage.root, step)] if storage.size(manifest_file(step)) is not None else []
+        storage, name = open_checkpoint(resume)
+        found = [Candidate(storage.root, name)] if storage.size(manifest_file(name)) is not None else []
     else:
         found = _list(open_storage(resume))
     if not found:
@@ -100,9 +105,7 @@ def report_on(
 
 
 def _list(storage: Storage) -> list[Candidate]:
-    steps = {step for name in storage.children() if (step := step_of(name)) is not None and name == step_name(step)}
-    whole = [step for step in steps if storage.size(manifest_file(step)) is not None]
-    return [Candidate(storage.root, step) for step in sorted(whole, reverse=True)]
+    return [Candidate(storage.root, name) for name in newest_first(storage)]
 
 
 def _kind(spec: tuple[str, tuple[int, ...]]) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from distributed.checkpoint.chunks import FOLDER, Damaged
 from distributed.checkpoint.fetching import open_checkpoint, read_manifest
 from distributed.checkpoint.files import Storage
-from distributed.checkpoint.manifest import FILE, Manifest, manifest_file, step_name, step_of
+from distributed.checkpoint.lineage import newest_first, run_of, whole_names
+from distributed.checkpoint.manifest import FILE, Manifest, manifest_file, step_of
 from distributed.checkpoint.parsing import NewerFormat
 from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError
@@ -33,6 +34,7 @@ class Row:
     world_size: int | None = None
     metric: float | None = None
     is_best: bool = False
+    run: str = ""  # which wrote it; a folder may hold several
 
     @property
     def is_sound(self) -> bool:
@@ -61,20 +63,21 @@ def list_checkpoints(url: str) -> Listing:
     storage = find_root(url)
     chunks = {name.rsplit("/", 1)[-1]: entry.size for name, entry in storage.entries(FOLDER).items()}
     rows: list[Row] = []
-    manifests: list[Manifest] = []
+    manifests: dict[str, Manifest] = {}
     seen: set[str] = set()
-    for step in _steps(storage, whole=False):
-        path = storage.locate(step_name(step))
+    names = [name for name in storage.children() if step_of(name) is not None]
+    for step, name in sorted((step_of(name) or 0, name) for name in names):
+        path = storage.locate(name)
         try:
-            manifest = read_manifest(storage, step)
+            manifest = read_manifest(storage, name)
         except NewerFormat as newer:
             rows.append(Row(step, path, newer.problems[0].what))
             continue
         except Damaged as bad:
-            incomplete = storage.size(manifest_file(step)) is None
+            incomplete = storage.size(manifest_file(name)) is None
             rows.append(Row(step, path, "incomplete: it has no manifest" if incomplete else _say(bad)))
             continue
-        manifests.append(manifest)
+        manifests[path] = manifest
         wrong = sum(chunks.get(digest) != length for digest, length in manifest.chunks.items())
         rows.append(
             Row(
@@ -86,12 +89,14 @@ def list_checkpoints(url: str) -> Listing:
                 sum(length for digest, length in manifest.chunks.items() if digest not in seen),
                 manifest.world_size,
                 manifest.metric,
+                run=run_of(manifest.meta) or "",
             )
         )
         seen |= manifest.chunks.keys()
     readable = len(manifests) == sum(not row.status.startswith("incomplete") for row in rows)
     unused = sum(size for digest, size in chunks.items() if digest not in seen) if readable else None
-    return Listing(storage.root, _mark(rows, manifests), sum(chunks.values()), unused)
+    newest = next((path for path in map(storage.locate, newest_first(storage)) if path in manifests), None)
+    return Listing(storage.root, _mark(rows, manifests.get(newest or "")), sum(chunks.values()), unused)
 
 
 def open_one(path: str) -> Opened:
@@ -99,30 +104,30 @@ def open_one(path: str) -> Opened:
     trimmed = path.rstrip("/").removesuffix(f"/{FILE}")
     name = trimmed.rpartition("/")[2]
     if step_of(name) is not None:
-        storage, step = open_checkpoint(path)
-        if storage.size(manifest_file(step)) is None:
-            raise _no_such_step(storage, step, path)
+        storage, name = open_checkpoint(path)
+        if storage.size(manifest_file(name)) is None:
+            raise _no_such_step(storage, name, path)
     else:
         storage = find_root(path)
-        whole = _steps(storage)
+        whole = newest_first(storage)
         if not whole:
             raise CheckpointError(
                 f"no checkpoint in {storage.root} is complete", why="none has a manifest", do="choose another folder"
             )
-        step = whole[-1]
-    return Opened(storage.locate(step_name(step)), storage, read_manifest(storage, step))
+        name = whole[0]
+    return Opened(storage.locate(name), storage, read_manifest(storage, name))
 
 
-def open_all(path: str) -> list[tuple[str, Storage, int]]:
-    """The checkpoint at a path, or all of a folder, oldest first, as path, storage and step; none is read."""
+def open_all(path: str) -> list[tuple[str, Storage, str]]:
+    """The checkpoint at a path, or all of a folder by their steps, as path, storage and name; none is read."""
     trimmed = path.rstrip("/").removesuffix(f"/{FILE}")
     if step_of(trimmed.rpartition("/")[2]) is None:
         storage = find_root(path)
-        return [(storage.locate(step_name(step)), storage, step) for step in _steps(storage)]
-    storage, step = open_checkpoint(path)
-    if storage.size(manifest_file(step)) is None:
-        raise _no_such_step(storage, step, path)
-    return [(storage.locate(step_name(step)), storage, step)]
+        return [(storage.locate(name), storage, name) for name in whole_names(storage)]
+    storage, name = open_checkpoint(path)
+    if storage.size(manifest_file(name)) is None:
+        raise _no_such_step(storage, name, path)
+    return [(storage.locate(name), storage, name)]
 
 
 def find_root(url: str) -> Storage:
@@ -155,35 +160,35 @@ def find_root(url: str) -> Storage:
     raise CheckpointError(f"there is no checkpoint at {url}", why=_why_missing(url), do=_hint(url))
 
 
-def _steps(storage: Storage, *, whole: bool = True) -> list[int]:
-    steps = {step for name in storage.children() if (step := step_of(name)) is not None and name == step_name(step)}
-    return sorted(step for step in steps if not whole or storage.size(manifest_file(step)) is not None)
-
-
-def _mark(rows: list[Row], manifests: list[Manifest]) -> tuple[Row, ...]:
-    """The best one, by the metric that the run of the newest checkpoint keeps it for."""
-    settings = manifests[-1].meta.get("settings") if manifests else None
+def _mark(rows: list[Row], newest: Manifest | None) -> tuple[Row, ...]:
+    """The best one of the run that saved last, by the metric that it keeps it for."""
+    settings = newest.meta.get("settings") if newest is not None else None
+    run = run_of(newest.meta) if newest is not None else None
     keep_best = settings.get("keep_best") if isinstance(settings, dict) else None
-    rated = [(row.metric, row.step) for row in rows if row.metric is not None and math.isfinite(row.metric)]
+    rated = [
+        (row.metric, row.step)
+        for row in rows
+        if row.metric is not None and math.isfinite(row.metric) and row.run == run
+    ]
     if not rated or not isinstance(keep_best, str):
         return tuple(rows)
     best = (min(rated) if parse_best(keep_best)[0] == "min" else max(rated))[1]  # as the run itself chooses it
-    return tuple(replace(row, is_best=row.step == best) for row in rows)
+    return tuple(replace(row, is_best=row.step == best and row.run == run) for row in rows)
 
 
-def _no_such_step(storage: Storage, step: int, path: str) -> CheckpointError:
-    if storage.entries(step_name(step)):
+def _no_such_step(storage: Storage, name: str, path: str) -> CheckpointError:
+    if storage.entries(name):
         return CheckpointError(
             f"{path} is not complete", why=f"it has no {FILE}: its save did not end", do="use another one"
         )
-    steps = _steps(storage)
-    if not steps:
+    others, step = whole_names(storage), step_of(name) or 0
+    if not others:
         return CheckpointError(f"there is no checkpoint at {path}", why=_why_missing(path), do=_hint(path))
-    close = sorted(steps, key=lambda other: abs(other - step))[:3]
+    close = sorted(others, key=lambda other: abs((step_of(other) or 0) - step))[:3]
     return CheckpointError(
         f"there is no checkpoint at {path}",
-        why=f"{storage.root} has {len(steps)} others",
-        do=f"the nearest are {_join(step_name(other) for other in sorted(close))}",
+        why=f"{storage.root} has {len(others)} others",
+        do=f"the nearest are {_join(sorted(close))}",
     )
 
 

@@ -100,7 +100,7 @@ def import_weights(
 
 
 def _refuse_overwriting(storage: Storage, step: int) -> None:
-    if storage.size(manifest_file(step)) is not None:
+    if storage.size(manifest_file(step_name(step))) is not None:
         raise ConfigError(
             f"{storage.locate(step_name(step))} exists", why="an import does not overwrite", do="choose another --step"
         )
@@ -217,7 +217,7 @@ def _publish(
     part = RankPart(0, tree.signature, dict(enumerate(stored)), Part({}, {}), {}, written)
     manifest = assemble(step, tree, [part], meta, None, {"torch": str(torch.__version__)})
     chunks.check_sizes(dict(manifest.chunks))
-    storage.write(manifest_file(step), render(manifest))
+    storage.write(manifest_file(step_name(step)), render(manifest))
     return written
 
 

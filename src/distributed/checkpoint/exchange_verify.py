@@ -25,14 +25,14 @@ class _Chunk:
 
 
 def verify_all(
-    checkpoints: Sequence[tuple[str, Storage, int]], *, progress: Progress = lambda done, total: None
+    checkpoints: Sequence[tuple[str, Storage, str]], *, progress: Progress = lambda done, total: None
 ) -> list[Verified]:
     """A verdict for each of some checkpoints of one storage; a chunk that several share is read once."""
     manifests: dict[int, Manifest] = {}
     problems: dict[int, list[str]] = {place: [] for place in range(len(checkpoints))}
-    for place, (_, storage, step) in enumerate(checkpoints):
+    for place, (_, storage, name) in enumerate(checkpoints):
         try:
-            manifests[place] = read_manifest(storage, step)
+            manifests[place] = read_manifest(storage, name)
         except NewerFormat as newer:
             problems[place].append(f"{_line(newer)}; {newer.problems[0].do}")
         except Damaged as bad:  # a store that does not answer is not damage, and is raised

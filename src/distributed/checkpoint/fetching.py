@@ -22,26 +22,25 @@ Progress = Callable[[int, int], None]  # bytes read, bytes to read
 _READERS = 4
 
 
-def open_checkpoint(path: str) -> tuple[Storage, int]:
-    """The storage that a checkpoint's folder lies in, and its step."""
+def open_checkpoint(path: str) -> tuple[Storage, str]:
+    """The storage that a checkpoint's folder lies in, and its name there."""
     trimmed = path.rstrip("/").removesuffix(f"/{FILE}")
     root, _, name = trimmed.rpartition("/")
-    step = step_of(name)
-    if step is None:
+    if step_of(name) is None:
         raise CheckpointError(f"{path} is not a checkpoint", why="its name is not step-…", do="pass …/step-000500")
-    return open_storage(root or ("/" if trimmed.startswith("/") else ".")), step
+    return open_storage(root or ("/" if trimmed.startswith("/") else ".")), name
 
 
-def read_manifest(storage: Storage, step: int) -> Manifest:
-    """The manifest of one step; Damaged when it is missing, of another step, or unsound."""
-    name = manifest_file(step)
-    where = storage.locate(name)
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    """The manifest of one checkpoint; Damaged when it is missing, of another step, or unsound."""
+    file = manifest_file(name)
+    where = storage.locate(file)
     try:
-        text = storage.read(name, 0, MAX_TEXT_BYTES + 1)
+        text = storage.read(file, 0, MAX_TEXT_BYTES + 1)
     except NotThere as missing:
         raise Damaged(f"{where} is missing", why="the checkpoint is not complete", do="use another one") from missing
     manifest = parse_manifest(text, where)
-    if manifest.step != step:
+    if manifest.step != step_of(name):
         raise Damaged(
             f"{where} is of step {manifest.step}", why="it lies in another step's folder", do="use another one"
         )

@@ -15,7 +15,7 @@ FORMAT = 2
 FILE = "manifest.json"
 REPLICATE = "replicate"
 SHARD = "shard"
-_STEP = re.compile(r"step-(\d{6,18})")
+_NAME = re.compile(r"step-(\d{6,18})(?:-([0-9a-f]{8}))?")
 
 
 @dataclass(frozen=True)
@@ -85,25 +85,39 @@ class Manifest:
         return self.shared.nbytes + sum(part.nbytes for part in self.own)
 
 
-def step_name(step: int) -> str:
+def step_name(step: int, line: str = "") -> str:
+    """The name of a checkpoint; a run that is not the first one of its folder has names of its own, by its line.
+
+    >>> step_name(500), step_name(500, "1f2e3d4c")
+    ('step-000500', 'step-000500-1f2e3d4c')
     """
-    >>> step_name(500)
-    'step-000500'
-    """
-    return f"step-{step:06d}"
+    return f"step-{step:06d}-{line}" if line else f"step-{step:06d}"
 
 
 def step_of(name: str) -> int | None:
     """
-    >>> step_of("step-000500"), step_of("chunks")
-    (500, None)
+    >>> step_of("step-000500"), step_of("step-000500-1f2e3d4c"), step_of("chunks")
+    (500, 500, None)
     """
-    match = _STEP.fullmatch(name)
-    return int(match.group(1)) if match else None
+    match = _NAME.fullmatch(name)
+    return int(match.group(1)) if match and name == step_name(int(match.group(1)), match.group(2) or "") else None
 
 
-def manifest_file(step: int) -> str:
-    return f"{step_name(step)}/{FILE}"
+def line_of(name: str) -> str:
+    """
+    >>> line_of("step-000500"), line_of("step-000500-1f2e3d4c")
+    ('', '1f2e3d4c')
+    """
+    match = _NAME.fullmatch(name)
+    return match.group(2) or "" if match else ""
+
+
+def manifest_file(name: str) -> str:
+    """
+    >>> manifest_file("step-000500")
+    'step-000500/manifest.json'
+    """
+    return f"{name}/{FILE}"
 
 
 def render(manifest: Manifest) -> bytes:

@@ -25,12 +25,15 @@ from distributed.checkpoint.assembly import (
     render_rank_part,
     stored_boxes,
 )
-from distributed.checkpoint.chunks import ChunkStore
+from distributed.checkpoint.chunks import ChunkStore, Damaged
 from distributed.checkpoint.digests import digest_bytes
+from distributed.checkpoint.fetching import read_manifest
 from distributed.checkpoint.files import NotThere, Storage
 from distributed.checkpoint.layout import ChunkPlan
+from distributed.checkpoint.lineage import NOBODY, RUN, SEQUENCE, Lineage, run_of
 from distributed.checkpoint.manifest import manifest_file, render, step_name
 from distributed.checkpoint.notes import Notes, Ranks
+from distributed.checkpoint.parsing import NewerFormat
 from distributed.checkpoint.retention import PARTS, Collector
 from distributed.core.errors import CheckpointError, DistributedError
 
@@ -80,6 +83,8 @@ class Publisher:
     timeout_s: float
     at: Callable[[str], None]
     frameworks: Mapping[str, str]  # versions of what makes the state
+    lineage: Lineage = NOBODY
+    _sequence: int | None = None  # of the last save here, by whoever
 
     def run(self, job: Job) -> Saved | DistributedError:
         """Store this rank's part, then publish or hear how it ended."""
@@ -134,20 +139,39 @@ class Publisher:
         ranks = range(self.session.world_size)
         digests = self._await_parts(job)
         parts = [self._read_part(job, rank, digest) for rank, digest in zip(ranks, digests, strict=True)]
-        manifest = assemble(job.step, job.shared, parts, job.meta, job.metric, self.frameworks)
+        name, meta = self._name(job.step), job.meta | self._owner()
+        manifest = assemble(job.step, job.shared, parts, meta, job.metric, self.frameworks)
         self.chunks.check_sizes(dict(manifest.chunks))
         self.at("before the manifest")
-        self.storage.write(manifest_file(job.step), render(manifest))
+        self.storage.write(manifest_file(name), render(manifest))
         self.at("manifest written")
-        warning = self._tidy(job)
+        warning = self._tidy(job, name)
         return Saved(
             step=job.step,
-            path=self.storage.locate(step_name(job.step)),
+            path=self.storage.locate(name),
             seconds=time.perf_counter() - job.begun,
             written_bytes=sum(part.written_bytes for part in parts),
             total_bytes=manifest.nbytes,
             warning=warning,
         )
+
+    def _owner(self) -> dict[str, Any]:
+        """Whose checkpoint this is, and the how-manieth of its folder."""
+        if self._sequence is None:
+            self._sequence = self.collector.last_sequence()
+        self._sequence += 1
+        return {SEQUENCE: self._sequence} | ({RUN: self.lineage.run} if self.lineage.run else {})
+
+    def _name(self, step: int) -> str:
+        """Not that of a sound checkpoint of another run: nothing of others is replaced."""
+        name = step_name(step, self.lineage.line)
+        try:
+            is_free = run_of(read_manifest(self.storage, name).meta) == self.lineage.run
+        except Damaged:  # or not there
+            is_free = True
+        except NewerFormat:
+            is_free = False
+        return name if is_free else step_name(step, (self.lineage.run or self.notes.token)[:8])
 
     def _await_parts(self, job: Job) -> list[str]:
         """The digests of all ranks' parts; ends early when a rank says that it failed."""
@@ -183,12 +207,12 @@ class Publisher:
                 )
             time.sleep(0.2)
 
-    def _tidy(self, job: Job) -> str:
+    def _tidy(self, job: Job, name: str) -> str:
         """Remove the parts and what retention does not keep. The checkpoint is published: no failure here undoes it."""
         try:
             for rank in range(self.session.world_size):
                 self.storage.delete(self._part_file(job, rank))
-            collected = self.collector.collect()
+            collected = self.collector.collect(newest=name)
             return str(collected) if collected.blocked_by else ""
         except CheckpointError as failed:
             return str(failed)

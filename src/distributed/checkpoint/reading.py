@@ -39,8 +39,8 @@ class Verified:
 
 def load(path: str, *, ranks: Iterable[int] | None = None, progress: Progress = lambda done, total: None) -> Loaded:
     """Everything that a checkpoint holds, on the CPU; `ranks` narrows whose own parts are read."""
-    storage, step = open_checkpoint(path)
-    manifest = read_manifest(storage, step)
+    storage, name = open_checkpoint(path)
+    manifest = read_manifest(storage, name)
     chosen = [rank for rank in (range(manifest.world_size) if ranks is None else ranks) if rank < manifest.world_size]
     parts = [manifest.shared, *(manifest.own[rank] for rank in chosen)]
     shared, *own = load_parts(manifest, parts, ChunkStore(storage), progress)
@@ -49,9 +49,9 @@ def load(path: str, *, ranks: Iterable[int] | None = None, progress: Progress = 
 
 def verify(path: str, *, progress: Progress = lambda done, total: None) -> Verified:
     """Read every byte of a checkpoint and tell everything that is wrong with it."""
-    storage, step = open_checkpoint(path)
+    storage, name = open_checkpoint(path)
     try:
-        manifest = read_manifest(storage, step)
+        manifest = read_manifest(storage, name)
     except CheckpointError as bad:
         return Verified(path, 0, 0, (str(bad),))
     chunks, total, problems, done = ChunkStore(storage), sum(manifest.chunks.values()), [], 0

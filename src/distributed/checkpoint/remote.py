@@ -73,6 +73,23 @@ class RemoteStorage:
         path, body = self._path(name), bytes(data)
         self._try("write", name, lambda: self._fs.pipe_file(path, body))
 
+    def create(self, name: str, data: Any) -> bool:
+        """Write an object unless there is one: the store itself sees to that, where it can."""
+        path, body = self._path(name), bytes(data)
+        if self.size(name) is not None:
+            return False
+
+        def put() -> bool:
+            try:
+                self._fs.pipe_file(path, body, mode="create")
+            except FileExistsError:
+                return False
+            except (TypeError, NotImplementedError, ValueError):  # it knows no such mode
+                self._fs.pipe_file(path, body)
+            return True
+
+        return self._try("write", name, put)
+
     def size(self, name: str) -> int | None:
         try:
             return int(self._try("look at", name, lambda: self._fs.info(self._path(name)))["size"])

@@ -93,7 +93,7 @@ def _specs(expected: StateTree | None) -> dict[str, tuple[str, tuple[int, ...]]]
 def _load(
     storage: Storage, candidate: Candidate, session: Session, chunks: ChunkStore, boxes: Boxes
 ) -> tuple[Manifest, StateTree, StateTree | None]:
-    manifest = read_manifest(storage, candidate.step)
+    manifest = read_manifest(storage, candidate.name)
     (shared,) = load_parts(manifest, [manifest.shared], chunks, boxes=boxes)
     if manifest.world_size != session.world_size:
         return manifest, shared, None
@@ -109,7 +109,7 @@ def _agreed_candidates(
     if session.is_main:
         try:
             found = [candidate for candidate in find(url, resume) if _accepts(candidate, accept)]
-            text = json.dumps([[candidate.root, candidate.step] for candidate in found])
+            text = json.dumps([[candidate.root, candidate.name] for candidate in found])
         except CheckpointError as failed:
             text = json.dumps(
                 {"what": failed.problems[0].what, "why": failed.problems[0].why, "do": failed.problems[0].do}
@@ -117,12 +117,12 @@ def _agreed_candidates(
     document: Any = json.loads(session.share_text(f"{call}/candidates", text))
     if isinstance(document, dict):
         raise CheckpointError(document["what"], why=document["why"], do=document["do"])
-    return [Candidate(root, step) for root, step in document]
+    return [Candidate(root, name) for root, name in document]
 
 
 def _accepts(candidate: Candidate, accept: Callable[[Manifest], bool]) -> bool:
     try:
-        return accept(read_manifest(open_storage(candidate.root), candidate.step))
+        return accept(read_manifest(open_storage(candidate.root), candidate.name))
     except CheckpointError:  # whether it can be passed over is told when it is loaded
         return True
 

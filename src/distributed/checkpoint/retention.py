@@ -2,6 +2,9 @@
 
 Manifests go first, then the chunks that no manifest names: a process killed in between leaves garbage, never a
 checkpoint with holes. Chunks that no manifest has ever named may belong to a save of another process and wait.
+
+Only what this run wrote is ever removed, the longest written first, whatever its step: a folder may hold other runs,
+and a run may go back.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from dataclasses import dataclass, field
 
 from distributed.checkpoint.chunks import FOLDER, Damaged
 from distributed.checkpoint.files import Entry, NotThere, Storage
-from distributed.checkpoint.manifest import FILE, step_name, step_of
+from distributed.checkpoint.lineage import run_of, sequence_of
+from distributed.checkpoint.manifest import manifest_file, step_name, step_of
 from distributed.checkpoint.parsing import MAX_TEXT_BYTES, NewerFormat, parse_manifest
 from distributed.core.errors import ConfigError
 
@@ -21,7 +25,8 @@ PARTS = "parts"  # what ranks have stored of a checkpoint that is not published 
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest `keep_last` stay, those at multiples of `keep_every` steps, the best by its metric, and the pinned."""
+    """Of a run's own stay the `keep_last` that it wrote last, those at multiples of `keep_every` steps, the best by its
+    metric, and the pinned."""
 
     keep_last: int | None = None  # None: all
     keep_every: int | None = None
@@ -48,6 +53,13 @@ class Known:
     step: int
     metric: float | None = None
     chunks: frozenset[str] = frozenset()
+    name: str = ""  # empty: that of its step
+    run: str | None = ""  # that wrote it; None: no run did
+    sequence: int = 0  # the later it was written, the greater
+
+    @property
+    def at(self) -> str:
+        return self.name or step_name(self.step)
 
 
 @dataclass(frozen=True)
@@ -68,25 +80,26 @@ class Collected:
         return text
 
 
-def choose(saved: Sequence[Known], retention: Retention) -> list[int]:
-    """The steps to remove, oldest first.
+def choose(saved: Sequence[Known], retention: Retention, run: str = "") -> list[str]:
+    """The names of what a run may remove of its own, the longest written first.
 
     >>> choose([Known(10), Known(20), Known(30), Known(40)], Retention(keep_last=1, keep_every=20))
-    [10, 30]
+    ['step-000010', 'step-000030']
     >>> choose([Known(1, 0.1), Known(2, 0.5), Known(3, 0.4)], Retention(keep_last=1, best="min"))
-    [2]
+    ['step-000002']
+    >>> choose([Known(30, run="a"), Known(5, run="b", sequence=1), Known(10, run="b", sequence=2)], Retention(1), "b")
+    ['step-000005']
     """
     if retention.keep_last is None:
         return []
-    steps = sorted(known.step for known in saved)
-    kept = set(steps[-retention.keep_last :])
+    own = sorted((known for known in saved if known.run == run), key=lambda known: (known.sequence, known.step))
+    kept = {known.at for known in own[-retention.keep_last :]}
     if retention.keep_every:
-        kept |= {step for step in steps if step % retention.keep_every == 0}
-    rated = [(known.metric, known.step) for known in saved if known.metric is not None and math.isfinite(known.metric)]
+        kept |= {known.at for known in own if known.step % retention.keep_every == 0}
+    rated = [(known.metric, known.at) for known in own if known.metric is not None and math.isfinite(known.metric)]
     if retention.best and rated:
         kept.add(min(rated)[1] if retention.best == "min" else max(rated)[1])
-    kept |= {step for step in steps if step_name(step) in retention.pinned}
-    return [step for step in steps if step not in kept]
+    return [known.at for known in own if known.at not in kept | retention.pinned]
 
 
 @dataclass
@@ -97,56 +110,78 @@ class Collector:
     retention: Retention
     guard_s: float = 3600.0  # how long a chunk without a manifest may belong to a save of another process
     at: Callable[[str], None] = lambda point: None
+    run: str = ""  # whose checkpoints may be removed
     _read: dict[str, tuple[Entry, Known]] = field(default_factory=dict)
 
-    def collect(self) -> Collected:
+    def collect(self, newest: str = "") -> Collected:
+        """`newest` is what was written just now, and stays."""
         known, written, unreadable = self._manifests()
-        gone = choose(list(known.values()), self.retention)
-        for step in gone:
-            self.storage.delete(f"{step_name(step)}/{FILE}")
-            self._read.pop(step_name(step), None)
+        gone = [name for name in choose(list(known.values()), self.retention, self.run) if name != newest]
+        for name in gone:
+            self.storage.delete(manifest_file(name))
+            self._read.pop(name, None)
             self.at("garbage: manifest removed")
-        removed, freed = (0, 0) if unreadable else self._remove_chunks(known, written, gone)
-        return Collected(tuple(step_name(step) for step in gone), removed, freed, tuple(unreadable))
+        removed, freed = (0, 0) if unreadable else self._remove_chunks(gone, known, written)
+        return Collected(tuple(gone), removed, freed, tuple(unreadable))
 
-    def _remove_chunks(self, known: dict[int, Known], written: dict[int, Entry], gone: list[int]) -> tuple[int, int]:
-        living = {chunk for step, item in known.items() if step not in gone for chunk in item.chunks}
-        # A chunk that was written or used again after its last checkpoint was published belongs to a save in flight.
-        dead = {chunk: written[step].modified for step in gone for chunk in known[step].chunks if chunk not in living}
+    def last_sequence(self) -> int:
+        """Of all checkpoints here that can be read, whoever wrote them."""
+        return max((known.sequence for known in self._manifests()[0].values()), default=0)
+
+    def _remove_chunks(self, gone: list[str], known: dict[str, Known], written: dict[str, Entry]) -> tuple[int, int]:
         now = max((entry.modified for entry in written.values()), default=0.0)  # by the storage's clock
-        removed = freed = 0
+        living = {chunk for name, item in known.items() if name not in gone for chunk in item.chunks}
+        # A chunk that was written or used again after its last checkpoint was published belongs to a save in flight.
+        dead = {chunk: written[name].modified for name in gone for chunk in known[name].chunks if chunk not in living}
+        doomed: dict[str, Entry] = {}
         for name, entry in self.storage.entries(FOLDER).items():
             digest = name.rsplit("/", 1)[-1]
             orphan = digest not in living and now - entry.modified >= self.guard_s
             if orphan or entry.modified <= dead.get(digest, -math.inf):
-                self.storage.delete(name)
-                removed, freed = removed + 1, freed + entry.size
-                self.at("garbage: chunk removed")
+                doomed[name] = entry
+        if doomed:  # another process may have published since
+            again, _, unreadable = self._manifests()
+            living = {chunk for item in again.values() for chunk in item.chunks}
+            names = [] if unreadable else [name for name in doomed if name.rsplit("/", 1)[-1] not in living]
+            doomed = {name: doomed[name] for name in names}
+        for name in doomed:
+            self.storage.delete(name)
+            self.at("garbage: chunk removed")
         for name, entry in self.storage.entries(PARTS).items():
             if now - entry.modified >= self.guard_s:
                 self.storage.delete(name)
         self.storage.sweep(self.guard_s)
-        return removed, freed
+        return len(doomed), sum(entry.size for entry in doomed.values())
 
-    def _manifests(self) -> tuple[dict[int, Known], dict[int, Entry], list[str]]:
-        """By step: what is known, when it was written; and the names of those that cannot be read."""
-        known: dict[int, Known] = {}
-        written: dict[int, Entry] = {}
+    def _manifests(self) -> tuple[dict[str, Known], dict[str, Entry], list[str]]:
+        """By name: what is known, when it was written; and the names of those that cannot be read."""
+        known: dict[str, Known] = {}
+        written: dict[str, Entry] = {}
         unreadable: list[str] = []
         for name in self.storage.children():
             step = step_of(name)
             if step is None:
                 continue
-            entry = self.storage.entries(name).get(f"{name}/{FILE}")
+            entry = self.storage.entries(name).get(manifest_file(name))
             if entry is None:
                 continue
             if name not in self._read or self._read[name][0] != entry:
                 try:
-                    text = self.storage.read(f"{name}/{FILE}", 0, MAX_TEXT_BYTES + 1)
+                    text = self.storage.read(manifest_file(name), 0, MAX_TEXT_BYTES + 1)
                     manifest = parse_manifest(text, self.storage.locate(name))
                 except (Damaged, NewerFormat, NotThere):
                     unreadable.append(name)
                     continue
-                self._read[name] = (entry, Known(step, manifest.metric, frozenset(manifest.chunks)))
-            known[step], written[step] = self._read[name][1], entry
+                self._read[name] = (
+                    entry,
+                    Known(
+                        step,
+                        manifest.metric,
+                        frozenset(manifest.chunks),
+                        name,
+                        run_of(manifest.meta),
+                        sequence_of(manifest.meta),
+                    ),
+                )
+            known[name], written[name] = self._read[name][1], entry
         return known, written, unreadable

@@ -10,6 +10,7 @@ import torch
 from distributed.checkpoint.assembly import Outline
 from distributed.checkpoint.files import Storage
 from distributed.checkpoint.layout import ChunkPlan
+from distributed.checkpoint.lineage import NOBODY, Lineage
 from distributed.checkpoint.outlining import outline
 from distributed.checkpoint.publishing import Bytes, Saved
 from distributed.checkpoint.staging import HostBuffer, copy_chunks
@@ -42,6 +43,7 @@ class Saver(Writer):
         on_saved: Callable[[Saved], None] = lambda saved: None,
         timeout_s: float = 1800.0,
         guard_s: float = 3600.0,
+        lineage: Lineage = NOBODY,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
         """`known` are chunks that a restore has verified; `at` is called at each named point of a save, for tests."""
@@ -59,6 +61,7 @@ class Saver(Writer):
             on_saved=on_saved,
             timeout_s=timeout_s,
             guard_s=guard_s,
+            lineage=lineage,
             at=at,
         )
 

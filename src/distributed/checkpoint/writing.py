@@ -17,6 +17,7 @@ from distributed.checkpoint.assembly import Outline
 from distributed.checkpoint.chunks import ChunkStore
 from distributed.checkpoint.files import Storage
 from distributed.checkpoint.layout import ChunkPlan, share
+from distributed.checkpoint.lineage import NOBODY, Lineage
 from distributed.checkpoint.notes import Notes, Ranks
 from distributed.checkpoint.publishing import Bytes, Job, Publisher, Saved
 from distributed.checkpoint.retention import Collector, Retention
@@ -63,6 +64,7 @@ class Writer:
         on_saved: Callable[[Saved], None] = lambda saved: None,
         timeout_s: float = 1800.0,
         guard_s: float = 3600.0,
+        lineage: Lineage = NOBODY,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
         """`known` are chunks that a restore has verified; `at` is called at each named point of a save, for tests."""
@@ -73,10 +75,11 @@ class Writer:
             session,
             ChunkStore(self._storage, known),
             Notes(session),
-            Collector(self._storage, retention, guard_s, at),
+            Collector(self._storage, retention, guard_s, at, lineage.run),
             timeout_s,
             at,
             staging.frameworks,
+            lineage,
         )
         self._staging = staging
         self._on_saved, self._at = on_saved, at

@@ -12,7 +12,7 @@ from distributed.checkpoint.exchange import Leaf, leaf_tree, walk
 from distributed.checkpoint.exchange_catalog import Listing, Opened, list_checkpoints, open_all, open_one
 from distributed.checkpoint.exchange_diff import Difference, compare
 from distributed.checkpoint.exchange_verify import verify_all
-from distributed.checkpoint.manifest import FORMAT, Part
+from distributed.checkpoint.manifest import FORMAT, Part, line_of
 from distributed.cli.checkpoint_text import age, byte_bar, console, size, table
 from distributed.core.errors import CheckpointError, Problem
 
@@ -168,7 +168,9 @@ def _listing_table(listing: Listing) -> Any:
     columns = ["step", "saved", "age", "size", "new", "ranks", *(["metric"] if has_metric else []), "status"]
     made = table(*columns, right=("step", "size", "new", "ranks", "metric"))
     for row in listing.rows:
-        cells = [str(row.step), row.created or "?", age(row.created), size(row.total_bytes), size(row.new_bytes)]
+        line = line_of(row.path.rpartition("/")[2])
+        step = f"{row.step} ({line})" if line else str(row.step)  # of a run that went back, or that is not the first
+        cells = [step, row.created or "?", age(row.created), size(row.total_bytes), size(row.new_bytes)]
         cells.append("?" if row.world_size is None else str(row.world_size))
         if has_metric:
             cells.append("" if row.metric is None else f"{row.metric:g}")

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,15 +18,27 @@ from typer.core import TyperCommand
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
 from distributed.core.engines import ENGINES, Engine
-from distributed.core.env import DRY_RUN, OVERRIDES, WorkerEnv, inherited_environ, worker_env
+from distributed.core.env import (
+    DRY_RUN,
+    JOIN_TOKEN,
+    OVERRIDES,
+    WorkerEnv,
+    inherited_environ,
+    join_token_in_env,
+    worker_env,
+)
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
+from distributed.core.private_files import make_private, write_private
 from distributed.core.registry import load_target
+from distributed.launch.elastic import elastic_nodes
+from distributed.launch.join_token import read_join_token
 from distributed.launch.local import LocalLauncher
 from distributed.launch.nodes import News, Nodes, Round
 from distributed.launch.ports import free_port
 from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.run_lock import owned
 from distributed.launch.stops import Stopped
 from distributed.launch.supervisor import Patience
 from distributed.observe.live import RunScreen
@@ -60,11 +73,22 @@ def train(
         str | None, typer.Option(metavar="HOST", help="Where the nodes meet: the address of node 0, the same on all.")
     ] = None,
     master_port: Annotated[str | None, typer.Option(metavar="PORT", help="The port there; 29400 unless given.")] = None,
+    join_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="@FILE",
+            help="The run's secret, without which no node joins; the same on all. Better than here, where `ps` shows a"
+            " token itself, in DISTRIBUTED_JOIN_TOKEN. Without one, node 0 leaves it in the shared run directory.",
+        ),
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(metavar="WHERE", help="The Ray cluster that runs the ranks: auto, host:port or ray://host:port."),
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = None,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Let several ranks share a GPU: to try a run, not for speed.")
+    ] = False,
     sharding: Annotated[
         str | None, typer.Option(metavar="KIND", help="Share out the model's state: none, grad_op, full or hybrid.")
     ] = None,
@@ -137,6 +161,7 @@ def train(
         "master_port": master_port,
         "address": address,
         "device": device,
+        "share_gpus": "true" if share_gpus else None,
         "sharding": sharding,
         "zero_stage": zero_stage,
         "tensor_parallel": tensor_parallel,
@@ -155,7 +180,7 @@ def train(
     arguments = tuple(context.obj or ())
     if dry_run:
         _try_out(script, arguments, config, settings or [], options, dry_run)
-    job = _prepare(script, arguments, config, settings or [], options)
+    job = _prepare(script, arguments, config, settings or [], options, join_token)
     world = worker_env()
     if world is not None and not any(job.config.given(name) for name in _SIZES):
         _become_rank(job, world, dry_run is not None)
@@ -183,7 +208,12 @@ class TrainJob:
 
 
 def _prepare(
-    script: str, arguments: tuple[str, ...], config_path: str | None, words: list[str], options: dict[str, str | None]
+    script: str,
+    arguments: tuple[str, ...],
+    config_path: str | None,
+    words: list[str],
+    options: dict[str, str | None],
+    join_token: str | None = None,
 ) -> TrainJob:
     """Everything that can be checked without starting anything, and all that is wrong in one error."""
     problems = check_script(script)
@@ -211,10 +241,12 @@ def _prepare(
         env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
         attempt=next_attempt(target) if config.resume_from_checkpoint else 0,
         device=resources.device,
+        shares_gpus=config.share_gpus,
         warm=config.warm_start,
         address=config.address,
     ).for_engine(parallel.engine, config)
     request = replace(request, threads_per_rank=_threads(hardware, request.ranks_per_node))
+    request = replace(request, join_token=_join_token(join_token, request, problems))
     launch_problems = check_port(request)
     engine = ENGINES.entries[parallel.engine]
     # Several nodes know only when they have met whether one of them begins a run.
@@ -223,6 +255,21 @@ def _prepare(
     _refuse(problems, obstacles, launch_problems)
     ENGINES.require(parallel.engine)
     return TrainJob(config, request, tuple(decisions), engine)
+
+
+def _join_token(option: str | None, request: LaunchRequest, problems: list[Problem]) -> str:
+    """The secret of a run over several nodes, as it was given; no setting, since those are written down."""
+    if option is not None and request.most_nodes == 1:
+        problems.append(Problem("--join-token, but num_nodes=1", why="no other node joins", do="leave it out"))
+    if request.most_nodes == 1:
+        return ""
+    source = JOIN_TOKEN if option is None else "--join-token"
+    text = join_token_in_env() if option is None else option
+    try:
+        return read_join_token(text, source) if text else ""
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return ""
 
 
 def _try_out(
@@ -317,13 +364,24 @@ def _show_dry_run(job: TrainJob) -> None:
 
 
 def _launch(job: TrainJob) -> None:
+    with ExitStack() as held:
+        _launch_owned(job, held)
+
+
+def _launch_owned(job: TrainJob, held: ExitStack) -> None:
+    """One node, or the first of several, has the run directory for itself while this lasts."""
     request, nodes, first = job.request, None, None
+    resumes = bool(job.config.resume_from_checkpoint)
     if request.most_nodes > 1 and not job.engine.spans:
-        nodes, first = _meet(job)
+        nodes, first = _meet(job, held)
         request = replace(request, run_dir=first.run_dir, attempt=first.attempt)
+    else:
+        held.enter_context(owned(request.run_dir, resume=resumes))
+        _refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
+        request = replace(request, attempt=next_attempt(request.run_dir) if resumes else request.attempt)
     attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
     typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
-    os.makedirs(request.run_dir, exist_ok=True)
+    make_private(request.run_dir)
     if first is None or (first.place.node_rank == 0 and not first.restarts):
         _write_config(job, request)
     told = [str(decision) for decision in job.decisions]
@@ -353,9 +411,7 @@ def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
     os.execve(command[0], command, inherited_environ() | dict(job.request.env))
 
 
-def _meet(job: TrainJob) -> tuple[Nodes, Round]:
-    from distributed.launch.elastic import elastic_nodes  # imports torch, which one node does not need here
-
+def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
     request = job.request
     host, port = request.meeting_point
     typer.echo(f"waiting at {host}:{port} for {request.num_nodes} nodes", err=True)
@@ -364,6 +420,11 @@ def _meet(job: TrainJob) -> tuple[Nodes, Round]:
     problems = check_run_dir(request.run_dir, resume=bool(job.config.resume_from_checkpoint))
     first = nodes.gather(request.attempt)
     place = first.place
+    if place.node_rank == 0 and not first.restarts and not problems:
+        try:
+            held.enter_context(owned(first.run_dir, resume=bool(job.config.resume_from_checkpoint)))
+        except LaunchError as used:
+            problems = list(used.problems)
     if place.node_rank == 0 and not first.restarts and problems:
         nodes.tell(News(0, first.hosts[0], "failed", problems[0].what, exit_code=LaunchError.exit_code))
         nodes.leave(ok=False)
@@ -383,4 +444,4 @@ def _write_config(job: TrainJob, request: LaunchRequest) -> None:
         "arguments": list(request.command[1:]),
         "settings": {name: {"value": value, "source": source} for name, (value, source) in _given(job.config).items()},
     }
-    Path(request.run_dir, "config.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_private(Path(request.run_dir, "config.json"), json.dumps(record, indent=2) + "\n")

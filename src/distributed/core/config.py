@@ -13,7 +13,7 @@ from distributed.core.contradictions import contradictions
 from distributed.core.engines import ENGINES
 from distributed.core.errors import ConfigError, Problem
 from distributed.core.registry import nearest_hint
-from distributed.core.values import parse_best, parse_frequency
+from distributed.core.values import CHANGES, parse_best, parse_changes, parse_frequency
 
 Sources = dict[str, str]
 
@@ -38,6 +38,9 @@ class DistributedConfig(BaseModel):
         None, ge=1, le=65535, description="port where the nodes or ranks meet; by default a free one"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="what to train on")
+    share_gpus: bool = Field(
+        False, description="let several ranks share a GPU, to try a run of many GPUs on few; not for speed"
+    )
 
     backend: str = Field("auto", description="the engine that trains: " + ", ".join(["auto", *ENGINES.entries]))
     address: str | None = Field(
@@ -201,6 +204,12 @@ class DistributedConfig(BaseModel):
     scaler_growth_interval: int | None = Field(None, ge=1, description="good steps before it doubles; by default 2000")
     sync_batchnorm: bool = Field(True, description="BatchNorm statistics over the micro-batch of all ranks")
 
+    check_replicas: bool | Literal["parameters"] = Field(
+        True,
+        description="compare what ranks should hold alike at the first steps, saves and ends of epochs, and stop where "
+        "it differs; parameters: buffers may differ, and rank 0's count",
+    )
+
     # Communication
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"] = Field("auto", description="library for collectives")
     compression: Literal["none", "fp16"] = Field("none", description="gradients in this precision on the wire")
@@ -267,12 +276,20 @@ class DistributedConfig(BaseModel):
         3, ge=0, description="steps after each checkpoint that a resumed run is compared with; 0: none"
     )
     sample_ledger: bool = Field(False, description="write down which samples each step used")
+    sample_check: bool = Field(
+        True, description="compare over the ranks, and after a resume, which samples there are and in which order"
+    )
     resume_from_checkpoint: bool | str = Field(
         False, description="True: the newest in checkpoint_dir, if any; or a checkpoint's path"
     )
     resume_hyperparameters: Literal["checkpoint", "config"] = Field(
         "checkpoint",
         description="whose learning rate, weight decay and the like a resumed run goes on with; config: its own",
+    )
+    allow_change: str | list[str] | None = Field(
+        None,
+        description="what a resumed run may have changed since its checkpoint, though it is then another run: "
+        + ", ".join(CHANGES),
     )
 
     # Monitoring
@@ -341,6 +358,13 @@ class DistributedConfig(BaseModel):
     def _known_direction(cls, value: str | None) -> str | None:
         if value is not None:
             parse_best(value)
+        return value
+
+    @field_validator("allow_change")
+    @classmethod
+    def _known_changes(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value is not None:
+            parse_changes(value)
         return value
 
     @field_validator("virtual_ranks")

@@ -19,6 +19,7 @@ class Joined:
 
     regroups: bool
     sizes: list[int] = field(default_factory=list)  # numbers of ranks that are legal; none: any
+    in_run: bool = False  # until it says otherwise, an end of it is early, whatever its exit code
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distributed.core.errors import ConfigError
@@ -24,11 +24,26 @@ LAUNCHER_PID = "DISTRIBUTED_LAUNCHER_PID"  # the process whose end a rank does n
 CONTROL_FD = "DISTRIBUTED_CONTROL_FD"  # a rank's end of the line to its launcher
 RESTARTS = "DISTRIBUTED_RESTARTS"  # worlds of this run before this one, since it was launched
 NOMINAL = "DISTRIBUTED_NOMINAL_RANKS"  # ranks that were asked for: the global batch is made for so many
+TICKET = "DISTRIBUTED_TICKET"  # JSON: the job of a process that `fit` started, and where its modules are
 OVERRIDES = "DISTRIBUTED_OVERRIDES"  # JSON: settings given where the run was launched; they win over the script's
 TRIAL = "DISTRIBUTED_TRIAL"  # the file that says which trial of a search this process belongs to
 TENSORFLOW = "DISTRIBUTED_TENSORFLOW"  # JSON: the strategy to set up before a script makes use of TensorFlow
+STORE = "DISTRIBUTED_STORE"  # the address of the store that the ranks of our launcher meet at
+STORE_SECRET = "DISTRIBUTED_STORE_SECRET"  # what a rank shows there, so that nobody else is let in
+JOIN_TOKEN = "DISTRIBUTED_JOIN_TOKEN"  # the secret of a run over several nodes, or @ and a file that holds it
 DRY_RUN = "DISTRIBUTED_DRY_RUN"  # ranks of a world that `fit` is to try out in this process alone
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
+
+
+@dataclass(frozen=True)
+class StoreDoor:
+    """Where the store of a run is, and the secret that opens it. Never printed, never written into a run's files."""
+
+    address: str
+    secret: str = field(repr=False)
+
+    def to_environ(self) -> dict[str, str]:
+        return {STORE: self.address, STORE_SECRET: self.secret}
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,7 @@ class WorkerEnv:
     attempt: int = 0
     restarts: int = 0
     nominal_ranks: int = 0  # 0: as many as there are
+    store: StoreDoor | None = None  # where the ranks of our own launcher find each other
 
     @property
     def is_main(self) -> bool:
@@ -83,6 +99,11 @@ class WorkerEnv:
         }
 
 
+def join_token_in_env() -> str:
+    """What this process was given to join a run over several nodes with."""
+    return os.environ.get(JOIN_TOKEN, "")
+
+
 def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     """This process's place in a world that some launcher made, or None when it was started alone.
 
@@ -93,7 +114,7 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     """
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        return _from_torch(env)
+        return replace(_from_torch(env), store=_take_door() if environ is None else _door_in(environ))
     if "HOROVOD_RANK" in env and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
         return _from_horovodrun(env)
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -102,6 +123,23 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
         if rank in env and int(env.get(size, "1")) > 1:
             return _from_mpi(env, rank, size, local_rank, local_size)
     return None
+
+
+class _Taken:
+    """What was taken out of this process's environment, so that its own children do not inherit it."""
+
+    door: StoreDoor | None = None
+
+
+def _take_door() -> StoreDoor | None:
+    if STORE in os.environ:
+        _Taken.door = _door_in(os.environ)
+        del os.environ[STORE], os.environ[STORE_SECRET]
+    return _Taken.door
+
+
+def _door_in(environ: Mapping[str, str]) -> StoreDoor | None:
+    return StoreDoor(environ[STORE], environ[STORE_SECRET]) if STORE in environ else None
 
 
 _MPI_NAMES = (
@@ -244,6 +282,11 @@ def control_fd() -> int | None:
     """This rank's end of the line to its launcher. Taken out: it is not for this rank's own children."""
     fd = os.environ.pop(CONTROL_FD, "")
     return int(fd) if fd else None
+
+
+def ticket_in_env() -> str:
+    """What `fit` told this process, as JSON. Taken out: it is not for this rank's own children."""
+    return os.environ.pop(TICKET, "")
 
 
 def ray_run() -> str:

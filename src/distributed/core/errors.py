@@ -100,6 +100,12 @@ class CannotGoOnError(DistributedError):
     collateral = True  # it is not this rank's fault
 
 
+class ReplicasDifferError(DistributedError):
+    """Ranks that should hold the same do not. Another attempt begins with a checkpoint, where they did."""
+
+    exit_code = 8
+
+
 class RankFailedError(DistributedError):
     """A rank ended early; carries the first failing rank's traceback and the path of its log."""
 

@@ -85,7 +85,7 @@ class CheckpointSaved(Event):
 class ResumeCompared(Event):
     """The resume certificate: the first steps after a resume against those of the run that was not interrupted."""
 
-    passed: bool
+    passed: bool | None  # None: no step was compared, and the text says why
     steps: int
     text: str
     component: str = ""

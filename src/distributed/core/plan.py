@@ -110,6 +110,7 @@ class ReplicatePlan:
     static_graph: bool = False
     bucket_cap_mb: float = 25.0
     sync_batchnorm: bool = True
+    check: str = "all"  # what of them is compared: "all", "parameters" (with the optimizer), "nothing"
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ class CheckpointPlan:
     unit: str = "epochs"  # of `every`: "epochs", "steps" or "minutes"
     resume: bool | str = False
     own_rates: bool = False  # a resumed run goes on with its own learning rate and the like
+    allowed: tuple[str, ...] = ()  # what may have changed since the checkpoint, though the run is then another one
     asynchronous: bool = True
     keep_last: int | None = None
     keep_every: int | None = None
@@ -216,6 +218,7 @@ class Plan:
     mesh: MeshSpec = field(default_factory=MeshSpec)
     num_nodes: int = 1
     device: str = "cpu"
+    shares_gpus: bool = False  # whether several ranks have the same one
     collectives: str = "gloo"
     collective_timeout_s: float = 600.0
     threads_per_rank: int = 1
@@ -225,6 +228,7 @@ class Plan:
     on_nan: str = "stop"
     loss_weighting: str = "auto"
     iterable_split: str = "share"
+    sample_check: bool = True  # whether the ranks compare their data
     precision: PrecisionPlan = field(default_factory=PrecisionPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)

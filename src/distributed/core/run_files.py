@@ -3,5 +3,4 @@
 from __future__ import annotations
 
 HISTORY = "history.json"  # what fit returns
-PATHS = "worker.json"  # sys.path of the process that called fit, for its ranks
 LAUNCH = "launch.json"  # what tells this launch from earlier ones in the same folder

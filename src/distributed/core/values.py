@@ -1,8 +1,26 @@
-"""Settings that are written as text: how often something happens, and which is the best of several."""
+"""Settings that are written as text: how often something happens, which is the best of several, what may change."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from distributed.core.registry import nearest_hint
+
+# What a resumed run may not change unless told, because samples would be repeated or left out, or trained otherwise.
+CHANGES = (
+    "seed",
+    "shuffle",
+    "sampler",
+    "data",
+    "batch",
+    "ranks",
+    "iterable_split",
+    "loss",
+    "optimizer",
+    "groups",
+    "scheduler",
+)
 
 
 def parse_frequency(value: int | str) -> tuple[float, str]:
@@ -33,3 +51,19 @@ def parse_best(value: str) -> tuple[str, str]:
     if direction not in ("min", "max") or not metric:
         raise ValueError(f"say which is best: 'min:{metric}' or 'max:{metric}'")
     return direction, metric
+
+
+def parse_changes(value: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of what may have changed since a checkpoint.
+
+    >>> parse_changes("seed, shuffle"), parse_changes(["loss"])
+    (('seed', 'shuffle'), ('loss',))
+    """
+    listed = value.split(",") if isinstance(value, str) else value
+    names = tuple(dict.fromkeys(name.strip() for name in listed if name.strip()))
+    for name in names:
+        if name not in CHANGES:
+            raise ValueError(f"there is no {name!r} to be changed; {nearest_hint(name, CHANGES)}")
+    if not names:
+        raise ValueError(f"should name some of: {', '.join(CHANGES)}")
+    return names

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from distributed.core.plan import BatchPlan
+from distributed.data.drawn import Share, make_here
 from distributed.data.leaves import Leaf, LeafIndices, LeafReader, as_read
 from distributed.data.loader import Microbatch, Order, Step, Taken, TrainLoader, numbers
 from distributed.data.shares import EpochCut
@@ -17,8 +18,17 @@ from distributed.data.source import Source
 class LeafLoader(TrainLoader):
     """A TrainLoader whose micro-batches are leaves; an empty leaf is not read."""
 
-    def __init__(self, source: Source, batch: BatchPlan, rank: int, *, seed: int, pin_memory: bool = False) -> None:
-        self._begin(source, batch, rank, seed)
+    def __init__(
+        self,
+        source: Source,
+        batch: BatchPlan,
+        rank: int,
+        *,
+        seed: int,
+        pin_memory: bool = False,
+        share: Share = make_here,
+    ) -> None:
+        self._begin(source, batch, rank, seed, share)
         self._loader = DataLoader(
             LeafReader(source.dataset, source.collate_fn),
             batch_size=None,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from distributed.data.drawn import seeded
+from distributed.data.generators import seeded
 from distributed.data.order import derive_seed
 
 

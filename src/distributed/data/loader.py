@@ -11,12 +11,23 @@ from torch.utils.data import DataLoader
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
 from distributed.data.dali import DaliBatches
-from distributed.data.drawn import drawn_order
+from distributed.data.drawn import DrawnOrders, Share, Tree, make_here
+from distributed.data.generators import KeptGenerators
 from distributed.data.leaves import Leaf, LeafIndices, LeafReader, as_read
 from distributed.data.order import derive_seed, shuffled_order
 from distributed.data.shares import EpochCut, share, stream_weights
 from distributed.data.source import Source
-from distributed.data.stream import OwnStream, SharedStream, StreamBatch
+from distributed.data.stream import (
+    OwnStream,
+    SharedStream,
+    StreamBatch,
+    StreamSeeds,
+    StreamTaken,
+    open_stream,
+    reads_otherwise,
+)
+from distributed.data.stream_digest import total_digest
+from distributed.data.tally import Tally, order_digest, tally
 
 
 class Microbatch(NamedTuple):
@@ -61,9 +72,8 @@ class Reads:
         return self.keys
 
 
-def epoch_order(source: Source, seed: int, epoch: int) -> list[int] | range:
-    if source.sampler is not None:
-        return drawn_order(source.sampler, seed, epoch)
+def sequence(source: Source, seed: int, epoch: int) -> list[int] | range:
+    """The order of a source without a sampler of the user's."""
     samples = source.samples
     assert samples is not None
     return shuffled_order(samples, seed, epoch) if source.shuffle else range(samples)
@@ -81,15 +91,20 @@ class TrainLoader:
         seed: int,
         pin_memory: bool = False,
         seeds_batches: bool = False,
+        share: Share = make_here,
     ) -> None:
-        """`seeds_batches`: what a batch draws hangs on its place in the epoch alone, and not on who reads it."""
-        self._begin(source, batch, rank, seed)
+        """`seeds_batches`: what a batch draws hangs on its place in the epoch alone, and not on who reads it. `share`:
+        how the ranks get the order that one of them draws."""
+        self._begin(source, batch, rank, seed, share)
         self._seeds_batches = seeds_batches or source.num_workers > 0  # whichever worker reads it, after a resume too
         options = source.loader_options(pin_memory=pin_memory) | {"generator": torch.Generator()}
         self._loader = DataLoader(**_reading(source, self._reads, self._seeds_batches), **options)
 
-    def _begin(self, source: Source, batch: BatchPlan, rank: int, seed: int) -> None:
+    def _begin(self, source: Source, batch: BatchPlan, rank: int, seed: int, share: Share) -> None:
         self._source, self._batch, self._rank, self._seed = source, batch, rank, seed
+        own = source.own_sampler
+        self._drawn = None if own is None else DrawnOrders(own, seed, share)
+        self._known: tuple[int, Order] | None = None  # an epoch and its order
         self._reads = Reads()
         self.taken: Taken | None = None  # in the step that came last
 
@@ -101,6 +116,8 @@ class TrainLoader:
     def steps_per_epoch(self) -> int | None:
         samples = self._source.samples
         return None if samples is None else self._batch.steps(samples)
+
+    read_digest = 0  # a stream has one
 
     @property
     def indices(self) -> list[int]:
@@ -142,8 +159,41 @@ class TrainLoader:
             yield from self._keys(order, cut, 0, first)
             first = 0
 
+    def order_digest(self, epoch: int) -> str:
+        """Of the epoch's order, as this rank has it. Every rank calls it for the same epochs, before they begin."""
+        return order_digest(self._order(epoch))
+
+    def tally(self, epoch: int, first_step: int, stop_step: int) -> Tally:
+        """What this rank has taken in these steps of an epoch that it has begun."""
+        return tally(EpochCut(len(self._order(epoch)), self._batch, self._rank), first_step, stop_step)
+
+    def expect(self, digest: int) -> None:
+        """Of a stream alone."""
+
+    @property
+    def note(self) -> str:
+        """What is to be told of the epoch's order; mostly nothing."""
+        return "" if self._drawn is None else self._drawn.note
+
+    def state(self, epoch: int) -> Tree:
+        """What a run that stands in this epoch must keep to go on with the same samples."""
+        return {} if self._drawn is None else self._drawn.state(epoch)
+
+    def load_state(self, state: Tree) -> None:
+        self._known = None
+        if self._drawn is not None:
+            self._drawn.load_state(state)
+
     def _order(self, epoch: int) -> Order:
-        return epoch_order(self._source, self._seed, epoch)
+        if self._known is None or self._known[0] != epoch:
+            self._known = None  # two orders are not held at once
+            self._known = epoch, self._make_order(epoch)
+        return self._known[1]
+
+    def _make_order(self, epoch: int) -> Order:
+        if self._drawn is not None:
+            return self._drawn.order(epoch)
+        return sequence(self._source, self._seed, epoch)
 
     def _read(self, order: Order, cut: EpochCut, epoch: int, first_step: int) -> Iterator[Any]:
         """The batch of every micro-batch from a step on."""
@@ -191,18 +241,49 @@ class StreamLoader:
         self._source, self._batch, self._rank, self._seed = source, batch, rank, seed
         self._splits_itself, self._agree = split == "dataset", agree
         self._options = source.loader_options(pin_memory=pin_memory)
+        self.taken: StreamTaken | None = None
+        self._expected: int | None = None
 
     steps_per_epoch = samples_per_epoch = None
-    taken: Taken | None = None
     indices: list[int] = []  # noqa: RUF012 - a stream's samples have no numbers
+    note = ""
+
+    @property
+    def read_digest(self) -> int:
+        return 0 if self.taken is None else self.taken.digest
+
+    def order_digest(self, epoch: int) -> str:
+        return ""  # a stream has no order before it was read
+
+    def state(self, epoch: int) -> Tree:
+        return {}
+
+    def load_state(self, state: Tree) -> None:
+        pass
+
+    def tally(self, epoch: int, first_step: int, stop_step: int) -> Tally:
+        return Tally(0, 0, 0, 0)
+
+    def expect(self, digest: int) -> None:
+        """What was read in the steps that the next epoch begins after: reading them again must come to the same."""
+        self._expected = digest
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
         batches = self._read(epoch)
         stand_in: StreamBatch | None = None
-        step = 0
+        step, digest = 0, 0
+        expected, self._expected = self._expected, None
+        outer = KeptGenerators() if first_step and not self._source.num_workers else None  # collating draws from them
         while True:
+            if step == first_step:
+                if expected is not None and digest != expected:
+                    raise reads_otherwise(epoch, first_step)
+                if outer is not None:
+                    outer.put_back()
+                outer = expected = None
             micros = [micro for _, micro in zip(range(self._batch.accumulation), batches, strict=False)]
             stand_in = micros[0] if micros else stand_in
+            digest = total_digest(digest, *(m.digest for m in micros))
             total, most = sum(m.total for m in micros), len(micros)
             if self._splits_itself:
                 total, most = self._agree(sum(m.size for m in micros), len(micros))
@@ -218,6 +299,7 @@ class StreamLoader:
                 )
             micros += [stand_in._replace(size=0)] * (most - len(micros))
             if step >= first_step:
+                self.taken = StreamTaken(digest)
                 weights = stream_weights([m.size for m in micros], total, self._batch.ranks)
                 rows = zip(micros, weights, strict=True)
                 yield Step([Microbatch(m.batch, weight, m.size) for m, weight in rows], total)
@@ -229,13 +311,13 @@ class StreamLoader:
         set_epoch = getattr(self._source.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
+        dataset, collate, batch = self._source.dataset, self._source.collate_fn, self._batch
+        seeds = StreamSeeds.of(self._seed, epoch, self._rank, splits_itself=self._splits_itself)
         if self._splits_itself:
-            stream: Any = OwnStream(self._source.dataset, self._source.collate_fn, self._batch.per_device)
+            stream: Any = OwnStream(dataset, collate, seeds, batch.per_device)
         else:
-            sizes = (self._batch.micro_batch, self._batch.ranks, self._rank)
-            stream = SharedStream(self._source.dataset, self._source.collate_fn, *sizes)
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, "workers", epoch, self._rank))
-        return iter(DataLoader(stream, batch_size=None, generator=generator, **self._options))
+            stream = SharedStream(dataset, collate, seeds, batch.micro_batch, batch.ranks, self._rank)
+        return iter(open_stream(stream, seeds, self._options))
 
     def sample_indices(
         self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
@@ -257,19 +339,28 @@ class EvalLoader:
         pin_memory: bool = False,
         in_step: bool = False,
         batch_seed: int | None = None,
+        share: Share = make_here,
     ) -> None:
         """`in_step`: as many batches on every rank; those that have fewer end with stand-ins of size 0. With a
-        `batch_seed`, what a batch draws does not hang on who reads it."""
+        `batch_seed`, what a batch draws does not hang on who reads it. A sampler is drawn from once, for all
+        evaluations, and `share` is how the ranks get what one of them drew."""
+        own = source.own_sampler
+        self._drawn = None if own is None else DrawnOrders(own, 0, share)
+        self.read_digest = 0  # of what was read of a stream in the evaluation that came last
         self._source, self._batch_size, self._rank, self._ranks = source, batch_size, rank, ranks
         self._in_step, self._batch_seed = in_step, batch_seed
         self._splits_itself, self._pin_memory = split == "dataset", pin_memory
+
+    @property
+    def is_stream(self) -> bool:
+        return self._source.is_stream
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Batches with their number of samples."""
         if self._source.is_stream:
             yield from self._stream()
             return
-        order = epoch_order(self._source, 0, 0)
+        order = sequence(self._source, 0, 0) if self._drawn is None else self._drawn.order(0)
         length = len(order) // self._batch_size * self._batch_size if self._source.drop_last else len(order)
         start, stop = share(length, self._ranks, self._rank)
         spans = [(i, min(i + self._batch_size, stop)) for i in range(start, stop, self._batch_size)]
@@ -285,15 +376,18 @@ class EvalLoader:
         if seed is not None:
             prefix = (seed, "evaluation", self._rank)
             keys = [LeafIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists)]
-        return DataLoader(**_reading(self._source, keys, seed is not None), **self._options())
+        reading = _reading(self._source, keys, seed is not None)
+        return DataLoader(**reading, generator=torch.Generator(), **self._options())
 
     def _options(self) -> dict[str, Any]:
-        options = self._source.loader_options(pin_memory=self._pin_memory) | {"generator": torch.Generator()}
+        options = self._source.loader_options(pin_memory=self._pin_memory)
         options.pop("persistent_workers", None)  # the workers live for one pass
         return options
 
     def _stream(self) -> Iterator[tuple[Any, int]]:
+        self.read_digest = 0
         for batch in self._stream_batches():
+            self.read_digest = total_digest(self.read_digest, batch.digest)
             if batch.size or self._in_step:
                 yield batch.batch, batch.size
 
@@ -301,8 +395,10 @@ class EvalLoader:
         dataset, collate = self._source.dataset, self._source.collate_fn
         if isinstance(dataset, DaliBatches):
             return dataset.batches()
+        seeds = StreamSeeds.of(0, "evaluation", self._rank, splits_itself=self._splits_itself)
         if self._splits_itself:
-            stream: Any = OwnStream(dataset, collate, self._batch_size)
+            stream: Any = OwnStream(dataset, collate, seeds, self._batch_size)
         else:
-            stream = SharedStream(dataset, collate, self._batch_size * self._ranks, self._ranks, self._rank)
-        return DataLoader(stream, batch_size=None, **self._options())
+            group = self._batch_size * self._ranks
+            stream = SharedStream(dataset, collate, seeds, group, self._ranks, self._rank)
+        return open_stream(stream, seeds, self._options())

@@ -13,20 +13,37 @@ from typing import NamedTuple, Protocol
 import torch
 
 from distributed.core.plan import BatchPlan
+from distributed.data.drawn import Tree
 from distributed.data.loader import Step, Taken
+from distributed.data.stream import StreamTaken
+from distributed.data.tally import Tally
 from distributed.data.transfer import to_device
 
 
 class Ahead(Protocol):
     """A loader that can be asked for a step before its turn."""
 
-    taken: Taken | None
+    @property
+    def taken(self) -> Taken | StreamTaken | None: ...
 
     @property
     def steps_per_epoch(self) -> int | None: ...
 
     @property
     def samples_per_epoch(self) -> int | None: ...
+
+    @property
+    def note(self) -> str: ...
+
+    def order_digest(self, epoch: int) -> str: ...
+
+    def tally(self, epoch: int, first_step: int, stop_step: int) -> Tally: ...
+
+    def expect(self, digest: int) -> None: ...
+
+    def state(self, epoch: int) -> Tree: ...
+
+    def load_state(self, state: Tree) -> None: ...
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
 
@@ -40,7 +57,7 @@ class _Coming(NamedTuple):
 
     step: Step
     copied: torch.cuda.Event | None  # after which it is there
-    taken: Taken | None
+    taken: Taken | StreamTaken | None
 
 
 class Prefetch:
@@ -50,7 +67,9 @@ class Prefetch:
         """`max_steps`: of the run, whose last step does not wait for one that nobody will ask for."""
         self._loader, self._device, self._max_steps = loader, device, max_steps
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._taken: Taken | None = None
+        self._taken: Taken | StreamTaken | None = None
+        self.order_digest, self.tally, self.expect = loader.order_digest, loader.tally, loader.expect
+        self.state, self.load_state = loader.state, loader.load_state
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -63,6 +82,15 @@ class Prefetch:
     @property
     def indices(self) -> list[int]:
         return [] if self._taken is None else self._taken.indices
+
+    @property
+    def read_digest(self) -> int:
+        """Until the step that is being trained, not the one that was read last."""
+        return self._taken.digest if isinstance(self._taken, StreamTaken) else 0
+
+    @property
+    def note(self) -> str:
+        return self._loader.note
 
     def sample_indices(
         self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None

@@ -16,7 +16,8 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan, Decision
-from distributed.data.loader import EvalLoader, Order, TrainLoader, epoch_order
+from distributed.data.drawn import Share, make_here
+from distributed.data.loader import EvalLoader, Order, TrainLoader
 from distributed.data.order import permutation
 from distributed.data.shares import EpochCut
 from distributed.data.source import Source
@@ -133,14 +134,16 @@ class Rows:
 class RowLoader(TrainLoader):
     """A TrainLoader over rows: no worker processes, and nothing is drawn while it reads."""
 
-    def __init__(self, source: Source, rows: Rows, batch: BatchPlan, rank: int, *, seed: int) -> None:
-        self._begin(source, batch, rank, seed)
+    def __init__(
+        self, source: Source, rows: Rows, batch: BatchPlan, rank: int, *, seed: int, share: Share = make_here
+    ) -> None:
+        self._begin(source, batch, rank, seed, share)
         self._rows = rows
 
-    def _order(self, epoch: int) -> torch.Tensor:
+    def _make_order(self, epoch: int) -> torch.Tensor:
         source, samples = self._source, self._rows.samples
-        if source.sampler is not None:
-            return torch.as_tensor(epoch_order(source, self._seed, epoch), dtype=torch.int64)
+        if self._drawn is not None:
+            return self._drawn.order(epoch)
         if source.shuffle:
             return torch.from_numpy(permutation(samples, self._seed, epoch))
         return torch.arange(samples)
@@ -152,8 +155,18 @@ class RowLoader(TrainLoader):
 class RowEvalLoader(EvalLoader):
     """An EvalLoader over rows."""
 
-    def __init__(self, source: Source, rows: Rows, batch_size: int, rank: int, ranks: int, *, in_step: bool) -> None:
-        super().__init__(source, batch_size, rank, ranks, in_step=in_step)
+    def __init__(
+        self,
+        source: Source,
+        rows: Rows,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        *,
+        in_step: bool,
+        share: Share = make_here,
+    ) -> None:
+        super().__init__(source, batch_size, rank, ranks, in_step=in_step, share=share)
         self._rows = rows
 
     def _read(self, order: Order, spans: list[tuple[int, int]]) -> Iterator[Any]:

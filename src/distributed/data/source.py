@@ -7,20 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from distributed.core.errors import DataError
 from distributed.data.dali import DaliBatches, is_dali_iterator
+from distributed.data.drawn import OwnSampler
 from distributed.data.ray_data import RayRows, is_ray_dataset
+from distributed.data.sampling import check_loader, read_sampling
 
 
 @dataclass(frozen=True)
@@ -30,7 +23,7 @@ class Source:
     dataset: Any
     batch_size: int | None = None
     shuffle: bool = False
-    sampler: Iterable[int] | None = None
+    sampler: Iterable[int] | None = None  # wrapped as an OwnSampler
     drop_last: bool = False
     collate_fn: Callable[[list[Any]], Any] = default_collate
     num_workers: int = 0
@@ -41,6 +34,15 @@ class Source:
     prefetch_factor: int | None = None
     persistent_workers: bool = False
     sampling: str = ""  # what is worth saying of how the loader's sampling was read
+
+    def __post_init__(self) -> None:
+        if self.sampler is not None and not isinstance(self.sampler, OwnSampler):
+            object.__setattr__(self, "sampler", OwnSampler(self.sampler))
+
+    @property
+    def own_sampler(self) -> OwnSampler | None:
+        assert self.sampler is None or isinstance(self.sampler, OwnSampler)
+        return self.sampler
 
     @property
     def is_stream(self) -> bool:
@@ -104,71 +106,36 @@ def read_source(data: object, role: str) -> Source:
 
 
 def _read_loader(loader: DataLoader[Any], role: str) -> Source:
-    options: dict[str, Any] = {
-        "dataset": loader.dataset,
-        "batch_size": loader.batch_size,
-        "drop_last": loader.drop_last,
-        "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "multiprocessing_context": _context_name(loader.multiprocessing_context),
-    }
     if isinstance(loader.dataset, DaliBatches):
         raise DataError(
             f"{role} is a DataLoader around a DALI iterator",
             why="DALI makes the batches itself, and a DataLoader would make batches of them",
             do=f"pass {role}=the iterator",
         )
-    if loader.batch_size is None:
-        _refuse_unbatched(loader, role)
+    check_loader(loader, role)
     if isinstance(loader.dataset, RayRows) and loader.num_workers:
         raise DataError(
             f"{role} has num_workers={loader.num_workers} over a Ray dataset",
             why="Ray has read it in processes of its own, and processes forked from a rank cannot ask Ray for it",
             do="leave num_workers at 0",
         )
-    if isinstance(loader.dataset, IterableDataset):
-        return Source(**options)
-    sampler = loader.sampler
-    if isinstance(sampler, SequentialSampler):
-        return Source(**options)
-    if (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    ):
-        return Source(**options, shuffle=True)
-    if isinstance(sampler, DistributedSampler):
-        note = "the DistributedSampler is replaced: our shares repeat no sample and drop none"
-        return Source(**options, shuffle=sampler.shuffle, sampling=note)
-    note = f"{type(sampler).__name__} draws each epoch's order once, the same on every rank"
-    return Source(**options, sampler=sampler, sampling=note)
-
-
-def _refuse_unbatched(loader: DataLoader[Any], role: str) -> None:
-    own = type(loader.batch_sampler).__name__
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        raise DataError(
-            f"{role} has a batch sampler of its own ({own}), whose batches cannot be split over the ranks",
-            why="each step's samples are cut into equal shares, and a batch sampler hands out whole batches",
-            do="pass its sample order as DataLoader(dataset, batch_size=…, sampler=…)",
-        )
-    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
-        raise DataError(
-            f"{role} has batch_size=None, so its batches cannot be split over the ranks",
-            why="automatic batching is off, and a sample cannot be cut",
-            do="pass DataLoader(dataset, batch_size=…)",
-        )
-    if loader.batch_sampler is None:
-        raise DataError(
-            f"{role} is a stream with batch_size=None, so its batches cannot be split over the ranks",
-            why="the stream makes its own batches, and only samples can be shared out",
-            do="let the dataset yield samples and pass DataLoader(dataset, batch_size=…)",
-        )
+    sampling = read_sampling(loader, role)
+    return Source(
+        loader.dataset,
+        batch_size=sampling.batch_size,
+        shuffle=sampling.shuffle,
+        sampler=sampling.sampler,
+        drop_last=sampling.drop_last,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=_context_name(loader.multiprocessing_context),
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        sampling=sampling.note,
+    )
 
 
 def _context_name(context: Any) -> str | None:

@@ -20,6 +20,15 @@ class Ending:
     log_path: str
     record: FailureRecord | None = None
     ended_by_us: bool = False
+    early_at: int | None = (
+        None  # of a rank that ended itself in mid-run with exit code 0: the step that it had finished
+    )
+    in_loop: bool = True  # False: it never came to our loop, so that nobody knows when it should have ended
+
+    @property
+    def is_early(self) -> bool:
+        """It ended as if all were well, and the run was not over."""
+        return self.code == 0 and self.early_at is not None
 
     @property
     def is_collateral(self) -> bool:
@@ -32,18 +41,26 @@ class Ending:
 
     def is_benign(self, stopping_with: int | None) -> bool:
         """A good end, or the one that was asked for when the run is being stopped."""
+        if stopping_with is None:
+            return self.code == 0 and not self.is_early
         if self.code == 0:
             return True
-        if stopping_with is None:
-            return False
         asked = {130, 128 + stopping_with, -stopping_with, -signal.SIGINT}
         return self.code in asked or self.ended_by_us or self.is_collateral
 
 
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
-    """The rank that failed of itself, first by time; one whose connection broke only if there is no other."""
-    failed = [ending for ending in endings if ending.code != 0 and not ending.ended_by_us]
-    return min(failed, key=lambda ending: (ending.is_collateral, ending.time, ending.rank), default=None)
+    """The rank that failed of itself, first by time; one whose connection broke only if there is no other.
+
+    Where connections broke and nothing else did, a rank that had ended before, as if all were well, broke them.
+    """
+    known = [ending for ending in endings if not ending.ended_by_us]
+    failed = [ending for ending in known if ending.code != 0 or ending.is_early]
+    first = min(failed, key=lambda ending: (ending.is_collateral, ending.time, ending.rank), default=None)
+    if first is None or not first.is_collateral:
+        return first
+    left = [ending for ending in known if ending.code == 0 and not ending.in_loop and ending.time <= first.time]
+    return min(left, key=lambda ending: (ending.time, ending.rank), default=first)
 
 
 _SIGNAL_HINTS: dict[int, str] = {
@@ -60,6 +77,11 @@ def describe(ending: Ending) -> str:
     """
     if ending.record is not None:
         return f"{ending.record.type}: {ending.record.message}"
+    if ending.early_at is not None and ending.code == 0:
+        after = f"after step {ending.early_at}" if ending.early_at > 0 else "before its first step was done"
+        return f"the program ended this rank with exit code 0 {after}, before training was over"
+    if ending.code == 0:
+        return "the program ended this rank with exit code 0 while others still worked with it"
     if ending.code < 0:
         try:
             name = signal.Signals(-ending.code).name

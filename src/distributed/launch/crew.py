@@ -11,12 +11,12 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from distributed.core.control import Joined, Lost, Message, World, decode, encode
-from distributed.core.env import LAUNCHER_PID
+from distributed.core.env import LAUNCHER_PID, StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.core.failure import FailureRecord, failure_path
 from distributed.core.heartbeat import Beat, heartbeat_path, read_beat
@@ -103,6 +103,15 @@ class Member:
                 self.process.end(signal.SIGKILL)
                 self.ending = Ending(self.rank, record.exit_code, record.time, self.process.log_path, record)
 
+    def judge(self) -> None:
+        """Whether it ended too early, now that everything it said before is known."""
+        if self.ending is None or self.ending.code != 0 or self.ending.is_early or not self.ending.in_loop:
+            return
+        if self.joined is None:
+            self.ending = replace(self.ending, in_loop=False)
+        elif self.joined.in_run:
+            self.ending = replace(self.ending, early_at=self.beat.step if self.beat is not None else 0)
+
 
 class Crew:
     """The members of this node; `begin` makes of them the next world's."""
@@ -116,11 +125,14 @@ class Crew:
         with_control: bool = True,
         frees_devices: bool = False,
         on_started: Callable[[Member], None] = lambda member: None,
+        door: Callable[[], StoreDoor] | None = None,
     ) -> None:
         """`preload`: the modules that the parent of all ranks imports; None: every rank is started by itself.
-        `frees_devices`: those who leave must be gone before others come, who need their memory."""
+        `frees_devices`: those who leave must be gone before others come, who need their memory. `door`: where the ranks
+        meet; told to them beside what is rendered, which is shown to users."""
         self._environ, self._python, self._preload, self._with_control = environ, python, preload, with_control
         self._frees_devices = frees_devices
+        self._door = door
         self._parent: WarmParent | None = None
         self._on_started = on_started
         self.members: list[Member] = []
@@ -144,14 +156,14 @@ class Crew:
             if slot in staying:
                 member = staying[slot]
                 member.rank, member.attempt_dir = spec.rank, rendered.attempt_dir
-                member.tell(World(dict(spec.env)))
+                member.tell(World(dict(spec.env) | self._secrets()))
                 self.members.append(member)
             else:
                 self.members.append(self._start(rendered, spec, slot))
 
     def _start(self, rendered: Rendered, spec: ProcessSpec, slot: int) -> Member:
         failure_path(rendered.attempt_dir, spec.rank).unlink(missing_ok=True)
-        environ = dict(self._environ) | dict(spec.env) | {LAUNCHER_PID: str(os.getpid())}
+        environ = dict(self._environ) | dict(spec.env) | self._secrets() | {LAUNCHER_PID: str(os.getpid())}
         try:
             process = self._make(rendered, spec, environ)
         except OSError as error:
@@ -163,6 +175,9 @@ class Crew:
         member = Member(process, slot, spec.rank, rendered.attempt_dir, rendered.attempt_dir, spec.rank, spec.role)
         self._on_started(member)
         return member
+
+    def _secrets(self) -> dict[str, str]:
+        return {} if self._door is None else self._door().to_environ()
 
     def _make(self, rendered: Rendered, spec: ProcessSpec, environ: Mapping[str, str]) -> RankProcess:
         if self._preload is None or not WarmParent.is_supported():
@@ -180,6 +195,8 @@ class Crew:
                 member.joined = message
             elif isinstance(message, Lost):
                 member.lost, member.lost_message = message.attempt, message.message
+        for member in self.members:
+            member.judge()
         return heard
 
     def notice(self) -> None:
@@ -199,7 +216,10 @@ class Crew:
             lines.append(self._parent)  # it tells who has ended
         else:
             seconds = min(seconds, _UNTOLD_S)
-        select.select(lines, [], [], seconds)
+        poll = select.poll()  # unlike select, for any number of open files: the store has a connection for each rank
+        for line in lines:
+            poll.register(line, select.POLLIN)
+        poll.poll(seconds * 1000)
 
     @property
     def steps(self) -> dict[int, int]:

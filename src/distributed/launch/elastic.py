@@ -1,73 +1,87 @@
-"""Several nodes become one world through torch elastic's rendezvous: the only file of the launchers that needs torch.
+"""Several nodes become one world: the meeting point is a store in the launcher of one of them, behind the join token.
 
-Every round has a rendezvous of its own, so that no dead or cut-off node is left in it from before. The store lives in
-the agent at the meeting point: a node that does not reach it forms no world. The ranks do not use that store: they
-meet on a fresh port of node 0, because ranks that share one with an earlier attempt read the addresses of dead ones.
+A node that does not reach it forms no world. The ranks of all nodes meet at the same store, each world under a name of
+its own, because ranks that share one with an earlier world would read the addresses of dead ones.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import pickle
+import atexit
+import ipaddress
 import socket
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
-
+from distributed.core.env import JOIN_TOKEN, StoreDoor, inherited_environ, user_cache
 from distributed.core.errors import LaunchError
+from distributed.core.store_client import StoreClient
+from distributed.core.store_wire import StoreRefusedError
+from distributed.launch.join_token import find_tokens, leave_token, new_join_token, remove_token, token_files
 from distributed.launch.membership import Membership
 from distributed.launch.nodes import Nodes
 from distributed.launch.peers import KeyValueStore
 from distributed.launch.request import LaunchRequest
-from distributed.launch.rounds import Terms
+from distributed.launch.store_server import StoreServer
 
 _CONNECT_S = 3.0
 _STORE_TIMEOUT_S = 10.0  # of one operation
-_KEEP_ALIVE_S = 1
-# Torch compares clocks of different nodes: a short life would drop those whose clocks differ. One that died while it
-# waited says nothing when the cards are read, and is left out of the next round.
-_KEEP_ALIVE_MISSED = 60
-_WEEK = timedelta(days=7)  # how long to wait is decided elsewhere
-_POLL_S = 0.03
+_BACKLOG = 1024
 
 
-def elastic_nodes(request: LaunchRequest, **options: Any) -> Nodes:
+def elastic_nodes(request: LaunchRequest, *, run_dir_given: bool = False, **options: Any) -> Nodes:
     """The nodes that meet at the request's meeting point; the options are those of Membership."""
-    return Membership(request, TorchMeetingPoint(request), **options)
+    point = StoreMeetingPoint(
+        request, run_dir=request.run_dir if run_dir_given else None, cache=user_cache(inherited_environ())
+    )
+    return Membership(request, point, run_dir_given=run_dir_given, **options)
 
 
-class TorchMeetingPoint:
-    """A TCPStore in one of the agents."""
+class StoreMeetingPoint:
+    """A store in one of the agents. `run_dir` and `cache` are where a token is left that nobody gave."""
 
-    def __init__(self, request: LaunchRequest) -> None:
-        # Its warnings are about what is reported here as an error.
-        logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.ERROR)
+    def __init__(self, request: LaunchRequest, *, run_dir: str | None, cache: Path) -> None:
         self._request = request
         self._host, self._port = request.meeting_point
         self.address = _route_address(self._host, self._port)
-        self._server: dist.TCPStore | None = None
+        self._server: StoreServer | None = None
+        self._token = request.join_token  # "": none was given, or made here
+        self._files = token_files(self._host, self._port, run_dir, cache)
+        self._door: StoreDoor | None = None
+
+    @property
+    def has_given_token(self) -> bool:
+        """Whether the token is the user's, so that one which is refused stays wrong."""
+        return bool(self._request.join_token)
 
     def keeps_store(self) -> bool:
         return self._server is not None
 
+    def door(self) -> StoreDoor:
+        assert self._door is not None, "ranks are started once the nodes have met"
+        return self._door
+
     def connect(self, *, may_keep_store: bool) -> KeyValueStore:
         if may_keep_store and self._server is None and self._is_here():
             self._server = self._serve()
-        # Torch writes a page of stack frames when nobody answers.
-        socket.create_connection((self._host, self._port), _CONNECT_S).close()
-        store = dist.TCPStore(
-            self._host, self._port, is_master=False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False
-        )
-        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        return cast(KeyValueStore, dist.PrefixStore("distributed", store))
+        address, refused = f"tcp:{self._host}:{self._port}", None
+        for token in [self._token] if self._token else find_tokens(self._files):
+            try:
+                store = StoreClient(address, token, prefix="nodes/", timeout_s=_STORE_TIMEOUT_S, connect_s=_CONNECT_S)
+            except StoreRefusedError as error:
+                refused = error
+                continue
+            self._door = StoreDoor(address, token)
+            return store
+        if refused is None:
+            refused = StoreRefusedError("this node has no join token: none was given, and none was left in a file")
+            socket.create_connection((self._host, self._port), _CONNECT_S).close()  # or else nobody is there yet
+        refused.do = _how_to_join(self._files)
+        raise refused
+
+    def close(self) -> None:
+        """The store itself ends with this process: other nodes may still be leaving."""
+        if self._server is not None and not self.has_given_token:
+            remove_token(self._token, self._files)
 
     def _is_here(self) -> bool:
         """By number, node 0 keeps the store: its machine may know itself under other names than that in master_addr.
@@ -78,96 +92,54 @@ class TorchMeetingPoint:
             return self._request.node_rank == 0
         return bool(self.address == _resolve(self._host, self._port)[4][0])
 
-    def _serve(self) -> dist.TCPStore | None:
+    def _serve(self) -> StoreServer | None:
         try:
-            return dist.TCPStore(
-                self._host,
-                self._port,
-                is_master=True,
-                timeout=timedelta(seconds=_CONNECT_S),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except RuntimeError as error:
+            listener = _listen(self._host, self._port)
+        except OSError as error:
             if self._request.node_rank is None:
                 return None  # another agent of this machine was first
             raise LaunchError(
                 f"node 0 cannot keep the meeting point {self._host}:{self._port}",
-                why=str(error).partition("\n")[0],
+                why=str(error),
                 do="check that the address is this machine's, or choose another master_port",
             ) from error
-
-    def rendezvous(
-        self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]
-    ) -> tuple[int, int] | None:
-        """Be counted in a round, and wait until all have been."""
-        torch_store = cast(dist.Store, store)
-        name = f"round-{number}"
-        backend = _PatientBackend(torch_store, name, check)
-        handler = DynamicRendezvousHandler.from_backend(
-            name,
-            torch_store,
-            backend,
-            terms.fewest,
-            terms.most,
-            self.address,
-            RendezvousTimeout(join=_WEEK, last_call=timedelta(seconds=terms.last_call_s)),
-            keep_alive_interval=_KEEP_ALIVE_S,
-            keep_alive_max_attempt=_KEEP_ALIVE_MISSED,
-        )
-        # The handler's heartbeats end with the handler, which is not needed once all have been counted.
-        try:
-            with _own_stores_for_ranks():
-                info = handler.next_rendezvous()
-        except (RendezvousError, RuntimeError):  # a node went away in the middle, or the store: the next round shows
-            return None
-        finally:
-            backend.is_joining = False
-        return info.rank, info.world_size
+        if not self._token:
+            self._token = new_join_token()
+            if not leave_token(self._token, self._files):
+                listener.close()
+                raise LaunchError(
+                    "the run's join token could not be left for the other nodes",
+                    why=f"none of these files can be written: {', '.join(map(str, self._files))}",
+                    do=f'export {JOIN_TOKEN}="$(openssl rand -hex 32)", the same on all nodes',
+                )
+            atexit.register(self.close)
+        return StoreServer(listener, self._token)
 
 
-class _PatientBackend(C10dRendezvousBackend):
-    """Answers when there is something new, instead of being asked once a second, and ends a wait that `check` ends."""
-
-    def __init__(self, store: dist.Store, run_id: str, check: Callable[[], None]) -> None:
-        super().__init__(store, run_id)
-        self._check = check
-        self.is_joining = True
-
-    def get_state(self) -> tuple[bytes, Any] | None:
-        if self.is_joining:
-            self._check()
-        return super().get_state()
-
-    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
-        answer = super().set_state(state, token)
-        if answer is None or not answer[2] or not self.is_joining:
-            return answer
-        written = pickle.loads(state)  # by torch, in this process
-        if written.complete or written.closed:
-            return answer
-        deadline = time.monotonic() + _KEEP_ALIVE_S
-        while time.monotonic() < deadline:
-            self._check()
-            newest = super().get_state()
-            if newest is not None and newest[1] != answer[1]:
-                return *newest, False
-            time.sleep(_POLL_S)
-        return answer
+def _how_to_join(files: list[Path]) -> str:
+    return (
+        f"give all nodes the same one in the environment, {JOIN_TOKEN}, or by --join-token @file; without it, node 0 leaves"
+        f" one in {' and '.join(map(str, files))}, which must be on a disk that the nodes share"
+    )
 
 
-@contextmanager
-def _own_stores_for_ranks() -> Iterator[None]:
-    """Torch's switch against sharing the rendezvous' store with the ranks, while the rendezvous looks at it."""
-    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    with_switch = name in os.environ
-    if not with_switch:
-        os.environ[name] = "1"
+def _listen(host: str, port: int) -> socket.socket:
+    """On all addresses, since other nodes may know this one by another than it does; a meeting point on the loopback
+    is for this machine alone."""
+    family, _, _, _, target = _resolve(host, port)
+    if _is_loopback(host):
+        return socket.create_server(target[:2], family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def _is_loopback(host: str) -> bool:
+    """By its name: many machines know themselves as 127.0.1.1, and others know them as something else."""
     try:
-        yield
-    finally:
-        if not with_switch:
-            os.environ.pop(name, None)
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _resolve(host: str, port: int) -> tuple[Any, ...]:

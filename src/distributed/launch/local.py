@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distributed.core.env import WorkerEnv, gpu_names, inherited_environ
+from distributed.core.env import JOIN_TOKEN, WorkerEnv, gpu_names, inherited_environ
 from distributed.launch.crew import Crew
 from distributed.launch.echo import Echo, Screen
 from distributed.launch.nodes import Alone, Nodes, Round
@@ -16,6 +16,8 @@ from distributed.launch.request import LaunchRequest, NodePlace, ProcessSpec, Re
 from distributed.launch.supervisor import Patience, Supervisor
 from distributed.launch.warm_parent import ALWAYS, preloads
 
+# Of a run on one machine: what gloo and NCCL open is for this machine alone, and not for the network it is on.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
 _FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"  # collectives that torch remembers, for when one hangs; about 1 µs each
 
 
@@ -71,6 +73,8 @@ class LocalLauncher:
             variables[_FLIGHT_RECORDER] = "256"
         if request.threads_per_rank is not None and "OMP_NUM_THREADS" not in self.environ:
             variables["OMP_NUM_THREADS"] = str(request.threads_per_rank)
+        if request.most_nodes == 1:
+            variables |= {name: value for name, value in _LOOPBACK.items() if name not in self.environ}
         if request.device == "cpu":  # so that a script which takes a GPU where it sees one keeps to the CPU too
             variables["CUDA_VISIBLE_DEVICES"] = ""
         return variables | dict(request.env)
@@ -94,19 +98,22 @@ class LocalLauncher:
         They end with this process, and with the thread that calls this. Several nodes pass how they meet, and where
         they have met.
         """
-        inherited = {name: value for name, value in self.environ.items() if not name.startswith("TORCHELASTIC_")}
+        kept_back = ("TORCHELASTIC_", JOIN_TOKEN)
+        inherited = {name: value for name, value in self.environ.items() if not name.startswith(kept_back)}
+        nodes = nodes or Alone(request)
         echo = Echo(screen)
         script = None if request.command[0] == "-m" else request.command[0]
         preload = preloads(script, request.preload or ALWAYS) if request.warm else None
         supervisor = Supervisor(
             request,
-            nodes or Alone(request),
+            nodes,
             Crew(
                 inherited,
                 self.python,
                 preload=preload,
                 frees_devices=request.device == "cuda",
                 on_started=lambda member: echo.follow(member.rank, member.process.log_path),
+                door=nodes.door,
             ),
             lambda round_, slots: self.render_round(request, round_, slots),
             echo,
@@ -124,7 +131,7 @@ class LocalLauncher:
         """The ranks of this node in a round; a rank has the GPU of its slot, also when others are left out."""
         request = replace(request, run_dir=round_.run_dir, attempt=round_.attempt)
         rendered = self.render(request, round_.place, round_.restarts)
-        if request.device != "cuda" or list(slots) == list(range(len(slots))):
+        if request.device != "cuda" or request.shares_gpus or list(slots) == list(range(len(slots))):
             return rendered
         names = gpu_names(self.environ.get("CUDA_VISIBLE_DEVICES"), max(slots) + 1)
         specs = [

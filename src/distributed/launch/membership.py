@@ -14,17 +14,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from distributed.core.env import StoreDoor
 from distributed.core.errors import LaunchError
+from distributed.core.store_wire import StoreRefusedError
 from distributed.launch.nodes import News, Round, RunOver, StoppedWaiting
 from distributed.launch.peers import ARRIVED, KeyValueStore, NodeTalk
 from distributed.launch.ports import free_port
+from distributed.launch.rendezvous import rendezvous
 from distributed.launch.request import LaunchRequest
-from distributed.launch.rounds import Rounds, Terms
+from distributed.launch.rounds import Rounds
 from distributed.launch.seats import NodeCard, RoundRecord
 
 _POLL_S = 0.02
 _TRY_S = 8.0  # to connect; then it hangs half open
 _RETRY_S = 0.2
+_REFUSED_S = 10.0  # that a token which the user gave may be refused
 _FLUSH_S = 1.0  # for the news that makes the others come
 _FULL_S = 10.0  # a run of fixed size has had all of its nodes for so long: one more is a mistake
 
@@ -41,10 +45,15 @@ class MeetingPoint(Protocol):
 
     def keeps_store(self) -> bool: ...
 
-    def rendezvous(
-        self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]
-    ) -> tuple[int, int] | None:
-        """See rounds.Rendezvous."""
+    @property
+    def has_given_token(self) -> bool:
+        """Whether the token that opens it is the user's, so that one which is refused stays wrong."""
+
+    def door(self) -> StoreDoor:
+        """The way to it, for the ranks."""
+
+    def close(self) -> None:
+        """Remove what was left for others to find it by."""
 
 
 @dataclass
@@ -60,6 +69,7 @@ class _Line:
     def drop(self) -> None:
         self.abandoned.set()
         self.talk.close()
+        self.store.cut()
 
 
 class Membership:
@@ -90,7 +100,7 @@ class Membership:
         self._rejoin_timeout_s = rejoin_timeout_s
         self._lost_after_s = lost_after_s
         self._cut_off_after_s = cut_off_after_s
-        self._rounds = Rounds(request, point.rendezvous, first_call_s=first_call_s, last_call_s=last_call_s)
+        self._rounds = Rounds(request, rendezvous, first_call_s=first_call_s, last_call_s=last_call_s)
         self._line: _Line | None = None
         self._members = 0  # of the round that this node is in; 0: of none
 
@@ -137,6 +147,12 @@ class Membership:
 
     def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
         return self._line.talk.leave(ok, is_stopped) if self._line is not None else None
+
+    def door(self) -> StoreDoor:
+        return self._point.door()
+
+    def close(self) -> None:
+        self._point.close()
 
     def _card(self, line: _Line, attempt: int, sizes: Sequence[int], ranks: int) -> NodeCard:
         return NodeCard(
@@ -200,23 +216,32 @@ class Membership:
                     f"only {here} of {self._request.fewest_nodes} nodes came to {host}:{port} within {limit_s:.0f} s",
                     do=f"start the same command on all nodes, with master_addr={host} master_port={port}",
                 )
-        return not isinstance(errand.error, RuntimeError)  # what torch's stores raise when the connection is lost
+        return not isinstance(errand.error, RuntimeError)  # as when the connection is lost
 
     def _connect(self, before: _Line | None, deadline: float, limit_s: float, is_stopped: Callable[[], bool]) -> _Line:
         """A new connection to the meeting point, tried until the deadline."""
         host, port = self._request.meeting_point
         why = "no answer"
+        refused_since: float | None = None
         while True:
             errand = _Errand(partial(self._open, before))
             if errand.wait(_TRY_S):
                 if not isinstance(errand.error, OSError | RuntimeError):
                     return errand.result()
                 why = str(errand.error).partition("\n")[0]
+            now = time.monotonic()
+            is_refused = isinstance(errand.error, StoreRefusedError)
+            refused_since = (refused_since or now) if is_refused else None
             if is_stopped():
                 raise StoppedWaiting
-            if time.monotonic() > deadline:
+            # A run that has just ended may be there still, and a token in a file may be on its way.
+            if refused_since is not None and self._point.has_given_token and now > refused_since + _REFUSED_S:
+                break
+            if now > deadline:
                 break
             time.sleep(_RETRY_S)
+        if isinstance(errand.error, StoreRefusedError):
+            raise LaunchError(f"this node is not let into the run at {host}:{port}", why=why, do=errand.error.do)
         if before is None:
             raise LaunchError(
                 f"no node of this run answers at {host}:{port} (waited up to {limit_s:.0f} s)",

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from distributed.core.env import StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.launch.ports import free_port
 from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.store_server import LocalStore
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,12 @@ class Nodes(Peers, Protocol):
     def newcomer(self) -> bool:
         """Whether a node waits to join, and may; never waits."""
 
+    def door(self) -> StoreDoor:
+        """The store at which the ranks of all nodes find each other."""
+
+    def close(self) -> None:
+        """Nothing more is asked of this; what was made for the run alone is removed."""
+
 
 class Alone:
     """The only node of a run."""
@@ -113,6 +121,7 @@ class Alone:
     def __init__(self, request: LaunchRequest) -> None:
         self._request = request
         self._met = 0
+        self._store: LocalStore | None = None
 
     def gather(
         self,
@@ -141,6 +150,14 @@ class Alone:
 
     def newcomer(self) -> bool:
         return False
+
+    def door(self) -> StoreDoor:
+        self._store = self._store or LocalStore()
+        return self._store.door
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
 
     def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
         return None

@@ -25,17 +25,21 @@ _WAITING, _IN, _DONE, _GONE, _LEFT = "waiting", "in", "done", "gone", "left"
 
 
 class KeyValueStore(Protocol):
-    """The part of torch's stores that is used here."""
+    """The part of a StoreClient that is used here. A lost connection raises RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
     def get(self, key: str, /) -> bytes: ...
 
+    def read(self, keys: list[str], /) -> list[bytes | None]: ...
+
     def add(self, key: str, amount: int, /) -> int: ...
 
     def check(self, keys: list[str], /) -> bool: ...
 
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def compare_set(self, key: str, expected: str | bytes, desired: str, /) -> bytes: ...
+
+    def cut(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -195,9 +199,10 @@ class NodeTalk:
         return None
 
     def close(self) -> None:
-        """No more talk on this connection; a thread that hangs in it ends when the connection does."""
+        """No more talk on this connection; a thread that waits in it ends."""
         self._closed.set()
         self._wake.set()
+        self._store.cut()
 
     def _wait_for_done(self, is_stopped: Callable[[], bool]) -> News | None:
         while not self._all_done() and not is_stopped():
@@ -256,7 +261,7 @@ class NodeTalk:
                 self._steps += 1
                 self._wake.wait(_TICK_S)
                 self._wake.clear()
-        except RuntimeError as error:  # what torch's stores raise when the connection is lost
+        except RuntimeError as error:  # the connection is lost
             self._broken = str(error).partition("\n")[0]
 
     def _beat(self) -> None:
@@ -297,18 +302,16 @@ class NodeTalk:
 
     def _look(self) -> None:
         """Read the beats of all agents that ever came and have not left."""
+        arrived = range(1, self._store.add(ARRIVED, 0) + 1)
+        with self._lock:
+            gone = {agent for agent, seen in self._seen.items() if seen.status in (_GONE, _LEFT)}
+        others = [agent for agent in arrived if agent != self._agent and agent not in gone]
+        beats = self._store.read([f"beat/{agent}" for agent in others])
         now = time.monotonic()
-        for agent in range(1, self._store.add(ARRIVED, 0) + 1):
-            before = self._seen.get(agent)
-            if agent == self._agent or (before and before.status in (_GONE, _LEFT)):
-                continue
-            key = f"beat/{agent}"
-            if not (before and before.beat) and not self._store.check([key]):
-                continue
-            beat = self._store.get(key)
-            with self._lock:
+        with self._lock:
+            for agent, beat in zip(others, beats, strict=True):
                 before = self._seen.get(agent)
-                if before is None or before.beat != beat:
+                if beat is not None and (before is None or before.beat != beat):
                     since = before.since if before else now
                     self._seen[agent] = _Seen(beat, beat.decode().split()[1], since, now)
         self._over = self._over or self._store.check(["over"])

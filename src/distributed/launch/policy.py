@@ -87,6 +87,8 @@ def classify(
         kind = "collateral"
     elif ending.is_collateral:
         kind = "machine" if is_alone else "collateral"
+    elif ending.code == 0:  # no machine ends a process well
+        kind = "code"
     elif record is None or _MACHINE_ERROR.search(record.message):
         kind = "machine"
     else:

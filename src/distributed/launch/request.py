@@ -49,9 +49,11 @@ class LaunchRequest:
     env: Mapping[str, str] = field(default_factory=dict)  # for every rank, beside what this process has
     attempt: int = 0
     device: str = "cpu"
+    shares_gpus: bool = False  # whether several ranks have the same one
     warm: bool = False  # fork the ranks from one process that has its imports behind it
     preload: tuple[str, ...] = ()  # what that one imports; none: torch and ours
     roles: Roles | None = None  # of the ranks, where they are not alike
+    join_token: str = field(default="", repr=False)  # the secret of a run over several nodes; "": left to the nodes
     address: str | None = None  # of the cluster whose nodes run the ranks, where that is another one's to place
 
     def for_engine(self, name: str, config: DistributedConfig) -> LaunchRequest:

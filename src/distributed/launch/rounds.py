@@ -32,6 +32,10 @@ class RoundOver(Exception):
     """The nodes have gone on to a later round."""
 
 
+class TooLate(Exception):
+    """The round was sealed without this node."""
+
+
 @dataclass(frozen=True)
 class Terms:
     """How many nodes a round takes; those who open it decide, for all who come."""
@@ -44,10 +48,8 @@ class Terms:
 class Rendezvous(Protocol):
     """Counts those who come."""
 
-    def __call__(
-        self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]
-    ) -> tuple[int, int] | None:
-        """This node's seat and how many there are, or None if nothing came of it; `check` raises to end the wait."""
+    def __call__(self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]) -> tuple[int, int]:
+        """This node's seat and how many there are; raises TooLate, and whatever `check` raises to end the wait."""
 
 
 class Rounds:
@@ -81,6 +83,7 @@ class Rounds:
                 raise RoundOver
 
         opened_at: dict[int, float] = {}
+        late_since: dict[int, float] = {}
         while True:
             number = store.add(ROUND, 0)
             if abandoned.is_set():
@@ -106,9 +109,16 @@ class Rounds:
             try:
                 seat = self._rendezvous(store, number, terms, check)
                 self._last = number
-                record = self._agree(store, number, card, before, *seat) if seat is not None else RoundRecord()
+                record = self._agree(store, number, card, before, *seat)
             except RoundOver:
                 self._last = number
+                continue
+            except TooLate:
+                if time.monotonic() > late_since.setdefault(number, time.monotonic()) + _CARD_S + 2 * _RECORD_S:
+                    store.compare_set(
+                        f"record/{number}", "", RoundRecord().to_json()
+                    )  # those it was sealed with are gone
+                time.sleep(_IDLE_POLL_S)
                 continue
             if card.agent in record.agents:
                 self._was_member = True

@@ -126,6 +126,7 @@ class Supervisor:
         """End whatever runs, at once."""
         self.crew.close()
         self.echo.close()
+        self.nodes.close()
 
     def _next(self, outcome: Outcome, watch: Watch) -> Watch:
         """What follows a world, or what goes on in it."""

@@ -153,7 +153,9 @@ class WarmParent:
         if self._hung_up:
             return
         if wait:
-            select.select([self._line], [], [])
+            poll = select.poll()
+            poll.register(self._line, select.POLLIN)
+            poll.poll()
         with contextlib.suppress(BlockingIOError):
             while True:
                 try:

@@ -179,8 +179,9 @@ class Watch:
         return max([self.begun_at, *signs]) if signs else time.monotonic()
 
     def failure(self) -> Ending | None:
+        stopping = self.stopping()
         endings = (member.ending for member in self.crew.members if member.ending is not None)
-        return first_failure(ending for ending in endings if not ending.is_benign(self.stopping()))
+        return first_failure(e for e in endings if not e.is_benign(stopping) or (stopping is None and e.code == 0))
 
     def close(self) -> None:
         if self._hangs is not None:
@@ -224,7 +225,8 @@ class Watch:
         assert self._failed_at is not None
         if failure.cannot_go_on:
             return True
-        if not failure.is_collateral:
+        is_guess = failure.is_collateral or (failure.code == 0 and not failure.is_early)
+        if not is_guess:
             if failure.record is None or all(member.ending is not None for member in self.crew.members):
                 return True
             return time.monotonic() > self._failed_at + _ROOT_CAUSE_GRACE_S

@@ -22,7 +22,7 @@ from distributed.core.plan import (
     SchedulePlan,
 )
 from distributed.core.registry import load_target
-from distributed.core.values import parse_best, parse_frequency
+from distributed.core.values import parse_best, parse_changes, parse_frequency
 from distributed.planner.deepspeed_adoption import adopt
 from distributed.planner.hardware import Hardware
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel
@@ -46,6 +46,9 @@ class JobProfile:
     owns_schedule: bool = False
     binds_schedule: bool = False  # ... and its scheduler has already read the optimizer's rates
     parameters: int = 0  # numbers in the model
+
+
+_REPLICA_CHECKS: dict[bool | str, str] = {True: "all", "parameters": "parameters", False: "nothing"}
 
 
 def make_plan(
@@ -99,6 +102,7 @@ def make_plan(
         mesh=parallel.mesh,
         num_nodes=resources.num_nodes,
         device=resources.device,
+        shares_gpus=config.share_gpus and resources.device == "cuda" and resources.ranks_per_node > len(hardware.gpus),
         collectives=_plan_collectives(config, resources.device, decisions, problems),
         collective_timeout_s=config.collective_timeout_s,
         threads_per_rank=1 if bitwise else max(1, hardware.cpu_cores // resources.ranks_per_node),
@@ -108,6 +112,7 @@ def make_plan(
         on_nan=config.on_nan,
         loss_weighting=config.loss_weighting,
         iterable_split=config.iterable_split,
+        sample_check=config.sample_check,
         precision=_plan_precision(config, resources.device, hardware, decisions),
         optimizer=_plan_optimizer(config, profile, batch, decisions, problems),
         schedule=SchedulePlan(
@@ -122,6 +127,7 @@ def make_plan(
             config.static_graph,
             config.bucket_cap_mb,
             syncs_batchnorm,
+            _REPLICA_CHECKS[config.check_replicas],
         ),
         shard=parallel.shard,
         tensor=parallel.tensor,
@@ -166,7 +172,8 @@ def _join(
     if world.run_dir and config.run_dir and os.path.abspath(config.run_dir) != os.path.abspath(run_dir):
         why = f"the launcher's; run_dir={config.run_dir} is not used"
         decisions.append(Decision(f"run directory {run_dir}", why))
-    problems = too_few_gpus(asked.device, world.local_world_size, hardware, world.launcher)
+    ranks = world.local_world_size
+    problems = [] if config.share_gpus else too_few_gpus(asked.device, ranks, hardware, world.launcher)
     resources = Resources(asked.device, world.num_nodes, -(-world.world_size // world.num_nodes))
     return resources, decisions, problems
 
@@ -317,6 +324,7 @@ def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan
         unit=unit,
         resume=config.resume_from_checkpoint,
         own_rates=config.resume_hyperparameters == "config",
+        allowed=parse_changes(config.allow_change) if config.allow_change else (),
         asynchronous=config.checkpoint_async,
         keep_last=config.keep_last,
         keep_every=config.keep_every,

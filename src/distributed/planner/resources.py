@@ -52,7 +52,10 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
     engine = engine_of(config)
     problems += load_target(engine.checks)(config) if engine.checks else []
     asked_by = f"num_gpus ({config.source('num_gpus')}), gpus_per_node ({config.source('gpus_per_node')})"
-    problems += [] if engine.spans else too_few_gpus(device, per_node, hardware, asked_by)
+    if config.share_gpus:
+        decisions.append(_sharing(device, per_node, gpus))
+    elif not engine.spans:
+        problems += too_few_gpus(device, per_node, hardware, asked_by)
     most_nodes = config.max_nodes or config.num_nodes
     if most_nodes > 1 and config.master_addr is None and not engine.spans:
         problems.append(
@@ -71,6 +74,14 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
     return Resources(device, config.num_nodes, per_node), decisions, problems
 
 
+def _sharing(device: str, ranks: int, gpus: int) -> Decision:
+    if device != "cuda":
+        return Decision("share_gpus has no effect", "the ranks are CPU processes", "device")
+    if ranks <= gpus:
+        return Decision("share_gpus has no effect", f"{ranks} ranks on a node with {gpus} GPUs: each has its own")
+    return Decision(f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}", "to try the run, not for speed", "share_gpus")
+
+
 _SHOW_ONE_GPU = ("srun", "distributed", "ray")  # launchers that may show each rank its own GPU only
 
 
@@ -82,6 +93,8 @@ def too_few_gpus(device: str, ranks: int, hardware: Hardware, asked_by: str) -> 
         Problem(
             f"{ranks} GPUs asked for on this node, but it has {gpus}",
             why=f"asked by {asked_by}",
-            do=f"set num_gpus={gpus}" + f" or device=cpu to run {ranks} CPU processes" if gpus else "set device=cpu",
+            do=f"set num_gpus={gpus}, share_gpus=true to try {ranks} ranks on fewer GPUs, or device=cpu for processes"
+            if gpus
+            else "set device=cpu",
         )
     ]

@@ -14,6 +14,7 @@ from distributed.core.plan import Decision, Plan
 _OF_TORCH = (
     "bucket_cap_mb",
     "sample_ledger",
+    "sample_check",
     "certificate_steps",
     "iterable_split",
     "min_gpus",

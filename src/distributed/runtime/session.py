@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import ipaddress
 import itertools
+import os
 import random
 import socket
 import time
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import LaunchError, PlanError
+from distributed.runtime.rank_store import RankStore
 from distributed.runtime.sockets import open_sockets, shut_down
 
 _CONNECT_S = 2.0  # for one try to reach the store of a rank 0 that listens
@@ -45,6 +48,7 @@ class Session:
         self.stream = env.rank  # of random numbers: of ranks that compute the same, the same
         self.is_dry = False  # whether tensors hold nothing and collectives do nothing: of a dry run
         self._sockets = sockets  # of the process group, if it is ours
+        self._cut_store: Callable[[], None] = lambda: None  # ends what this rank waits for in the store
         # Whether this process can leave its world and join another: the group must be ours, and end when it is cut off.
         self.can_regroup = bool(sockets) and dist.get_backend() == "gloo"
         self.cut_more: Callable[[], None] = lambda: None  # ends the collectives of a library beside this group
@@ -67,23 +71,35 @@ class Session:
         opening: Callable[[Callable[[], None]], None] = lambda cut_off: None,
         is_over: Callable[[], bool] = lambda: False,
         listener: socket.socket | None = None,
+        shares_gpus: bool = False,
     ) -> Session:
         """Join the world, or the process group that the script has already made.
 
         `opening` is given what ends the wait for the others, for another thread to call; `is_over` tells that it did.
         `listener` is rank 0's, where it already listens at the meeting point.
         """
-        chosen = _choose_device(device, env.local_rank)
+        chosen = _choose_device(device, env.local_rank, shares_gpus)
         if env.world_size == 1 and not dist.is_initialized():
             return Session(env, chosen, None)
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session()}", store))
         _check_collectives(collectives)
+        if shares_gpus:
+            _be_a_host_of_its_own(env)
         before = set(open_sockets())
-        opening(lambda: shut_down(set(open_sockets()) - before))
+        cut_store: list[Callable[[], None]] = []
+
+        def cut_off() -> None:
+            shut_down(set(open_sockets()) - before)
+            for cut in cut_store:
+                cut()
+
+        opening(cut_off)
         try:
             store, rank, world_size = _meet(env, timeout_s, is_over, listener)
+            if isinstance(store, RankStore):
+                cut_store.append(store.cut)
             of_store = set(open_sockets())
             _await_all(store, env, timeout_s, is_over)
             meets_quickly = collectives == "gloo"
@@ -107,11 +123,14 @@ class Session:
             ) from (failed if env.restarts else None)  # later, a peer has died; at first, it is what it says
         atexit.register(leave_world)
         ours = frozenset(set(open_sockets()) - (before if env.launcher in _REGROUPING else of_store))
-        return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session(new=True)}", store), ours)
+        session = Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session(new=True)}", store), ours)
+        session._cut_store = store.cut if isinstance(store, RankStore) else session._cut_store
+        return session
 
     def cut_off(self) -> None:
         """End every collective that this rank is in or begins, here and at its peers; for any thread to call."""
         self.cut_more()
+        self._cut_store()
         shut_down(set(self._sockets))
 
     def number(self) -> int:
@@ -152,6 +171,14 @@ class Session:
                 dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
+    def gather(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """A tensor of each rank, all of one shape, on every rank: a row for each."""
+        rows = [torch.empty_like(values) for _ in range(self.world_size)] if self.world_size > 1 else [values]
+        if self.world_size > 1:
+            with self.named(name):
+                dist.all_gather(rows, values)
+        return torch.stack(rows)
+
     def barrier(self, name: str) -> None:
         """Returns when every rank has come here."""
         self.sum(name, torch.zeros(1, device=self.device))
@@ -183,9 +210,7 @@ class Session:
         lengths: list[int] = self.sum(name, sizes).tolist()
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self.device)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)].to(self.device)
-        found = [torch.empty_like(padded) for _ in lengths]
-        with self.named(name):
-            dist.all_gather(found, padded)
+        found = self.gather(name, padded)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(found, lengths, strict=True)]
 
     @contextmanager
@@ -217,6 +242,10 @@ def _meet(
     if env.launcher == "torchrun":
         store, rank, world_size = next(iter(dist.rendezvous("env://", env.rank, env.world_size)))
         return store, rank, world_size
+    if env.store is not None:
+        return RankStore(env.store, env.attempt, timeout_s), env.rank, env.world_size
+    if env.is_main and listener is None:
+        listener = _loopback_listener(env)
     waits_briefly = not env.is_main and env.launcher in _REGROUPING
     deadline = time.monotonic() + timeout_s
     while True:
@@ -238,6 +267,17 @@ def _meet(
             continue
         store.set_timeout(timedelta(seconds=timeout_s))
         return store, env.rank, env.world_size
+
+
+def _loopback_listener(env: WorkerEnv) -> socket.socket | None:
+    """Where all ranks are on this machine: torch's store would listen on all of its addresses."""
+    try:
+        if env.num_nodes > 1 or not ipaddress.ip_address(env.master_addr).is_loopback:
+            return None
+        family = socket.AF_INET6 if ":" in env.master_addr else socket.AF_INET
+        return socket.create_server((env.master_addr, env.master_port), family=family, backlog=1024)
+    except (OSError, ValueError):  # taken, or a name: torch says so, or knows what to do with it
+        return None
 
 
 def _await_all(store: dist.Store, env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> None:
@@ -305,10 +345,18 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def _choose_device(kind: str, local_rank: int) -> torch.device:
+def _be_a_host_of_its_own(env: WorkerEnv) -> None:
+    """NCCL refuses two ranks of one host on one GPU. Taken for hosts with a GPU each, they talk over sockets."""
+    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-rank-{env.rank}"
+    if env.num_nodes == 1:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _choose_device(kind: str, local_rank: int, shares_gpus: bool = False) -> torch.device:
     if kind != "cuda":
         return torch.device("cpu")
-    local_rank = 0 if torch.cuda.device_count() == 1 else local_rank  # Slurm may show each rank its own GPU only
+    if shares_gpus or torch.cuda.device_count() == 1:  # Slurm may show each rank its own GPU only
+        local_rank %= torch.cuda.device_count()
     if local_rank >= torch.cuda.device_count():
         raise PlanError(
             f"local rank {local_rank} has no GPU: this process sees {torch.cuda.device_count()}",

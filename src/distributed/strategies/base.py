@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,6 +25,19 @@ class Outcome(NamedTuple):
     target: Any
     weight: torch.Tensor | None = None  # over how much the mean goes, where that is not the number of samples
     is_sum: bool = False
+    is_own: bool = False  # whether the model itself returned the loss
+    is_given: bool = False  # whether the weight came with the loss
+    fitted: Any = None  # the loss function, where it was chosen by the target
+
+
+class Trial(NamedTuple):
+    """What a task may do to find out over what its loss is a mean, before the first backward pass of a world."""
+
+    agree: Callable[[torch.Tensor], torch.Tensor]  # the sum over all ranks; every rank calls it
+    matters: bool  # whether a step has several parts, which are weighted by it
+    module: nn.Module
+    run: Callable[[Any], Outcome] | None  # a batch as an evaluation would; None: not while the model is in parts
+    is_rough: bool  # whether it computes in few bits
 
 
 class MetricSum(NamedTuple):
@@ -56,16 +69,29 @@ class StepTask(Protocol):
     model: nn.Module
     optimizer: Any  # the user's: one that is made, what makes one, or None
 
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The loss, where it is a module and no part of the model."""
+
+    def loss_state(self) -> dict[str, Any]:
+        """What the loss keeps from step to step, by name; {}: nothing."""
+
     def move_to(self, device: torch.device) -> None: ...
 
     def move_loss_to(self, device: torch.device) -> None: ...
 
     def run(self, model: nn.Module, batch: Any) -> Outcome: ...
 
-    def measure(self, outcome: Outcome, size: int, *, checks: bool = True) -> dict[str, MetricSum]: ...
+    def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: Trial) -> Outcome | None:
+        """The first outcome of a world, with the weight that all ranks have agreed on; every rank comes here."""
 
-    def check_targets(self, outcome: Outcome) -> None:
-        """What `measure` checks unless told not to: it looks at values, for which a device must be waited for."""
+    def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]: ...
+
+    def check_targets(self) -> None:
+        """Raise what the targets since the last look were found to be; a device must be waited for."""
+
+    def check_evaluated(self, outcome: Outcome) -> None:
+        """The same for a batch of an evaluation."""
 
     def make_optimizer(self, model: nn.Module, plan: Plan) -> torch.optim.Optimizer: ...
 
@@ -85,14 +111,11 @@ class Capturable(Protocol):
     def forget_step(self) -> None:
         """A step was begun and is not carried out: no gradient of it is left."""
 
-    def check_measured(self, measured: Outcome | None) -> None: ...
+    def check_targets(self) -> None:
+        """After a step that is measured, where values are looked at."""
 
-    @property
-    def measured(self) -> Outcome | None:
-        """Of the last step that was measured, what is still to be checked, without the outputs."""
-
-    def parts(self) -> list[Any]:
-        """What Python runs in a step: the model and the loss."""
+    def parts(self) -> Mapping[str, Any]:
+        """What Python runs in a step, by name: the model, the loss, and the metrics."""
 
     def changing(self) -> list[torch.Tensor]:
         """Every tensor that a step changes: parameters, buffers, and the state of optimizer and scaler."""
@@ -131,6 +154,12 @@ class Strategy(Protocol):
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         """Of a tensor in a checkpoint, by its path and whole shape, what this rank needs; None: all of it."""
+
+    def replicated(self) -> Iterator[tuple[str, torch.Tensor | str]]:
+        """What this rank holds, by names that say what and which part of it: ranks with the same name hold the same.
+
+        Texts are settings. Asks no other rank, and waits for no device.
+        """
 
     def held_state(self) -> StateTree | None:
         """`state` as this rank holds it at its last step boundary, without asking the others, which may be gone.

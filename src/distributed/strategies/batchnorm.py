@@ -1,11 +1,12 @@
-"""BatchNorm over the whole micro-batch of all ranks, on any device and for shares of any size, empty ones included.
+"""Batch normalization over the samples of all ranks, on any device and for shares of any size, empty ones included.
 
-torch's own SyncBatchNorm runs on GPUs only and would count the stand-in sample of an empty share.
+torch's own SyncBatchNorm runs on GPUs only, would count the stand-in sample of an empty share, and has no second
+derivative, which a gradient penalty needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,117 +14,138 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-
-class _Normalize(torch.autograd.Function):
-    """Normalization whose mean and variance, and whose gradients through them, go over all ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, count: torch.Tensor, is_empty: bool
-    ) -> torch.Tensor:
-        shape = _channel_shape(x)
-        normal = (x - mean.view(shape)) * rstd.view(shape)
-        ctx.save_for_backward(normal, rstd, count)
-        ctx.is_empty = is_empty
-        return normal
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
-        normal, rstd, count = ctx.saved_tensors
-        dims = _reduced_dims(grad)
-        sums = torch.stack([grad.sum(dims), (grad * normal).sum(dims)])
-        dist.all_reduce(sums)
-        if ctx.is_empty:  # a stand-in had no part in the statistics, so nothing flows back through them
-            return torch.zeros_like(grad), None, None, None, None
-        shape = _channel_shape(grad)
-        mean_grad, mean_grad_normal = (sums / count).view(2, *shape)
-        return (grad - mean_grad - normal * mean_grad_normal) * rstd.view(shape), None, None, None, None
-
-
-class SyncBatchNorm(_BatchNorm):
-    """A BatchNorm layer that sees the micro-batch of all ranks while it trains."""
-
-    share_is_empty = False  # set by the strategy around a stand-in batch
-    copies = 1  # how many ranks see the same samples: means do not show it, the unbiased variance would
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"BatchNorm expects at least 2 dimensions, got {input.dim()}")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self._check_input_dim(input)
-        if not self.training or not dist.is_initialized():  # in an evaluation the ranks are not in step
-            return super().forward(input)
-        x = input if input.dtype == torch.float64 else input.float()
-        count, mean, var = self._global_statistics(x)
-        self._update_running(count, mean, var)
-        normal = _Normalize.apply(x, mean, torch.rsqrt(var + self.eps), count, self.share_is_empty)
-        if self.affine:
-            shape = _channel_shape(x)
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal.to(input.dtype)
-
-    def _global_statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Count, mean and biased variance of each channel over all ranks; two passes, so that no digits are lost."""
-        with torch.no_grad():
-            dims = _reduced_dims(x)
-            weight = 0.0 if self.share_is_empty else 1.0
-            count = x.new_tensor([weight * x.numel() / x.size(1)])
-            sums = torch.cat([x.sum(dims) * weight, count])
-            dist.all_reduce(sums)
-            count = sums[-1:]
-            mean = sums[:-1] / count
-            squares = (x - mean.view(_channel_shape(x))).square().sum(dims) * weight
-            dist.all_reduce(squares)
-            return count, mean, squares / count
-
-    def _update_running(self, count: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> None:
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
-            return
-        with torch.no_grad():
-            momentum: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
-                if self.momentum is None:
-                    momentum = 1.0 / self.num_batches_tracked.float()
-            seen = count / self.copies
-            unbiased = var * (seen / (seen - 1).clamp_min(1))
-            self.running_mean.mul_(1 - momentum).add_(mean.to(self.running_mean.dtype) * momentum)
-            self.running_var.mul_(1 - momentum).add_(unbiased.to(self.running_var.dtype) * momentum)
+Groups = Sequence[dist.ProcessGroup | None]  # over which samples are shared out, one after the other; None: all ranks
 
 
 def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def synchronize_batchnorm(model: nn.Module, copies: int = 1) -> Callable[[], None]:
-    """Replace every BatchNorm layer inside the model by one that sees all ranks; returns what undoes it.
+def normalize_over_ranks(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    groups: Groups,
+    copies: int = 1,
+    is_empty: bool = False,
+) -> torch.Tensor:
+    """What F.batch_norm gives in training for the samples of all ranks, of which `x` are this rank's.
 
-    Both layers hold the same parameters and buffers, so optimizers stay valid and nothing is copied back. `copies`: how
-    many ranks see the same samples.
+    `copies`: how many of the ranks see the same samples: means do not show it, the unbiased variance would.
     """
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, _BatchNorm) and not isinstance(child, SyncBatchNorm):
-                setattr(parent, name, _synced(child, copies))
-                replaced.append((parent, name, child))
+    with torch.no_grad():
+        wide = _widened(x)
+        dims = _reduced_dims(wide)
+        sums = torch.cat([wide.sum(dims), wide.new_full((1,), wide.numel() / wide.size(1))])
+        sums = _sum(torch.zeros_like(sums) if is_empty else sums, groups)
+        count, mean = sums[-1:], sums[:-1] / sums[-1:]
+        squares = (wide - mean.view(_channel_shape(wide))).square().sum(dims)  # a second pass: no digits are lost
+        var = _sum(torch.zeros_like(squares) if is_empty else squares, groups) / count
+        seen = count / copies
+        for running, value in ((running_mean, mean), (running_var, var * (seen / (seen - 1).clamp_min(1)))):
+            if running is not None:
+                running.mul_(1 - momentum).add_(value.to(running.dtype) * momentum)
+        rstd = torch.rsqrt(var + eps)
+    normal: torch.Tensor = _Normalize.apply(x, weight, bias, mean, rstd, count, eps, tuple(groups), is_empty)
+    return normal
 
-    def undo() -> None:
-        for parent, name, child in replaced:
-            child.train(getattr(parent, name).training)
-            setattr(parent, name, child)
 
-    return undo
+class _Normalize(torch.autograd.Function):
+    """Its gradients go through the mean and the variance of all ranks' samples."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        rstd: torch.Tensor,
+        count: torch.Tensor,
+        eps: float,
+        groups: Groups,
+        is_empty: bool,
+    ) -> torch.Tensor:
+        shape = _channel_shape(x)
+        ctx.save_for_backward(x, weight, mean, rstd, count)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.eps, ctx.groups, ctx.is_empty = eps, groups, is_empty
+        normal = (_widened(x) - mean.view(shape)) * rstd.view(shape)
+        if weight is not None:
+            normal = normal * weight.view(shape)
+        if bias is not None:
+            normal = normal + bias.view(shape)
+        return normal.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, weight, mean, rstd, count = ctx.saved_tensors
+        if torch.is_grad_enabled():  # somebody will differentiate this once more: the statistics depend on x, too
+            count, mean, rstd = _differentiable_statistics(_widened(x), ctx.eps, ctx.groups, ctx.is_empty)
+        shape = _channel_shape(x)
+        wide = _widened(gradient)
+        normal = (_widened(x) - mean.view(shape)) * rstd.view(shape)
+        dims = _reduced_dims(wide)
+        own = torch.stack([wide.sum(dims), (wide * normal).sum(dims)])
+        if ctx.is_empty:  # a stand-in had no part in the statistics, so nothing flows back through them
+            own = _nothing_of(own)
+        mean_gradient, mean_product = (_Sum.apply(own, ctx.groups) / count).view(2, *shape)
+        for_x = (wide - mean_gradient - normal * mean_product) * rstd.view(shape)
+        if weight is not None:
+            for_x = for_x * weight.view(shape)
+        if ctx.is_empty:
+            for_x = _nothing_of(for_x)
+        for_weight = None if weight is None else own[1].to(weight.dtype)
+        for_bias = None if ctx.bias_dtype is None else own[0].to(ctx.bias_dtype)
+        return for_x.to(x.dtype), for_weight, for_bias, None, None, None, None, None, None
 
 
-def _synced(layer: _BatchNorm, copies: int) -> SyncBatchNorm:
-    synced = SyncBatchNorm(
-        layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
-    )
-    synced.copies = copies
-    synced._parameters, synced._buffers = layer._parameters, layer._buffers
-    return synced.train(layer.training)
+class _Sum(torch.autograd.Function):
+    """The sum over ranks. Each rank has a loss of its own and the sum of them is differentiated: its gradient is again
+    a sum, to any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        ctx.groups = groups
+        return _sum(x.clone(), groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _Sum.apply(gradient, ctx.groups), None
+
+
+def _differentiable_statistics(
+    x: torch.Tensor, eps: float, groups: Groups, is_empty: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Count, mean and 1 / standard deviation of each channel over all ranks, as functions of this rank's samples."""
+    dims = _reduced_dims(x)
+    count = _sum(x.new_full((1,), 0.0 if is_empty else x.numel() / x.size(1)), groups)
+    own = x.sum(dims)
+    mean = _Sum.apply(_nothing_of(own) if is_empty else own, groups) / count
+    own = (x - mean.view(_channel_shape(x))).square().sum(dims)
+    var = _Sum.apply(_nothing_of(own) if is_empty else own, groups) / count
+    return count, mean, torch.rsqrt(var + eps)
+
+
+def _nothing_of(x: torch.Tensor) -> torch.Tensor:
+    """Zeros with the graph of `x`: its ranks then meet as often in a second backward pass as those with samples."""
+    return x.nan_to_num(0.0, 0.0, 0.0) * 0.0
+
+
+def _sum(values: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Over the ranks of all groups, in place."""
+    for group in groups:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _reduced_dims(x: torch.Tensor) -> list[int]:

@@ -40,8 +40,10 @@ class BitwiseReplicas(Replica):
         super().setup(task, plan, session)
         _refuse_collectives(self.module)
         self._cut = {"virtual_ranks": plan.batch.leaves, "global_batch": plan.batch.global_batch}
-        send_from_first("rank 0's model", [*self.module.parameters(), *self.module.buffers()], session)
-        self._buffers = LeafBuffers(self.module)
+        modules = [self.module, *([] if self._loss is None else [self._loss])]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        send_from_first("rank 0's model", tensors, session)
+        self._buffers = LeafBuffers(*modules)
         self._scalars = torch.ones(_USED + len(self._parameters), dtype=torch.float64, device=session.device)
         self._scalars[:_USED] = 0.0
         self._tree = self._make_tree()
@@ -71,6 +73,11 @@ class BitwiseReplicas(Replica):
             missing &= self._add_leaf(micro)
             if measure and index == last:
                 metrics = self._task.measure(outcome, micro.size)
+        if not self._is_settled:  # no leaf of this rank has a sample; the others wait for it
+            self._is_settled = True
+            self._task.settle(None, None, 0, self._trial())
+        if measure:
+            self._task.check_targets()
         loss = self._take_totals(missing, is_weighted)
         fewer_buffers = self._buffers.agree(self._session)  # before the update: nothing may fail after it
         norm = self._update(measure)
@@ -110,6 +117,8 @@ class BitwiseReplicas(Replica):
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
         seed_generators(micro.leaf.training_seed, self._session.device)
         outcome = self._forward(self._model, batch)
+        if not self._is_settled:
+            outcome = self._settle(outcome, batch, micro.size)
         part = outcome.loss
         if outcome.weight is not None:
             part = unless_empty(part, outcome.weight) * outcome.weight
@@ -149,18 +158,27 @@ class BitwiseReplicas(Replica):
         if missing:  # those that nobody used have no gradient, as in one process: the optimizer leaves them alone
             missing = {index for index, used in enumerate(scalars[_USED:].tolist()) if not used}
         for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
-            parameter.grad = None if index in missing else gradient
+            parameter.grad = None if index in missing else _laid_out(gradient, parameter)
         if is_weighted is None:
             is_weighted = scalars[_WEIGHTED].item() > 0
         if not is_weighted:
             return scalars[_LOSS].clone()
         factor = 1.0 / scalars[_WEIGHT]
         torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
-        return scalars[_LOSS] * factor
+        loss = scalars[_LOSS] * factor
+        if self._checks_loss and not math.isfinite(value := loss.item()):  # a mean over no target at all
+            raise NonFiniteLoss(value)
+        return loss
 
     def _make_tree(self) -> TreeSum:
         layout = FlatLayout([*self._parameters, self._scalars, *self._buffers.tensors])
         return TreeSum("gradients of the leaves", layout, self._session)
+
+
+def _laid_out(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """In the order of its parameter: a fused optimizer takes both as they lie in memory."""
+    is_alike = gradient.stride() == parameter.stride()
+    return gradient if is_alike else torch.empty_like(parameter).copy_(gradient)
 
 
 def _refuse_collectives(module: nn.Module) -> None:

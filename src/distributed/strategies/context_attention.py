@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from distributed.core.errors import PlanError
+from distributed.strategies.sequence_masks import SequenceMasks
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -21,11 +22,13 @@ HALF = (torch.float16, torch.bfloat16)
 class SequencePart:
     """The part of a sequence that a rank of a group has, while a block runs on it."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, dim: int = 1) -> None:
+        """`dim`: in which the positions of hidden states lie."""
         self.group = group
         self.size = dist.get_world_size(group)
         self._at = dist.get_rank(group)
         self._length = 0  # outside of a block
+        self.masks = SequenceMasks(self._at, dim)
 
     @contextmanager
     def running(self, length: int) -> Iterator[None]:
@@ -36,6 +39,10 @@ class SequencePart:
                 yield
         finally:
             self._length = before
+
+    def drawing(self, dropout_p: float, device: torch.device) -> AbstractContextManager[None]:
+        """While the weights of this part's queries are dropped."""
+        return self.masks.own(device) if dropout_p else nullcontext()
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         length = tensor.shape[dim] // self.size
@@ -58,6 +65,20 @@ class SequencePart:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """scaled_dot_product_attention of this rank's queries over the keys and values of all ranks."""
+        with self.drawing(dropout_p if self._length == query.shape[-2] else 0.0, query.device):
+            return self._attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
         more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         if not self._length or query.shape[-2] != self._length:  # not along the sequence
             return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **more)
@@ -103,7 +124,8 @@ class SequencePart:
             mask = given.arguments.get("attn_mask")
             if mask is not None:
                 given.arguments.update(attn_mask=self._rows(mask), is_causal=False)
-            with self.running(0):
+            dropout_p = attention.dropout if attention.training else 0.0
+            with self.running(0), self.drawing(dropout_p, query.device):
                 return getattr(attention, inner)(*given.args, **given.kwargs)
 
         return forward
@@ -134,7 +156,7 @@ class _SharedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._part.attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return self._part.masks.call(func, args, kwargs or {})
 
 
 class _GatherSame(torch.autograd.Function):

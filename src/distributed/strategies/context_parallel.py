@@ -58,7 +58,7 @@ class _Watched:
 class ContextParallel:
     """Shares a sequence out over the ranks of a group, in the blocks of a model that does not know of it.
 
-    The ranks must have the same input and the same random numbers; dropout in a block is then the same in every part.
+    The ranks must have the same input and the same random numbers; what a block draws along its part is of each rank.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, stack: str | None = None) -> None:
@@ -70,12 +70,12 @@ class ContextParallel:
                 do="set context_parallel=1",
             )
         self._module = module
-        self._part = SequencePart(group)
         self._on = True
         self._watched: _Watched | None = None
         blocks = list((module.get_submodule(path) if path else module).children())
         attentions = [m for block in blocks for m in block.modules() if isinstance(m, nn.MultiheadAttention)]
         self._dim = 0 if any(not attention.batch_first for attention in attentions) else 1
+        self._part = SequencePart(group, self._dim)
         self._dims = SequenceDims(self._dim)
         self._depth = len(blocks)
         for index, block in enumerate(blocks):
@@ -179,7 +179,7 @@ class ContextParallel:
             if not self._on:
                 return inner(*given.args, **given.kwargs)
             given, length = self._cut(index, names, given)
-            with self._part.running(length):
+            with self._part.running(length), self._part.masks.running(given.hidden):
                 result = inner(*given.args, **given.kwargs)
             return change_first(result, partial(self._part.gather_output, dim=self._dim)) if is_last else result
 

@@ -12,6 +12,7 @@ from distributed.core.errors import Problem, TaskError
 from distributed.core.plan import Plan
 from distributed.strategies.base import StepTask
 from distributed.strategies.elementwise import why_not_cut
+from distributed.strategies.in_parts import extra_state
 
 # Of torch's own: those whose step of one element depends on others of its tensor. ZeRO steps parts of flat tensors that
 # hold many parameters.
@@ -27,7 +28,7 @@ _FIT = ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "FusedLion", "De
 
 def check_task(task: StepTask, plan: Plan) -> None:
     """Raise everything that stands in the way of this model and optimizer."""
-    problems = [*_of_stage(plan), *_of_model(task.model, plan)]
+    problems = [*_of_stage(plan), *_of_model(task.model, plan), *extra_state(task.model)]
     if isinstance(task.optimizer, torch.optim.Optimizer) and "optimizer" not in plan.engine["config"]:
         problems += _of_optimizer(task.optimizer)
     if "optimizer" in plan.engine["config"] and task.optimizer is not None:

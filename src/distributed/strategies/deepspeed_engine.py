@@ -15,7 +15,6 @@ from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
 from distributed.strategies import deepspeed_ops
 from distributed.strategies.base import NonFiniteLoss, StateTree, StepOutput, StepTask
-from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
 from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.deepspeed_checks import check_optimizer, check_task
 from distributed.strategies.deepspeed_flats import keep_unaligned_gradients, share_masters
@@ -25,11 +24,15 @@ from distributed.strategies.deepspeed_process import complete, files_on_disk, li
 from distributed.strategies.deepspeed_state import ZeroState
 from distributed.strategies.deepspeed_unused import UseCheck
 from distributed.strategies.deepspeed_values import check_values
+from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.in_parts import refuse_parts
+from distributed.strategies.layer_checks import check_layers
 from distributed.strategies.optimizer_state import named_state
 from distributed.strategies.passes import Passes
 from distributed.strategies.replica import LOW_PRECISION
+from distributed.strategies.replica_tensors import Named, model_tensors, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ
+from distributed.strategies.whole_batch import WholeBatch
 
 
 class DeepSpeedEngine(Passes):
@@ -44,15 +47,18 @@ class DeepSpeedEngine(Passes):
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
+        check_layers(task.model, plan)
         check_task(task, plan)
         if plan.engine["source"]:  # what we have written ourselves needs no look, and DeepSpeed takes long to import
             check_values(plan)
         deepspeed_ops.check_ops(deepspeed_ops.needed_ops(plan.engine["config"]))
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+        check_layers(task.model, plan)
         check_task(task, plan)
         refuse_parts(task.model)
-        self._task, self._session, self.notes = task, session, []
+        self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
+        self._replicas = plan.replicate
         self.clock = ComputeClock(session.device)
         self._moves = session.device.type != "cpu"
         self._checks_loss = plan.on_nan == "stop" and not self._moves
@@ -67,7 +73,7 @@ class DeepSpeedEngine(Passes):
         self._until_closed.enter_context(process_group(session.device.type))
         self._until_closed.enter_context(linear_kept())
         self._until_closed.enter_context(told(session.device.type, session.env.local_rank))
-        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module)
+        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module, self._normalizes)
         self._agree_on_buffers()
         dtype = LOW_PRECISION.get(plan.precision.kind)
         self._rounds = dtype is not None
@@ -104,10 +110,15 @@ class DeepSpeedEngine(Passes):
             from distributed.strategies.parts import prepare_blocks  # takes long to import
 
             self._until_closed.callback(prepare_blocks(self.module, plan))
-        if plan.replicate.sync_batchnorm and session.world_size > 1:
-            self._until_closed.callback(synchronize_batchnorm(self.module))
-        self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
+        if session.world_size > 1:
+            self._normalizes = plan.replicate.sync_batchnorm
+            self._whole_batch = WholeBatch(normalizes=self._normalizes)
+            if not self.in_step:  # or DeepSpeed puts other values into parameters itself
+                self._changes = ForwardChanges(self.module, (None,), is_sharded=True)
         task.move_to(session.device)
+        for parameter in self.module.parameters():  # DeepSpeed sends them as they lie in memory
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
         return [name for name in self.module.state_dict() if alone is None or name in alone]
 
     def _start(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None, session: Session) -> Any:
@@ -156,11 +167,17 @@ class DeepSpeedEngine(Passes):
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
         self.clock.begin(measure)
         loss, weight, metrics = self._pass_all(microbatches, measure)
+        if measure:
+            self.check_targets()
         if weight is None:
             self._engine.step()
         else:
             loss = loss * self._weighted_step(weight)
         return StepOutput(loss, self._norm() if measure else None, metrics)
+
+    @property
+    def _is_whole(self) -> bool:
+        return False
 
     def _backward(self, part: torch.Tensor) -> None:
         self._engine.backward(part, scale_wrt_gas=False)
@@ -212,6 +229,11 @@ class DeepSpeedEngine(Passes):
         self._state.load(tree)
         if self._zero.dynamic_loss_scale and "scaler" in tree:
             _load_scaler(self._zero, tree["scaler"])
+
+    def replicated(self) -> Named:
+        """Not the optimizer's state, which ZeRO has cut into ranges; of parameters, those that are whole here."""
+        yield from model_tensors(self.module, self._replicas)
+        yield from optimizer_options(self.optimizer)
 
     def held_state(self) -> StateTree | None:
         return None

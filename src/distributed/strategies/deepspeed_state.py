@@ -16,6 +16,7 @@ from distributed.core.errors import CheckpointError
 from distributed.runtime.portions import Box, Portion
 from distributed.strategies.deepspeed_flats import Flat, Slot, flats_of, opened_part, own_range
 from distributed.strategies.flat_ranges import fill_range, range_boxes, range_portion
+from distributed.strategies.optimizer_state import PLAIN, match_groups
 
 StateTree = dict[str, Any]
 _COUNT = "step"  # one for all elements, though it has the shape of a parameter that is a single number
@@ -127,8 +128,8 @@ class ZeroState:
         self._write_rest(model)
         self._flats.end_writing()
         if optimizer is not None:
-            for index, options in enumerate(optimizer["param_groups"]):
-                self._write_options(index, options)
+            for index, saved in enumerate(match_groups(optimizer["param_groups"], self._groups)):
+                self._write_options(index, optimizer["param_groups"][saved])
 
     def _read(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         values: dict[str, Any] = {}
@@ -254,10 +255,12 @@ class ZeroState:
         return found
 
     def _read_options(self, index: int) -> dict[str, Any]:
-        return {key: value for key, value in self._live_options(index).items() if key not in _NOT_OPTIONS}
+        live = self._live_options(index)
+        return {key: PLAIN.get(key, value) for key, value in live.items() if key not in _NOT_OPTIONS}
 
     def _write_options(self, index: int, stored: Mapping[str, Any]) -> None:
-        self._live_options(index).update({key: value for key, value in stored.items() if key not in _NOT_OPTIONS})
+        kept = (*_NOT_OPTIONS, *PLAIN)
+        self._live_options(index).update({key: value for key, value in stored.items() if key not in kept})
 
     def _check(self, model: Mapping[str, Any], optimizer: StateTree) -> None:
         differing = sorted(set(model) ^ set(self._saved))
@@ -265,14 +268,7 @@ class ZeroState:
             raise CheckpointError(
                 "the checkpoint is of another model", why=f"differing: {', '.join(differing[:5])}", do="pass that model"
             )
-        saved = {name for group in optimizer["param_groups"] for name in group["params"]}
-        missing = sorted(saved ^ {name for group in self._groups for name in group})
-        if missing or len(optimizer["param_groups"]) != len(self._groups):
-            raise CheckpointError(
-                "the optimizer of the checkpoint is over other parameters than this one",
-                why=f"differing: {', '.join(missing[:5])}" if missing else "they are grouped otherwise",
-                do="pass the optimizer that was trained with, or import the weights alone",
-            )
+        match_groups(optimizer["param_groups"], self._groups)
 
 
 def _here(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

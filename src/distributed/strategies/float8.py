@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from distributed.core.errors import PlanError
+from distributed.strategies.plain_modules import is_plain
 
 _FORWARD, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 2.0**-80  # of a tensor's largest number, or one of zeros would be divided by zero
@@ -66,7 +67,7 @@ def find_float8_layers(module: nn.Module, worth: int = _WORTH) -> Float8Layers:
 
 def _why_not(layer: nn.Linear, is_head: bool, worth: int) -> str:
     inputs, outputs = layer.in_features, layer.out_features
-    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
+    if not is_plain(layer, nn.Linear, "weight"):
         return "with a forward of their own"
     if layer.weight.dtype not in _TYPES:
         return f"with weights of {str(layer.weight.dtype).removeprefix('torch.')}"

@@ -87,6 +87,7 @@ def rows_here(parameter: DTensor) -> tuple[int, int]:
 def _shard_one(module: nn.Module, here: dict[nn.Parameter, list[str]], **options: Any) -> None:
     """Shard one group, and free the whole parameters, which others, such as a user's optimizer, may still refer to."""
     whole = [p for p in module.parameters() if p in here]
+    _refuse_types({p: here[p] for p in whole if p.requires_grad})
     fully_shard(module, **options)
     for parameter in whole:
         parameter.data = parameter.data.new_empty(0)
@@ -162,6 +163,13 @@ def _refuse(here: dict[nn.Parameter, list[str]], roots: Sequence[nn.Module]) -> 
             why="fully sharded data parallelism cuts the first dimension of each parameter",
             do="make them tensors of shape (1,), or train with zero_stage=1",
         )
+    empty = [names[0] for parameter, names in here.items() if parameter.requires_grad and not parameter.numel()]
+    if empty:
+        raise PlanError(
+            f"parameters without elements cannot be sharded: {', '.join(empty)}",
+            why="fully sharded data parallelism adds up the gradients of a block as one tensor, with no empty part",
+            do="leave them out of the model, or train with zero_stage=1",
+        )
     uses = Counter(parameter for root in roots for parameter in root.parameters())
     shared = [" = ".join(names) for parameter, names in here.items() if uses[parameter] > 1]
     if shared:
@@ -169,4 +177,16 @@ def _refuse(here: dict[nn.Parameter, list[str]], roots: Sequence[nn.Module]) -> 
             f"parameters that two stages of a pipeline share cannot be sharded: {', '.join(shared)}",
             why="each stage gathers its own parameters when it runs",
             do="untie them, have one stage on each rank, or train with zero_stage=1",
+        )
+
+
+def _refuse_types(group: dict[nn.Parameter, list[str]]) -> None:
+    """Trained parameters that are gathered and reduced together."""
+    kinds = {parameter.dtype: names[0] for parameter, names in reversed(group.items())}
+    if len(kinds) > 1:
+        found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in kinds.items())
+        raise PlanError(
+            f"parameters of several types cannot be sharded together: {found}",
+            why="fully sharded data parallelism adds up the gradients of a block as one tensor of one type",
+            do="make them of one type, for example with model.float(), or train with zero_stage=1",
         )

@@ -67,7 +67,9 @@ class GradientNorm:
         return norm
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [local(p.grad) for p in self._parameters if p.grad is not None]
+        """Complex ones as pairs of real numbers, which have the same norm."""
+        found = (local(p.grad) for p in self._parameters if p.grad is not None)
+        return [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in found]
 
     def _weight(self, has_gradient: tuple[bool, ...]) -> torch.Tensor:
         """One over the number of copies, on the device; made once, as sending it there would make the host wait."""

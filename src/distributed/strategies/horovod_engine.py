@@ -17,6 +17,7 @@ from distributed.runtime.horovod_ring import Ring, import_horovod, join_ring, mp
 from distributed.runtime.session import Session
 from distributed.strategies.base import StateTree, StepOutput, StepTask
 from distributed.strategies.passes import Passed
+from distributed.strategies.replica_tensors import Named, model_tensors
 from distributed.strategies.torch_mesh import TorchMesh
 
 _ON_WIRE = {torch.bfloat16: torch.float32}  # Horovod has no sum of bf16
@@ -54,6 +55,7 @@ class HorovodEngine(TorchMesh):
 
     @staticmethod
     def check(task: StepTask, plan: Plan) -> None:
+        TorchMesh.check(task, plan)
         hvd = import_horovod()
         TorchMesh.check(task, plan)
         _refuse_wrapped(task.optimizer)
@@ -202,6 +204,10 @@ class HorovodEngine(TorchMesh):
         if self._ring is not None:
             self._ring.leave(failed=sys.exception() not in (None, self._handled))
         super().close()
+
+    def replicated(self) -> Named:
+        """After Adasum the ranks' optimizers differ by design."""
+        return model_tensors(self.module, self._replicas) if self._is_adasum else super().replicated()
 
     def held_state(self) -> StateTree | None:
         """None where this process cannot go on in another world: a new one then goes on from the checkpoint."""

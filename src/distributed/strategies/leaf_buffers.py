@@ -65,12 +65,13 @@ class _Buffer:
 
 
 class LeafBuffers:
-    """All buffers of a model. After the first step only those that change are kept and sent."""
+    """All buffers of a model and its loss. After the first step only those that change are kept and sent."""
 
-    def __init__(self, module: nn.Module) -> None:
-        named = ((owner, key, b) for owner in module.modules() for key, b in owner._buffers.items())
+    def __init__(self, *modules: nn.Module) -> None:
+        named = ((owner, key, b) for m in modules for owner in m.modules() for key, b in owner._buffers.items())
         owners = {id(b): (owner, key) for owner, key, b in named if b is not None}
-        self._watched = [_Buffer(name, *owners[id(b)], b) for name, b in module.named_buffers()]
+        found = {id(b): (name, b) for module in modules for name, b in module.named_buffers()}
+        self._watched = [_Buffer(name, *owners[id(b)], b) for name, b in found.values()]
         self._still: list[_Buffer] = []
         self._agreed = not self._watched
 

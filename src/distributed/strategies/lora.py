@@ -41,6 +41,7 @@ def add_lora(module: nn.Module, plan: LoraPlan, seed: int) -> list[str]:
     peft = import_extra("peft", "lora", "lora=")
     paths = find_targets(module, plan.targets)
     _check_rank(module, paths, plan.rank)
+    _refuse_twice(module, paths)
     with torch.random.fork_rng(devices=[]):
         config = _config(peft, plan, paths)
         config.fan_in_fan_out = any(not isinstance(module.get_submodule(path), nn.Linear) for path in paths)
@@ -180,6 +181,20 @@ def _check_rank(module: nn.Module, paths: Sequence[str], rank: int) -> None:
             f"lora.rank is {rank}, and {path} is a layer of {sizes[path][0]} by {sizes[path][1]}",
             why="an adapter of a larger rank than its layer would hold more than the layer",
             do=f"set lora.rank={smallest} or less, or leave the layer out of lora.targets",
+        )
+
+
+def _refuse_twice(module: nn.Module, paths: Sequence[str]) -> None:
+    """An adapter takes the place of a layer under one name; under another the model would call the layer alone."""
+    names: dict[int, list[str]] = {}
+    for path, m in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(m), []).append(path)
+    twice = next((found for path in paths if len(found := names[id(module.get_submodule(path))]) > 1), None)
+    if twice is not None:
+        raise PlanError(
+            f"{twice[0]} and {twice[1]} are one layer, and lora would put an adapter beside the first only",
+            why="an adapter is put in the place of a layer, under one of its names",
+            do="leave the layer out of lora.targets, or register it once",
         )
 
 

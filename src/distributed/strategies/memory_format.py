@@ -27,12 +27,12 @@ def to_channels_last(module: nn.Module) -> Callable[[], None]:
 
 
 def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state of each parameter the parameter's order: fused kernels want all of them to have the same one.
+    """Give the state of each parameter the parameter's order: fused kernels take both as they lie in memory.
 
     State that was loaded, or made by an earlier training, has the plain one.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            is_like = isinstance(value, torch.Tensor) and value.dim() == 4 and value.shape == parameter.shape
+            is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
             if is_like and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value).detach()

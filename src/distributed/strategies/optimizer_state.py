@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from distributed.core.errors import CheckpointError
 
 # Which of torch's kernels step, and not what they compute: of the device at hand, and not of a checkpoint.
-_PLAIN: dict[str, bool | None] = {"foreach": None, "fused": None, "capturable": False}
+PLAIN: dict[str, bool | None] = {"foreach": None, "fused": None, "capturable": False}
+_NOT_OPTIONS = ("params", "param_names", *PLAIN)
 
 
 def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -24,28 +26,118 @@ def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str
     plain = optimizer.state_dict()
     groups = [group | {"params": [names[index] for index in group["params"]]} for group in plain["param_groups"]]
     for group in groups:
-        group.update({key: value for key, value in _PLAIN.items() if key in group})
+        group.update({key: value for key, value in PLAIN.items() if key in group})
     return {"state": {names[index]: held for index, held in plain["state"].items()}, "param_groups": groups}
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, module: nn.Module, tree: dict[str, Any]) -> None:
-    """The same back, into the positions that this optimizer has them at."""
-    positions = {name: index for index, name in enumerate(_names(optimizer, module))}
+    """The same back, into the positions and groups that this optimizer has them at."""
+    names = _names(optimizer, module)
+    positions = {name: index for index, name in enumerate(names)}
     own = optimizer.state_dict()["param_groups"]
-    saved = {name: group for group in tree["param_groups"] for name in group["params"]}
-    missing = sorted(set(positions) ^ set(saved))
-    if missing or len(own) != len(tree["param_groups"]):
+    matched = match_groups(tree["param_groups"], [[names[index] for index in group["params"]] for group in own])
+    groups = [options_of(tree["param_groups"][index], mine) for mine, index in zip(own, matched, strict=True)]
+    state = {positions[name]: held for name, held in tree["state"].items()}
+    load_state(optimizer, {"state": state, "param_groups": groups})
+
+
+def load_state(optimizer: torch.optim.Optimizer, tree: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict`, with numbers beside a parameter in their own type.
+
+    Torch gives them the parameter's: NAdam and ASGD would go on with other digits than before, in bf16 with few.
+    """
+    optimizer.load_state_dict(tree)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, held in tree["state"].items():
+        loaded = optimizer.state[parameters[index]]
+        for name, value in held.items():
+            is_number = isinstance(value, torch.Tensor) and value.dim() == 0
+            if is_number and value.dtype != loaded[name].dtype:
+                loaded[name] = value.to(loaded[name].device, copy=True)
+
+
+def options_of(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with the options of the checkpoint; its parameters and its kernels are those that it has here."""
+    return {**stored, **{key: mine[key] for key in ("params", "param_names", *PLAIN) if key in mine}}
+
+
+def match_groups(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> list[int]:
+    """For each group of this run, by its parameters' names, the group of the checkpoint whose options are theirs.
+
+    >>> match_groups([{"params": ["w"], "lr": 1}, {"params": ["b"], "lr": 2}], [["b"], ["w"]])
+    [1, 0]
+    """
+    check_parameters(saved, own)
+    left = list(range(len(saved)))
+    found: list[int] = []
+    for position, members in enumerate(own):
+        same = [index for index in left if set(saved[index]["params"]) == set(members)]
+        index = same[0] if same else _common_options(saved, members, position)
+        found.append(index)
+        left = [other for other in left if other != index]
+    return found
+
+
+def check_parameters(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
+    missing = sorted({name for group in saved for name in group["params"]} ^ {name for names in own for name in names})
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(
             "the optimizer of the checkpoint is over other parameters than this one",
-            why=f"differing: {', '.join(missing[:5])}" if missing else "they are grouped otherwise",
-            do="pass the optimizer that was trained with, or import the weights alone",
+            why=f"only one of them has {', '.join(missing[:5])}{more}",
+            do="pass the optimizer that was trained with; or allow_change=optimizer: the weights are taken, and the "
+            "optimizer begins anew",
         )
-    groups = [
-        stored | {key: mine[key] for key in ("params", *_PLAIN) if key in mine}
-        for mine, stored in zip(own, tree["param_groups"], strict=True)
-    ]
-    state = {positions[name]: held for name, held in tree["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _common_options(saved: Sequence[Mapping[str, Any]], members: Sequence[str], position: int) -> int:
+    """Of parameters that were grouped otherwise: the group of the first of them, if all had the same options."""
+    of = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    indices = sorted({of[name] for name in members}) or [min(position, len(saved) - 1)]
+    first, *others = indices
+    for other in others:
+        differing = differing_options(saved[first], saved[other])
+        if differing:
+            one = next(name for name in members if of[name] == first)
+            another = next(name for name in members if of[name] == other)
+            key = differing[0]
+            raise CheckpointError(
+                f"{one} and {another} are in one group of this optimizer, and were in two in the checkpoint",
+                why=f"their {key} was {saved[first].get(key)} and {saved[other].get(key)}, and a group has one",
+                do="group the parameters as they were; or allow_change=groups, to go on with this run's own options",
+            )
+    return first
+
+
+def differing_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """By name; what only one of two groups has does not count: versions of torch add some.
+
+    >>> differing_options({"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.2, "betas": [0.9, 0.99], "amsgrad": False})
+    ['lr']
+    """
+    names = [name for name in one if name in other and name not in _NOT_OPTIONS]
+    return [name for name in names if _plain(one[name]) != _plain(other[name])]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """Its rule by name, whoever's kernels compute it.
+
+    >>> optimizer_kind(torch.optim.AdamW(nn.Linear(1, 1).parameters(), fused=True))
+    'AdamW'
+    """
+    name = type(optimizer).__name__
+    groups = optimizer.param_groups
+    if name in ("FusedAdam", "DeepSpeedCPUAdam"):  # DeepSpeed's: one class for both rules
+        return "AdamW" if getattr(optimizer, "adam_w_mode", True) else "Adam"
+    if name == "Adam" and groups and groups[0].get("decoupled_weight_decay"):
+        return "AdamW"
+    return {"DeepSpeedCPUAdagrad": "Adagrad", "DeepSpeedCPULion": "Lion", "FusedLion": "Lion"}.get(name, name)
 
 
 def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:

@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from distributed.core.errors import CheckpointError
+from distributed.core.plan import ReplicatePlan
 from distributed.runtime.portions import Box, Portion
 from distributed.strategies.layout import Layout
+from distributed.strategies.optimizer_state import PLAIN, load_state, match_groups, options_of
+from distributed.strategies.replica_tensors import Named, optimizer_state, shared_buffers
 
 StateTree = dict[str, Any]
 
@@ -51,6 +54,28 @@ class PartState:
                     self._fill(name, value, live[name])
         if "optimizer" in tree:
             self._load_optimizer(tree["optimizer"])
+
+    def local(self, plan: ReplicatePlan) -> Named:
+        """What is here, by the name of the whole tensor and the box of it: other ranks may have the same one."""
+        names = {name: f"buffer {name}" for name, _ in shared_buffers(self.module, plan)}
+        names |= {name: f"parameter {name}" for name, _ in self.module.named_parameters()}
+        live = self._live()
+        for name, title in names.items():
+            if name not in self.layout:  # made since
+                yield title, live[name]
+            elif self.layout.is_here(name):
+                yield from self._boxed(title, name, live[name])
+        for name, key, value in optimizer_state(self.optimizer, self.module):
+            title = f"optimizer state {key} of {name}"
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == self._local_shape(name):
+                yield from self._boxed(title, name, value)
+            else:
+                yield title, value
+
+    def _boxed(self, title: str, name: str, tensor: torch.Tensor) -> Named:
+        for box, piece in self.layout.portion(name, tensor.detach()).pieces:
+            if piece.numel():
+                yield f"{title} {box}" if not self.layout.is_whole(name) else title, piece
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         """Of a tensor in a checkpoint, what this rank needs; None: all of it."""
@@ -100,9 +125,9 @@ class PartState:
                 state[name] = {key: self._state_value(name, value) for key, value in held[name].items()}
             elif name in elsewhere:
                 state[name] = elsewhere[name]
-        plain = self.optimizer.state_dict()["param_groups"]
         options = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")} for group in plain
+            {key: PLAIN.get(key, value) for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self.optimizer.state_dict()["param_groups"]
         ]
         groups = [option | {"params": list(members)} for option, members in zip(options, self.groups, strict=True)]
         return {"state": state, "param_groups": groups}
@@ -157,15 +182,7 @@ class PartState:
         return tuple(self.module.get_parameter(name).shape)
 
     def _load_optimizer(self, tree: StateTree) -> None:
-        saved = [name for group in tree["param_groups"] for name in group["params"]]
-        own = [name for group in self.groups for name in group]
-        missing = sorted(set(saved) ^ set(own))
-        if missing or len(tree["param_groups"]) != len(self.groups):
-            raise CheckpointError(
-                "the optimizer of the checkpoint is over other parameters than this one",
-                why=f"differing: {', '.join(missing[:5])}" if missing else "they are grouped otherwise",
-                do="pass the optimizer that was trained with, or import the weights alone",
-            )
+        matched = match_groups(tree["param_groups"], self.groups)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         mine = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         positions = {name: index for index, name in enumerate(mine)}
@@ -173,11 +190,9 @@ class PartState:
         for name, index in positions.items():
             if name in tree["state"] and self.owns(name):
                 state[index] = {key: self._local_value(name, value) for key, value in tree["state"][name].items()}
-        groups = [
-            {key: value for key, value in stored.items() if key != "params"} | {"params": group["params"]}
-            for group, stored in zip(self.optimizer.state_dict()["param_groups"], tree["param_groups"], strict=True)
-        ]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        own = self.optimizer.state_dict()["param_groups"]
+        groups = [options_of(tree["param_groups"][index], mine) for mine, index in zip(own, matched, strict=True)]
+        load_state(self.optimizer, {"state": state, "param_groups": groups})
 
     def _local_value(self, name: str, value: Any) -> Any:
         if not isinstance(value, Portion):

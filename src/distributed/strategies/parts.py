@@ -27,7 +27,7 @@ from distributed.strategies.fsdp_unused import ShardedUse
 from distributed.strategies.fully_sharded import accumulate, shard
 from distributed.strategies.gradient_norm import GradientNorm
 from distributed.strategies.gradient_sums import mean_gradients
-from distributed.strategies.in_parts import mark_parts
+from distributed.strategies.in_parts import mark_parts, refuse_extra_state
 from distributed.strategies.layout import Layout
 from distributed.strategies.lora import init_lora, is_adapter
 from distributed.strategies.materialize import is_meta, materialize, send_weights
@@ -285,6 +285,7 @@ class Parts:
 def check_model(module: nn.Module, plan: Plan) -> None:
     """Raises what stands in the way of this mesh for this model, before anything is started or cut."""
     mesh = plan.mesh
+    refuse_extra_state(module)
     if plan.shard.blocks:
         find_blocks(module, plan.shard.blocks)
     if mesh.tp > 1:

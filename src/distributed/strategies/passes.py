@@ -13,9 +13,11 @@ import torch.distributed as dist
 from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome
-from distributed.strategies.batchnorm import SyncBatchNorm
+from distributed.strategies.forward_changes import ForwardChanges
+from distributed.strategies.parameter_hooks import refuse_new_hooks
 from distributed.strategies.replica import Replica, unless_empty
 from distributed.strategies.replicated import sees_its_share
+from distributed.strategies.whole_batch import WholeBatch
 
 
 class Passed(NamedTuple):
@@ -32,10 +34,10 @@ class Passes(Replica):
     _ranks: int  # data-parallel ones
     _keeps_small = False  # whether gradients pass through a precision that does not hold large numbers
     _unit = 1.0  # a loss's weight is counted in these
-    _batchnorms: Sequence[SyncBatchNorm] = ()
-
+    _whole_batch: WholeBatch | None = None  # where samples are shared out over ranks
+    _changes: ForwardChanges | None = None  # of parameters, in the first steps
+    _normalizes = False  # whether BatchNorm sees the samples of all ranks
     _buffers_differ = False  # whether those of the ranks may
-    measured: Outcome | None = None  # of a step whose targets nobody has looked at yet
     _data_groups: Sequence[dist.ProcessGroup | None] = (None,)  # over which the samples are shared out; None: all ranks
 
     def train(self, mode: bool) -> None:
@@ -50,8 +52,23 @@ class Passes(Replica):
                 for group in self._data_groups if not buffer.is_meta else ():
                     dist.broadcast(buffer, group=group, group_src=0)
 
-    def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool, *, checks: bool = True) -> Passed:
-        """`checks`: look at the targets of what is measured; else that is left to `check_measured`."""
+    def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
+        if self._changes is None:
+            return self._pass_each(microbatches, measure)
+        with self._watched_changes():
+            return self._pass_each(microbatches, measure)
+
+    @contextmanager
+    def _watched_changes(self) -> Iterator[None]:
+        """Around the passes of one of the first steps."""
+        assert self._changes is not None
+        with self._changes.watching():
+            yield
+        refuse_new_hooks(self.module)
+        if self._changes.is_done:
+            self._changes = None
+
+    def _pass_each(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
         loss: torch.Tensor | float = 0.0
         total: torch.Tensor | None = None
         last = len(microbatches) - 1
@@ -67,18 +84,24 @@ class Passes(Replica):
                 total = weight if total is None else total + weight
         metrics = None
         if measure and micro.size:
-            metrics = self._task.measure(outcome, micro.size, checks=checks)
-            self.measured = None if checks else outcome._replace(outputs=None, loss=outcome.loss.detach())
+            metrics = self._task.measure(outcome, micro.size)
         return Passed(loss, total, metrics)
 
-    def check_measured(self, measured: Outcome | None) -> None:
-        if measured is not None:
-            self._task.check_targets(measured)
+    def check_targets(self) -> None:
+        self._task.check_targets()
 
     def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         """Forward and backward over one micro-batch, and its part of the loss."""
+        if self._whole_batch is None:
+            return self._pass_share(micro)
+        with self._whole_batch.of(micro.size):
+            return self._pass_share(micro)
+
+    def _pass_share(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
         outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
+        if not self._is_settled:
+            outcome = self._settle(outcome, batch, micro.size)
         if self._keeps_small and outcome.weight is not None:
             self._choose_unit(outcome.weight)
         part = self._part_of(micro, outcome)
@@ -114,15 +137,11 @@ class Passes(Replica):
     @contextmanager
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
         """Around a micro-batch that does not end its step, or is a stand-in: it leaves no trace in BatchNorm."""
-        for layer in self._batchnorms:
-            layer.share_is_empty = not micro.size
-        unsynced = [] if micro.size else [m for m in self.module.modules() if sees_its_share(m)]
+        unsynced = [] if micro.size or self._normalizes else [m for m in self.module.modules() if sees_its_share(m)]
         for module in unsynced:
             module.eval()  # keeps its running statistics as they are
         try:
             yield
         finally:
-            for layer in self._batchnorms:
-                layer.share_is_empty = False
             for module in unsynced:
                 module.train()

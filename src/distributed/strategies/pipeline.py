@@ -274,7 +274,7 @@ class Pipeline:
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
         """Around a forward that is not one of the training's: buffers and random numbers stay as they were."""
-        buffers = [buffer for stage in self.stages for buffer in stage.buffers()]
+        buffers = [buffer for buffer in self._parts.module.buffers() if not buffer.is_meta]
         before = [buffer.clone() for buffer in buffers]
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -91,9 +92,48 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not (self.training and torch.is_grad_enabled()):
         return inner(*args, **kwargs)
     args, kwargs = without_caches(args, kwargs)
-    if getattr(self, _KIND) == "full":
+    is_full = getattr(self, _KIND) == "full"
+    if not torch.compiler.is_compiling() and next(self.buffers(), None) is not None:
+        return checkpoint(
+            inner, *args, use_reentrant=False, context_fn=partial(_contexts, _Buffers(self), is_full), **kwargs
+        )
+    if is_full:
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
     return checkpoint(inner, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+
+
+class _Buffers:
+    """A block's buffers as its first run finds them: the second computes with those, and leaves none changed."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._places = [
+            (module._buffers, name, buffer.detach().clone())
+            for module in block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        now = [owner[name] for owner, name, _ in self._places]
+        for owner, name, first in self._places:
+            owner[name] = first
+        try:
+            yield
+        finally:
+            for (owner, name, _), buffer in zip(self._places, now, strict=True):
+                owner[name] = buffer
+
+
+def _contexts(buffers: _Buffers, is_full: bool) -> tuple[Any, Any]:
+    first, again = (nullcontext(), nullcontext()) if is_full else _selective_contexts()
+    return first, _both(buffers.lent(), again)
+
+
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def _selective_contexts() -> tuple[Any, Any]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.core.plan import ReplicatePlan
-from distributed.strategies.batchnorm import SyncBatchNorm
 from distributed.strategies.sparse_gradients import sparse_parameters
+
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def replicate(
@@ -72,14 +74,21 @@ def _settle_buckets(replicated: DistributedDataParallel) -> None:
 
 
 def sees_its_share(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and module.training
+    """Whether a layer counts the samples of its rank alone, where BatchNorm is not synchronized."""
+    return isinstance(module, _BatchNorm) and module.training
 
 
-def buffers_can_differ(module: nn.Module) -> bool:
-    """Whether there are buffers beside those of BatchNorm layers that see the same on every rank."""
-    return any(
-        not isinstance(m, SyncBatchNorm) and next(m.buffers(recurse=False), None) is not None for m in module.modules()
-    )
+def buffers_can_differ(module: nn.Module, normalizes: bool) -> bool:
+    """Whether there are buffers beside running statistics that are over all ranks."""
+    return next(own_buffers(module, normalizes), None) is not None
+
+
+def own_buffers(module: nn.Module, normalizes: bool) -> Iterator[torch.Tensor]:
+    """Buffers that may differ between ranks. `normalizes`: BatchNorm does so by the samples of all ranks."""
+    for m in module.modules():
+        is_shared = isinstance(m, _NormBase) and (normalizes or not isinstance(m, _BatchNorm))
+        if not (is_shared and _STATISTICS.issuperset(m._buffers)):
+            yield from m.buffers(recurse=False)
 
 
 def _make_contiguous(module: nn.Module) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distributed.core.errors import TaskError
 from distributed.strategies.elementwise import refuse_closure
@@ -42,6 +43,9 @@ class ShardedOptimizer:
         owners = share_out({names[p]: p.numel() for p in here}, dist.get_world_size(group))
         self._owners = owners
         self._owned = {id(p) for p in here if owners[names[p]] == self._rank}
+        for p in here:  # of what was made with the optimizer itself
+            if id(p) not in self._owned:
+                optimizer.state.pop(p, None)
         ordered = sorted((p for p in here if p.requires_grad), key=names.__getitem__)
         self._buckets = [
             (dist.get_global_rank(group, owner), bucket)
@@ -109,7 +113,8 @@ def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: 
 
     `before` gives the name of each old parameter by its `id`. Groups, order and options stay; what is not here goes.
     """
-    if optimizer.state:
+    is_new = _is_new(optimizer)
+    if optimizer.state and not is_new:
         raise TaskError(
             f"the optimizer {type(optimizer).__name__} has state of an earlier training",
             why="its state belongs to whole parameters, and each rank now has a part of them",
@@ -126,6 +131,33 @@ def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: 
     for group in optimizer.param_groups:
         names = [before[id(p)] for p in group["params"]]
         group["params"] = list(dict.fromkeys(now[name] for name in names if name in now and layout.is_here(name)))
+    if optimizer.state and is_new:
+        _make_state_again(optimizer)
+    _leave_fused_adagrad(optimizer)
+
+
+def _is_new(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has not stepped: Adagrad makes its state together with itself."""
+    held = optimizer.state.values()
+    return type(optimizer) is torch.optim.Adagrad and all(float(state["step"]) == 0 for state in held)
+
+
+def _leave_fused_adagrad(optimizer: torch.optim.Optimizer) -> None:
+    """Torch has no fused kernel of it for parameters in parts; the others compute the same."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        for group in optimizer.param_groups:
+            if any(isinstance(p, DTensor) for p in group["params"]):
+                group["fused"] = None
+
+
+def _make_state_again(optimizer: torch.optim.Optimizer) -> None:
+    """Adagrad's first state, of the parameters that it has now."""
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        first = group["initial_accumulator_value"]
+        for p in group["params"]:
+            begins = complex(first, first) if p.is_complex() else first
+            optimizer.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p.detach(), begins)}
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -124,7 +124,7 @@ class HeadShare:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _settle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._key not in self._settled:
-            with trying(self._module):
+            with trying(self._module), self._region.stream.off():
                 self._settled[self._key] = self._find_manner(args, kwargs)
         self._settle_on(self._settled[self._key])
 

@@ -87,7 +87,7 @@ class WidthShare:
         types = tuple(type(child) for child in self._module.modules())
         key = (types, tuple((name, shape) for name, (shape, _) in self._cuts.items()))
         if key not in self._tried:
-            with trying(self._module):
+            with trying(self._module), self._region.stream.off():
                 reason = self._find_difference(args, kwargs)
             if reason is not None:
                 self._region.untried = untried

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from distributed.strategies.plain_modules import is_plain
+
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "nheads", "heads", "h")
 KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_query_groups")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "d_k")
@@ -33,8 +35,8 @@ def core_of(module: nn.Module) -> nn.Module | None:
     Linear(in_features=2, out_features=3, bias=True)
     """
     core = module.base_layer if is_lora(module) else module
-    if isinstance(core, nn.Linear) and type(core).forward is nn.Linear.forward:
-        return core
+    if is_plain(core, nn.Linear, "weight"):  # type: ignore[arg-type]
+        return core  # type: ignore[return-value]
     return core if is_transposed(core) else None  # type: ignore[arg-type,return-value]
 
 

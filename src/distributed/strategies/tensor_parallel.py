@@ -22,6 +22,8 @@ from distributed.strategies.blocks import main_stack
 from distributed.strategies.gradient_sums import sum_gradients
 from distributed.strategies.layout import Cut, Layout
 from distributed.strategies.paths import join, parent_of
+from distributed.strategies.random_streams import RankStream
+from distributed.strategies.sequence_masks import MaskMode, SequenceMasks
 from distributed.strategies.tensor_attention import HeadShare
 from distributed.strategies.tensor_collectives import copy_to, gather_from, reduce_from, scatter_to
 from distributed.strategies.tensor_feed_forward import WidthShare, can_be_tried, find_holders
@@ -31,6 +33,8 @@ from distributed.strategies.tensor_region import Region
 from distributed.strategies.tensor_torch_attention import TorchAttention
 from distributed.strategies.tensor_trials import Cuts
 from distributed.strategies.tensor_units import heads_of
+
+_WHOLE_WIDTH = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 
 
 class TensorParallel:
@@ -50,6 +54,7 @@ class TensorParallel:
     ) -> None:
         self._module, self._group, self._styles = module, group, dict(styles)
         self._rank, self._degree = dist.get_rank(group), dist.get_world_size(group)
+        self._stream = RankStream(self._rank)
         self._stack = self._shared_stack() if sequence else None
         self._sequence_dim = 1
         if self._stack is not None:
@@ -62,6 +67,15 @@ class TensorParallel:
         shapes = {name: layout.shape(name) for name in cuts}
         self._slice(layout, cuts)
         self._install({name: (shapes[name], cut) for name, cut in cuts.items()})
+
+    def check_streams(self, device: torch.device) -> None:
+        """After a forward pass: that every cut width has ended, and random numbers are those of all ranks again."""
+        if self._stream.has_begun(device):
+            raise PlanError(
+                "a layer that is cut by its outputs is followed by none that is cut by its inputs",
+                why="so it cannot be known where the ranks' parts end, between which dropout is of each rank's own",
+                do="give tensor_parallel_plan with a 'row' layer after every 'column' layer, or use 'column_gather'",
+            )
 
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum over the group the gradients that are only a part; once, after the last backward of a step."""
@@ -201,11 +215,13 @@ class TensorParallel:
 
     def _install(self, cuts: Cuts) -> None:
         holders = find_holders(self._module, self._styles)
+        for holder in dict.fromkeys(holders.values()):
+            _refuse_masks_over_width(holder, self._module.get_submodule(holder))
         regions = self._make_regions(holders)
         settled: dict[Any, Any] = {}
         for path, style in self._styles.items():
             m = self._module.get_submodule(path)
-            region = regions.get(path) or Region(self._group, self._dim_at(path), 1)
+            region = regions.get(path) or Region(self._group, self._dim_at(path), 1, self._stream)
             if style in COLUMNS:
                 _install_column(m, region)
             elif style == "row":
@@ -232,6 +248,8 @@ class TensorParallel:
                 m.use_nested_tensor = False
         if self._stack is not None:
             blocks = list(self._module.get_submodule(self._stack).children())
+            for block in blocks:
+                _install_masks(block, SequenceMasks(self._rank, self._sequence_dim), self._stream)
             _install_entry(blocks[0], self._sequence_dim, self._group)
             _install_exit(blocks[-1], self._sequence_dim, self._group)
 
@@ -239,7 +257,10 @@ class TensorParallel:
         """For each layer the one that it shares with the others of its holder or, if it has none, of its parent."""
         places = {path: holders.get(path, parent_of(path)) for path, s in self._styles.items() if s in COLUMNS}
         readers = Counter(places.values())
-        made = {place: Region(self._group, self._dim_at(path), readers[place]) for path, place in places.items()}
+        made = {
+            place: Region(self._group, self._dim_at(path), readers[place], self._stream)
+            for path, place in places.items()
+        }
         return {path: made[place] for path, place in (places | dict(holders)).items()}
 
     def _install_trials(
@@ -268,11 +289,29 @@ class TensorParallel:
         return self._sequence_dim if self._is_shared(path) else None
 
 
+def _refuse_masks_over_width(path: str, m: nn.Module) -> None:
+    """A mask that is the same over a width that is cut cannot be told from others within it."""
+    for name, child in m.named_modules():
+        if isinstance(child, _WHOLE_WIDTH) and child.p > 0:
+            raise PlanError(
+                f"{join(path, name)} ({type(child).__name__}) drops whole channels, in a module whose width is cut",
+                why="within the cut width each rank draws numbers of its own, and such a mask may have to be the same",
+                do="use nn.Dropout there, or give tensor_parallel_plan without the layers of this module",
+            )
+
+
 def _install_column(m: nn.Module, region: Region) -> None:
     forward = _forward_of(m, with_bias=True)
+    drops_input = is_lora(m)  # all of which each rank has
 
     def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return forward(region.enter(x), *args, **kwargs)
+        if not m.training:
+            return forward(region.enter(x), *args, **kwargs)
+        if drops_input:
+            region.stream.end(x.device)
+        output = forward(region.enter(x), *args, **kwargs)
+        region.stream.begin(x.device)
+        return output
 
     m.forward = column  # type: ignore[method-assign]
 
@@ -283,7 +322,9 @@ def _install_row(m: nn.Module, region: Region) -> None:
     forward = _forward_of(m, with_bias=False)  # it is added once, to the sum
 
     def row(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        total = region.leave(forward(x, *args, **kwargs))
+        part = forward(x, *args, **kwargs)
+        region.stream.end(x.device)
+        total = region.leave(part)
         bias: Any = core.bias
         return total if bias is None else total + bias.to(total.dtype)
 
@@ -340,15 +381,13 @@ def _install_entry(block: nn.Module, dim: int, group: dist.ProcessGroup) -> None
     degree = dist.get_world_size(group)
 
     def enter(*args: Any, **kwargs: Any) -> Any:
-        values = [*args, *kwargs.values()]
-        found = [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 2]
-        if not found:
+        whole = _hidden_in((*args, *kwargs.values()))
+        if whole is None:
             raise PlanError(
                 f"the first block ({type(block).__name__}) has no sequence to share out",
                 why="none of its arguments is a tensor of at least three dimensions",
                 do="leave sequence_parallel out",
             )
-        whole = found[0]
         if whole.shape[dim] % degree:
             raise PlanError(
                 f"a sequence of {whole.shape[dim]} does not divide by a tensor-parallel degree of {degree}",
@@ -362,6 +401,26 @@ def _install_entry(block: nn.Module, dim: int, group: dist.ProcessGroup) -> None
         )
 
     block.forward = enter  # type: ignore[method-assign]
+
+
+def _install_masks(block: nn.Module, masks: SequenceMasks, stream: RankStream) -> None:
+    """What a block draws for the positions of its shard is of this rank's own; within a cut width, all is."""
+    forward: Callable[..., Any] = block.forward
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        hidden = _hidden_in((*args, *kwargs.values()))
+        if not block.training or hidden is None:
+            return forward(*args, **kwargs)
+        with masks.running(hidden, stream), MaskMode(masks):
+            return forward(*args, **kwargs)
+
+    block.forward = draw  # type: ignore[method-assign]
+
+
+def _hidden_in(values: Iterable[Any]) -> torch.Tensor | None:
+    """The first that can be a sequence."""
+    found = (x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 2)
+    return next(found, None)
 
 
 def _install_exit(block: nn.Module, dim: int, group: dist.ProcessGroup) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from distributed.core.errors import PlanError, Problem
 from distributed.strategies.blocks import find_blocks, main_stack
 from distributed.strategies.paths import fits, is_inside, parent_of, pattern_of
+from distributed.strategies.plain_modules import is_plain
 from distributed.strategies.tensor_modules import core_of, features, is_lora
 from distributed.strategies.tensor_names import OWN_PLAN, STYLES, Style
 from distributed.strategies.tensor_units import find_unit, heads_of
@@ -186,7 +187,7 @@ def _divisors(size: int) -> str:
 
 def _suits(style: Style, m: nn.Module) -> bool:
     if style == "attention":
-        return isinstance(m, nn.MultiheadAttention) and m.bias_k is None and not m.add_zero_attn
+        return is_plain(m, nn.MultiheadAttention) and m.bias_k is None and not m.add_zero_attn
     if style == "vocabulary":
         return type(m) is nn.Embedding and _can_be_cut(m)
     return style in ("heads", "partial") or core_of(m) is not None

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.core.errors import PlanError
+from distributed.strategies.random_streams import RankStream
 from distributed.strategies.tensor_collectives import (
     copy_to,
     gather_sequence,
@@ -18,8 +19,11 @@ from distributed.strategies.tensor_collectives import (
 class Region:
     """An input that is copied or gathered once for all layers that read it, and outputs that are summed."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence_dim: int | None, readers: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, sequence_dim: int | None, readers: int, stream: RankStream | None = None
+    ) -> None:
         self.group = group
+        self.stream = stream or RankStream(dist.get_rank(group))  # of random numbers, within the region
         self.sequence_dim = sequence_dim  # where activations outside of the region are shards of a sequence
         self.is_whole = False  # layers have all of their parameters, for once
         self.is_gathered = False  # their input was already gathered

@@ -44,6 +44,8 @@ class TorchAttention:
         mask = self._mask(q, k, attn_mask, key_padding_mask, is_causal and not need_weights)
         causal = is_causal and mask is None
         dropout = m.dropout if m.training else 0.0
+        if dropout:
+            region.stream.begin(query.device)
         weights = None
         if need_weights:
             scores = q @ k.transpose(-2, -1) / math.sqrt(m.head_dim)
@@ -52,6 +54,8 @@ class TorchAttention:
             mixed = weights @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+        if dropout:
+            region.stream.end(query.device)
         mixed = mixed.transpose(1, 2).flatten(2)
         if not is_batched:
             mixed = mixed.squeeze(0)

@@ -10,6 +10,7 @@ from torch import nn
 
 from distributed.core.errors import Problem
 from distributed.strategies.paths import is_inside, join, parent_of
+from distributed.strategies.plain_modules import is_plain
 from distributed.strategies.tensor_modules import (
     HEAD_COUNTS,
     Heads,
@@ -66,6 +67,9 @@ def heads_of(module: nn.Module, path: str, styles: Mapping[str, Style]) -> Heads
 
 
 def _torch_attention(path: str, m: nn.MultiheadAttention) -> Unit:
+    if not is_plain(m, nn.MultiheadAttention):
+        why = f"{type(m).__name__} has a forward of its own, which knows nothing of a share of the heads"
+        return Unit({}, (Problem(f"attention {path} has no tensor-parallel plan", why=why, do=OWN_PLAN),))
     if m.bias_k is not None or m.add_zero_attn:
         why = "add_bias_kv and add_zero_attn add keys of their own, which are not shared out"
         return Unit({}, (Problem(f"attention {path} has no tensor-parallel plan", why=why, do=OWN_PLAN),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,18 @@ from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
 from distributed.runtime.portions import Box
 from distributed.runtime.session import Session
-from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
-from distributed.strategies.batchnorm import SyncBatchNorm, synchronize_batchnorm
+from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.elementwise import Cut, refuse_closure, refuse_uncuttable
+from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.gradient_sums import local
+from distributed.strategies.in_parts import refuse_extra_state
+from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.reduction_check import explain, reduction_check
-from distributed.strategies.replicated import buffers_can_differ, replicate
+from distributed.strategies.replica_tensors import Named, more_tensors, optimizer_options
+from distributed.strategies.replicated import buffers_can_differ, own_buffers, replicate
 from distributed.strategies.sparse_gradients import refuse_sparse
+from distributed.strategies.whole_batch import NoWholeBatch, WholeBatch
 
 if TYPE_CHECKING:
     from distributed.strategies.parts import Parts
@@ -36,7 +41,6 @@ class TorchMesh(Passes):
     """
 
     def __init__(self) -> None:
-        self._desynchronize: Callable[[], None] = lambda: None
         self._restore_blocks: Callable[[], None] = lambda: None
         self._restore_layers: Callable[[], None] = lambda: None
         self._parts: Parts | None = None
@@ -63,11 +67,15 @@ class TorchMesh(Passes):
         _check_sparse(task.model, plan)
         super().setup(task, plan, session)
         self._ranks = plan.mesh.data_ranks
-        if plan.replicate.sync_batchnorm and session.world_size > 1:
-            self._desynchronize = synchronize_batchnorm(self.module, copies=plan.mesh.tp * plan.mesh.cp)
-        self._batchnorms = [module for module in self.module.modules() if isinstance(module, SyncBatchNorm)]
+        self._normalizes = plan.replicate.sync_batchnorm and session.world_size > 1
         self._buffers_at_first: list[torch.Tensor] | None = None
-        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module)
+        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module, self._normalizes)
+        self._whole_batch = self._share_batch(plan, session)
+        if session.world_size > 1:
+            self._hooks_of_parameters = ParameterHooks(self.module.parameters())
+            assert self._loans is not None
+            self._loans.callback(self._hooks_of_parameters.close)
+        self._changes = self._watch_changes(plan, session)
         if self._parts is None:
             self.counts, self.in_step = True, False
             if self._ranks > 1 and not session.is_dry:
@@ -84,6 +92,26 @@ class TorchMesh(Passes):
                 self._model = replicate(self.module, plan.replicate, session.device, self._buffers_differ, group)
         if isinstance(self._model, DistributedDataParallel):
             self._check_reduced = reduction_check(self._model, session.rank)
+
+    def _share_batch(self, plan: Plan, session: Session) -> WholeBatch | None:
+        """What gives functions of a whole micro-batch the samples of all ranks; None where each rank has them all."""
+        if session.world_size == 1 or self._ranks * plan.mesh.cp == 1:
+            return None
+        if self._parts is None:
+            return WholeBatch(normalizes=self._normalizes)
+        if self._parts.pipeline is not None:
+            return NoWholeBatch(normalizes=self._normalizes) if self._ranks > 1 else None
+        groups = [*self._parts.groups.data_groups, *filter(None, [self._parts.groups.group("cp")])]
+        return WholeBatch(groups, plan.mesh.cp, normalizes=self._normalizes)
+
+    def _watch_changes(self, plan: Plan, session: Session) -> ForwardChanges | None:
+        if session.world_size == 1 or session.is_dry:
+            return None
+        if self._parts is None:
+            return ForwardChanges(self.module, (None,), is_sharded=False)
+        if self._parts.is_fsdp and plan.memory.compile:  # what is compiled in a first step is what later ones run
+            return None
+        return ForwardChanges(self.module, self._parts.groups.data_groups, is_sharded=self._parts.is_fsdp)
 
     def _replicate(self, plan: Plan, session: Session) -> nn.Module:
         """What training calls in the model's place, where ranks hold the whole of it and add up their gradients."""
@@ -111,6 +139,7 @@ class TorchMesh(Passes):
         from distributed.strategies.parts import Parts
         from distributed.strategies.sharded_optimizer import rebind
 
+        refuse_extra_state(self.module)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         made = super()._make_optimizer(task, plan)
         refuse_closure(made)
@@ -149,13 +178,13 @@ class TorchMesh(Passes):
             return self._pipeline_step(self._parts.pipeline, microbatches, measure)
         output = self.step(microbatches, measure)
         if measure:
-            self.check_measured(self.measured)
+            self.check_targets()
         return output
 
     def step(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """The step itself, on a GPU without a wait for anything: it can be captured as one CUDA graph."""
         try:
-            passed = self._pass_all(microbatches, measure, checks=False)
+            passed = self._pass_all(microbatches, measure)
         except RuntimeError as error:
             explain(error, self._session.rank)
             raise
@@ -166,7 +195,8 @@ class TorchMesh(Passes):
         assert self._parts is not None
         assert self._parts.context is not None
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
-        self._parts.context.verify(lambda: self._forward(self.module, batch).loss)
+        with self._loss_kept():
+            self._parts.context.verify(lambda: self._forward(self.module, batch).loss)
         self._verifies = False
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
@@ -174,12 +204,16 @@ class TorchMesh(Passes):
         if self._check_reduced is not None:
             self._check_reduced()
         if self._parts is not None:
+            if self._parts.tensor is not None:
+                self._parts.tensor.check_streams(self._session.device)
             self._parts.finish_gradients()
         if self._low is not None:
             self._low.take_gradients()
         if passed.weight is not None:
             factor = self._divide_gradients(passed.weight)
             loss = loss * (factor if self._moves else factor.item())
+            if self._checks_loss and not math.isfinite(loss):  # a mean over no target at all
+                raise NonFiniteLoss(float(loss))
         return StepOutput(loss, self._update(measure), passed.metrics)
 
     def _pipeline_step(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
@@ -200,17 +234,38 @@ class TorchMesh(Passes):
             return part if self._scaler is None else self._scaler.scale(part)
 
         device = self._session.device
+        if not self._is_settled:
+            self._settle_pipeline(pipeline, microbatches[0])
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=device))  # which makes the scale, also where there is no loss
         batches = [to_device(micro.batch, device) if self._moves else micro.batch for micro in microbatches]
-        with self._autocast or nullcontext():
+        watched = nullcontext() if self._changes is None else self._watched_changes()
+        with watched, self._autocast or nullcontext(), self._whole_batch or nullcontext():
             pipeline.forward_backward(batches, self._task.run, weigh)
         self.clock.mark()
         if self._is_weighted is None:
             is_weighted = torch.tensor([int(bool(weights))], device=device)
             self._is_weighted = bool(self._session.max("whether the loss has weights", is_weighted).item())
         total = sum(weights, torch.zeros((), device=device)) if self._is_weighted else None
+        if measure:
+            self.check_targets()
         return self._finish_step(Passed(sum(losses, 0.0), total, metrics if measure else None), measure)
+
+    def _settle_pipeline(self, pipeline: Pipeline, micro: Microbatch) -> None:
+        """Only the last stage has an outcome, and only of a whole pass: of one more, as an evaluation has it."""
+        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        devices = [self._session.device] if self._session.device.type == "cuda" else []
+        self.train(False)
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), self._autocast or nullcontext():
+            outcome = pipeline.forward(batch, self._task.run)
+        self.train(True)
+        torch.clear_autocast_cache()
+        self._is_settled = True
+        self._task.settle(outcome, batch, micro.size, self._trial())
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._parts is None
 
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
         if self._parts is None or self._parts.pipeline is None:
@@ -246,6 +301,15 @@ class TorchMesh(Passes):
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
 
+    def replicated(self) -> Named:
+        if self._parts is None:
+            yield from super().replicated()
+            return
+        yield from self._state.local(self._replicas)
+        yield from optimizer_options(self.optimizer)
+        if self._scaler is not None:
+            yield from more_tensors("optimizer loss scale, number", [self._scaler._scale, self._scaler._growth_tracker])
+
     def held_state(self) -> StateTree | None:
         """Where ranks may have different buffers, only rank 0 has those that count, unless nothing changes them."""
         if self._parts is not None:
@@ -265,15 +329,13 @@ class TorchMesh(Passes):
 
     def _own_buffers(self) -> list[torch.Tensor]:
         """Those that may differ between ranks."""
-        modules = (m for m in self.module.modules() if not isinstance(m, SyncBatchNorm))
-        return [buffer for m in modules for buffer in m.buffers(recurse=False)]
+        return list(own_buffers(self.module, self._normalizes))
 
     def close(self) -> None:
         """Give the user's model back as it was made, with its new weights; what was cut stays cut."""
         try:
             self._restore_blocks()
             self._restore_layers()
-            self._desynchronize()
             if self._parts is not None:
                 self._parts.close()
         finally:
@@ -283,6 +345,8 @@ class TorchMesh(Passes):
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
         """Around a micro-batch: only the last reduces gradients, and a stand-in leaves no trace in BatchNorm."""
         holds = not synchronizes and isinstance(self._model, DistributedDataParallel)
+        if holds and self._model.static_graph:  # learnt in a first pass that reduces, and no other pass may differ
+            holds = False
         if self._parts is not None:
             self._parts.synchronize(synchronizes)
         try:

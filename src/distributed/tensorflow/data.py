@@ -44,6 +44,9 @@ class Loader(Protocol):
     @property
     def samples_per_epoch(self) -> int | None: ...
 
+    @property
+    def shuffle(self) -> bool | None: ...  # None: a dataset orders itself
+
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
 
     def sample_indices(self, epoch: int, step: int) -> list[int]: ...
@@ -58,6 +61,10 @@ class ArrayLoader:
     @property
     def samples_per_epoch(self) -> int:
         return self._arrays.samples
+
+    @property
+    def shuffle(self) -> bool:
+        return self._arrays.shuffle
 
     @property
     def steps_per_epoch(self) -> int:
@@ -101,7 +108,7 @@ class StreamLoader:
     def __init__(self, open_epoch: Callable[[int], Any], batch: BatchPlan, replicas: range) -> None:
         self._open_epoch, self._batch, self._replicas = open_epoch, batch, replicas
 
-    steps_per_epoch = samples_per_epoch = None
+    steps_per_epoch = samples_per_epoch = shuffle = None
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
         accumulation = self._batch.accumulation

@@ -154,6 +154,8 @@ class Loop:
         self._heartbeat.beat(step)
         for path, why in self._state.skipped:
             self._telling.warn(f"the checkpoint {path} is passed over: {why}")
+        for line in self._state.changed:
+            self._telling.warn(line)
         self._telling.run_started(self._world.size, step, self._train.steps_per_epoch)
 
     def _log(self, epoch: int, before_epoch: int) -> None:

@@ -72,12 +72,12 @@ def _serve(world: WorkerEnv, resolver: Any) -> NoReturn:
     raise AssertionError(f"{heartbeat} and {server} are there for as long as this process is")
 
 
-def join_crew(run_dir: str, world: WorkerEnv) -> None:
+def join_crew(run_dir: str, world: WorkerEnv, *, in_run: bool = False) -> None:
     """Tell the launcher that this process is there, and stays when others are replaced; made once its heartbeat is."""
     line = agent_line()
     if line is None:
         return
-    line.tell(Joined(regroups=True, sizes=[world.world_size]))
+    line.tell(Joined(regroups=True, sizes=[world.world_size], in_run=in_run))
     follow = threading.Thread(target=_follow, args=(line, run_dir, world), name="worlds", daemon=True)
     follow.start()
 

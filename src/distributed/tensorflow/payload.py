@@ -6,6 +6,7 @@ since a process must set up its strategy before anything of TensorFlow is made i
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import pickle
@@ -17,14 +18,14 @@ import cloudpickle
 
 from distributed.core.errors import DistributedError, TaskError
 from distributed.core.plan import Plan
+from distributed.core.private_files import Sealed, check_code, create_private, open_sealed, seal
 
-PAYLOAD = "payload.bin"  # in the run directory
 _LENGTH = struct.Struct("<q")
 _ALIGN = 64  # bytes; what vector instructions like
 
 
-def write_payload(plan: Plan, job: Any, path: Path) -> None:
-    """Write the job, or say what of it cannot be sent."""
+def write_payload(plan: Plan, job: Any, path: Path) -> Sealed:
+    """Write the job, or say what of it cannot be sent. Whoever calls closes the sealed file."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         body = cloudpickle.dumps(job, protocol=5, buffer_callback=buffers.append)
@@ -38,28 +39,34 @@ def write_payload(plan: Plan, job: Any, path: Path) -> None:
         ) from failed
     views = [buffer.raw() for buffer in buffers]
     parts = [pickle.dumps(plan, protocol=5), body]
-    head = pickle.dumps([len(part) for part in parts] + [view.nbytes for view in views])
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "wb") as file:
+    head = json.dumps([len(part) for part in parts] + [view.nbytes for view in views]).encode()
+    handle = create_private(path)
+    with os.fdopen(handle, "wb", closefd=False) as file:
         file.write(_LENGTH.pack(len(head)) + head)
         for part in (*parts, *views):
             file.write(bytes(-file.tell() % _ALIGN))
             file.write(part)
+    return seal(path, handle, b"".join([head, *parts]))
 
 
 class Payload:
-    """A payload that our own parent wrote for this run; its job is read when it is asked for."""
+    """A payload that our own parent wrote for this run, or it is refused; its job is read when it is asked for."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def __init__(self, folder: Path, sealed: Sealed) -> None:
+        handle = open_sealed(folder, sealed)
+        try:
+            whole = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(handle)
         length = _LENGTH.unpack_from(whole)[0]
         at = _LENGTH.size + length
+        head = whole[_LENGTH.size : at]
         self._parts: list[memoryview] = []
-        for size in pickle.loads(whole[_LENGTH.size : at]):
+        for size in json.loads(head):
             at += -at % _ALIGN
             self._parts.append(memoryview(whole)[at : at + size])
             at += size
+        check_code(folder / sealed.name, b"".join([head, *self._parts[:2]]), sealed)
 
     @property
     def plan(self) -> Plan:

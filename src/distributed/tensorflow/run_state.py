@@ -18,6 +18,7 @@ from distributed.core.env import WorkerEnv
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
 from distributed.data.order import derive_seed
+from distributed.tensorflow.data import Loader
 from distributed.tensorflow.model import array_of
 from distributed.tensorflow.state import Checkpoints
 from distributed.tensorflow.strategy import World
@@ -42,8 +43,8 @@ class Progress:
 class RunState:
     """Everything of this process that a checkpoint holds, and the checkpoints themselves."""
 
-    def __init__(self, plan: Plan, env: WorkerEnv, world: World, model: Any, scaler: Any, samples: int | None) -> None:
-        self._plan, self._env, self._world, self._samples = plan, env, world, samples
+    def __init__(self, plan: Plan, env: WorkerEnv, world: World, model: Any, scaler: Any, train: Loader) -> None:
+        self._plan, self._env, self._world, self._train = plan, env, world, train
         self._named = name_variables(model, scaler)
         self._checkpoints: Checkpoints | None = None
         self.progress = Progress()
@@ -57,12 +58,17 @@ class RunState:
     def skipped(self) -> tuple[tuple[str, str], ...]:
         return self._checkpoints.skipped if self._checkpoints is not None else ()
 
+    @property
+    def changed(self) -> tuple[str, ...]:
+        return self._checkpoints.changed if self._checkpoints is not None else ()
+
     def restore(self, *, on_saved: Callable[[Any], None], on_failed: Callable[[Any], None]) -> None:
         self._checkpoints = Checkpoints(
             self._plan,
             self._env.is_main,
             self._env,
-            samples=self._samples,
+            samples=self._train.samples_per_epoch,
+            shuffle=self._train.shuffle,
             spread=lambda number: int(self._world.gather(number)[0]),
             on_saved=on_saved,
             on_failed=on_failed,
@@ -104,7 +110,7 @@ def read_arrays(path: str) -> dict[str, Any]:
     """Everything that a checkpoint holds, by `component/name`."""
     (candidate,) = find(open_storage(os.path.dirname(path)), path)
     storage = open_storage(candidate.root)
-    manifest = read_manifest(storage, candidate.step)
+    manifest = read_manifest(storage, candidate.name)
     (tree,) = fetch_parts(manifest, [manifest.shared], ChunkStore(storage), ArrayMemory())
     parts = {component: part for component, part in tree.items() if isinstance(part, dict)}
     return {f"{component}/{name}": value for component, part in parts.items() for name, value in part.items()}

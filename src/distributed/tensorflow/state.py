@@ -22,14 +22,18 @@ from distributed.checkpoint.arrays import ArrayMemory, ArrayStaging, LoneWriter
 from distributed.checkpoint.candidates import Candidate, find, none_usable, report_on
 from distributed.checkpoint.chunks import ChunkStore, Damaged
 from distributed.checkpoint.fetching import StateTree, fetch_parts, read_manifest
-from distributed.checkpoint.manifest import Manifest, manifest_file, step_name
+from distributed.checkpoint.lineage import Lineage, check_unused, choose_lineage
+from distributed.checkpoint.manifest import Manifest, line_of, manifest_file, step_name
+from distributed.checkpoint.ownership import hold_folder
 from distributed.checkpoint.publishing import Saved
 from distributed.checkpoint.storage import open_storage
 from distributed.checkpoint.writing import Writer
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
+from distributed.core.locks import Lock
 from distributed.core.plan import Plan
-from distributed.runtime.launch_id import launch_id
+from distributed.runtime.launch_id import launch_id, note_launch, recall_launch
+from distributed.train.resume_changes import Effect, changes
 
 Position = dict[str, Any]  # numbers, texts, lists and dicts of these
 _POSITION = "progress"
@@ -46,21 +50,27 @@ class Checkpoints:
         world: WorkerEnv,
         *,
         samples: int | None = None,
+        shuffle: bool | None = None,
         spread: Callable[[int], int] = lambda number: number,
         on_saved: Callable[[Saved], None] = lambda saved: None,
         on_failed: Callable[[CheckpointError], None] = lambda failed: None,
     ) -> None:
-        """`samples` of an epoch: a run is not resumed with another number. `spread` gives all processes the number that
-        the main one passes. A save that fails goes to `on_failed`, unless it was waited for."""
+        """`samples` of an epoch, and whether they are shuffled: a run is not resumed with others. `spread` gives all
+        processes the number that the main one passes. A save that fails goes to `on_failed`, unless it was waited
+        for."""
         self._plan, self._is_main, self._world, self._samples, self._spread = plan, is_main, world, samples, spread
+        self._shuffle = shuffle
         self._on_saved, self._on_failed = on_saved, on_failed
         self._storage = open_storage(plan.checkpoint.dir)
         self._launch = launch_id(plan.run_dir, world) if is_main else ""
+        self._lineage = Lineage()
+        self._lock: Lock | None = None  # of the folder, in the main process
         self._writer: Writer | None = None
         self._verified: frozenset[str] = frozenset()
         self._saved_at = -1
         self.path = ""  # of the newest checkpoint
         self.skipped: tuple[tuple[str, str], ...] = ()  # checkpoints that had to be passed over, and why
+        self.changed: tuple[str, ...] = ()  # what is not as it was when the checkpoint was saved
 
     def restore(self, variables: Mapping[str, Any]) -> Position | None:
         """Assign what the checkpoint that the plan names holds to these variables; None: there is none to resume.
@@ -68,13 +78,26 @@ class Checkpoints:
         Names are `component/name`, as in `save`. Of a checkpoint that was imported from another program only the model
         is taken, and the position has its step alone.
         """
+        if self._is_main:
+            self._claim()
+        try:
+            return self._restore(variables)
+        except BaseException:
+            self._release()
+            raise
+
+    def _restore(self, variables: Mapping[str, Any]) -> Position | None:
         candidates, is_own = self._find() if self._is_main else ([], False)
         found = self._first_sound(candidates, variables) if candidates else None
         step, is_own = self._spread(-1 if found is None else found[1].step), bool(self._spread(is_own))
+        line = _line(self._spread(_number(line_of(self.path.rpartition("/")[2]))))
+        if self._is_main:
+            self._lineage = self._choose_lineage(found)
+        self._lineage = Lineage(self._lineage.run, _line(self._spread(_number(self._lineage.line))))
         if step < 0:
             return None
         if found is None:
-            found = self._first_sound(self._same(step, is_own), variables)
+            found = self._first_sound(self._same(step_name(step, line), is_own), variables)
         tree, manifest = found
         is_imported = "imported" in manifest.meta
         for name, variable in variables.items():
@@ -122,7 +145,8 @@ class Checkpoints:
 
     def _await(self, step: int) -> None:
         """Until the main process has written it."""
-        name, deadline = manifest_file(step), time.monotonic() + self._plan.collective_timeout_s
+        checkpoint = step_name(step, self._lineage.line)
+        name, deadline = manifest_file(checkpoint), time.monotonic() + self._plan.collective_timeout_s
         while self._storage.size(name) is None:
             if time.monotonic() > deadline:
                 raise CheckpointError(
@@ -131,7 +155,7 @@ class Checkpoints:
                     do="see its log; set checkpoint_dir to a disk that all hosts share",
                 )
             time.sleep(_LOOK_EVERY_S)
-        self.path = self._storage.locate(step_name(step))
+        self.path = self._storage.locate(checkpoint)
 
     def poll(self) -> None:
         """Tell of saves that have ended since, and of what went wrong in them."""
@@ -140,8 +164,33 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for the save in flight; raises what went wrong in it."""
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _claim(self) -> None:
+        """The folder is this run's alone, or it is refused with nothing written."""
+        resumes = bool(self._plan.checkpoint.resume) or self._world.restarts > 0
+        if not resumes and (problems := check_unused(self._storage)):
+            raise CheckpointError(problems)
+        self._lock = self._lock or hold_folder(self._storage, self._launch, resume=resumes)
+
+    def _choose_lineage(self, found: tuple[StateTree, Manifest] | None) -> Lineage:
+        """Which run this is: in the first world of a launch, for all that come after it."""
+        known = recall_launch(self._plan.run_dir) if self._world.restarts else {}
+        if "run" in known:
+            return Lineage(known["run"], known["line"])
+        begun_with = (self.path, found[1]) if found is not None else None
+        chosen = choose_lineage(self._storage, self._launch, begun_with, [path for path, _ in self.skipped])
+        note_launch(self._plan.run_dir, run=chosen.run, line=chosen.line)
+        return chosen
 
     def _find(self) -> tuple[list[Candidate], bool]:
         """A run that was restarted goes on from its own newest checkpoint (True); one that was not, from what it is
@@ -152,14 +201,14 @@ class Checkpoints:
                 return own, True
         return find(self._storage, self._plan.checkpoint.resume), False
 
-    def _same(self, step: int, is_own: bool) -> list[Candidate]:
+    def _same(self, name: str, is_own: bool) -> list[Candidate]:
         """What the main process chose, as this one sees it."""
         seen = find(self._storage, True if is_own else self._plan.checkpoint.resume)
-        same = [candidate for candidate in seen if candidate.step == step]
+        same = [candidate for candidate in seen if candidate.name == name]
         if not same:
             raise CheckpointError(
                 "the processes do not see the same checkpoints",
-                why=f"the main one goes on from step {step}, and the newest here is "
+                why=f"the main one goes on from {name}, and the newest here is "
                 + (seen[0].path if seen else f"none: {self._storage.root} has no checkpoint"),
                 do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…",
             )
@@ -172,7 +221,7 @@ class Checkpoints:
             storage = open_storage(candidate.root)
             chunks = ChunkStore(storage)
             try:
-                manifest = read_manifest(storage, candidate.step)
+                manifest = read_manifest(storage, candidate.name)
                 self._check(candidate, manifest, variables)
                 (tree,) = fetch_parts(manifest, [manifest.shared], chunks, ArrayMemory())
             except Damaged as bad:
@@ -185,14 +234,14 @@ class Checkpoints:
     def _is_own(self, candidate: Candidate) -> bool:
         """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""
         try:
-            manifest = read_manifest(self._storage, candidate.step)
+            manifest = read_manifest(self._storage, candidate.name)
         except CheckpointError:  # whether it can be passed over is told when it is loaded
             return True
         return bool(self._launch) and manifest.meta.get("launch") == self._launch
 
     def _check(self, candidate: Candidate, manifest: Manifest, variables: Mapping[str, Any]) -> None:
-        """What would make it another run: another model or optimizer, another dataset, a batch that cuts elsewhere."""
-        meta, is_imported = manifest.meta, "imported" in manifest.meta
+        """What would make it another run: another model or optimizer, another order of samples."""
+        is_imported = "imported" in manifest.meta
         live = {name: (tf.as_dtype(v.dtype).name, tuple(v.shape)) for name, v in variables.items()}
         report = report_on(candidate, manifest, live, self._world.world_size, ())
         texts = [
@@ -208,31 +257,19 @@ class Checkpoints:
                 why="; ".join(differs[:3]) + more,
                 do="pass the model and the optimizer that were trained, or another checkpoint_dir",
             )
-        if meta.get("samples") not in (None, self._samples):
-            raise CheckpointError(
-                f"the checkpoint {candidate.path} knows {meta['samples']} samples an epoch, "
-                f"this data has {self._samples}",
-                why="the order of samples would be another one, so some would be repeated and others left out",
-                do="pass the same data; to train on with new data, load the weights and begin a new checkpoint_dir",
-            )
-        self._check_place(candidate, manifest)
+        if not is_imported:
+            self._compare(candidate, manifest)
 
-    def _check_place(self, candidate: Candidate, manifest: Manifest) -> None:
-        """In the middle of an epoch the next batch must begin where one ended."""
-        position, batch = manifest.shared.skeleton.get(_POSITION, {}), self._plan.batch.global_batch
-        before = manifest.meta.get("global_batch")
-        if self._samples is not None:
-            place = f"{position.get('samples_in_epoch', 0)} samples"
-            is_between = position.get("samples_in_epoch", 0) % batch == 0
-        else:  # a dataset finds its place by counting batches
-            place = f"{position.get('steps_in_epoch', 0)} batches of {before}"
-            is_between = position.get("steps_in_epoch", 0) == 0 or before in (None, batch)
-        if not is_between:
-            raise CheckpointError(
-                f"the checkpoint {candidate.path} stands {place} into an epoch, and batches are of {batch}",
-                why="samples would be repeated or left out",
-                do=f"keep the global batch as it was in the first run, {before}",
-            )
+    def _compare(self, candidate: Candidate, manifest: Manifest) -> None:
+        """With the run that saved it: what would repeat samples or leave some out is refused, the rest is told."""
+        position = manifest.shared.skeleton.get(_POSITION, {})
+        progress = {name: int(position.get(name, 0)) for name in ("samples_in_epoch", "steps_in_epoch")}
+        found = changes(manifest.meta, self._meta(), progress, path=candidate.path)
+        allowed = self._plan.checkpoint.allowed
+        refused = [change for change in found if change.effect is Effect.BREAKS and change.name not in allowed]
+        if refused:
+            raise CheckpointError([change.refusal(candidate.path) for change in refused])
+        self.changed = tuple(f"changed since the checkpoint: {change}" for change in found)
 
     def _make_writer(self) -> Writer:
         checkpoint = self._plan.checkpoint
@@ -245,6 +282,7 @@ class Checkpoints:
             keep_every=checkpoint.keep_every,
             best=checkpoint.best.partition(":")[0] or None,
             known=self._verified,
+            lineage=self._lineage,
             on_saved=self._published,
         )
 
@@ -270,4 +308,14 @@ class Checkpoints:
             "global_batch": self._plan.batch.global_batch,
             "launch": self._launch,
             "machine": platform.machine(),
+            "run": {"shuffle": self._shuffle},
         }
+
+
+def _number(line: str) -> int:
+    """A line as a number that processes can tell each other; 0 for none."""
+    return int(f"1{line}", 16) if line else 0
+
+
+def _line(number: int) -> str:
+    return f"{number:x}"[1:] if number else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 import sys
 from contextlib import suppress
@@ -15,11 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from distributed.core.control import Joined, Resumed
-from distributed.core.env import WorkerEnv, worker_env
+from distributed.core.env import WorkerEnv, ticket_in_env, worker_env
 from distributed.core.errors import CheckpointError
 from distributed.core.history import History
 from distributed.core.plan import Plan
-from distributed.core.run_files import HISTORY, PATHS
+from distributed.core.run_files import HISTORY
+from distributed.core.ticket import Ticket
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
@@ -33,7 +33,7 @@ from distributed.tensorflow.job import Job
 from distributed.tensorflow.layers import check_layer_losses
 from distributed.tensorflow.loop import Loop
 from distributed.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_crew
-from distributed.tensorflow.payload import PAYLOAD, Payload
+from distributed.tensorflow.payload import Payload
 from distributed.tensorflow.rates import Rate
 from distributed.tensorflow.run_state import RunState
 from distributed.tensorflow.sources import example_of
@@ -56,7 +56,7 @@ def run_process(
     world = world or enter_world(plan, env)
     line = agent_line()
     if line is not None and not has_servers(plan):
-        line.tell(Joined(False, plan.legal_sizes))
+        line.tell(Joined(False, plan.legal_sizes, in_run=True))
     seed_everything(plan.seed)
     train = train_loader(job.train, plan.batch, world.replicas, seed=plan.seed)
     batch = functools.cache(lambda: example_of(job.train, plan.seed))
@@ -68,10 +68,10 @@ def run_process(
         stepper = (RemoteStepper if has_servers(plan) else Stepper)(model, world.strategy, plan)
     per_epoch = train.steps_per_epoch
     rate = Rate(stepper.optimizer, plan.schedule, per_epoch, plan.total_steps(per_epoch))
-    state = RunState(plan, env, world, model, stepper.scaler, train.samples_per_epoch)
+    state = RunState(plan, env, world, model, stepper.scaler, train)
     heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), env.rank)
     if has_servers(plan):
-        join_crew(plan.run_dir, env)
+        join_crew(plan.run_dir, env, in_run=True)
     watchers = _Watchers(plan, env, shows_progress)
     try:
         with StopSignals(is_supervised=line is not None) as stop:
@@ -95,8 +95,11 @@ def run_process(
             state.close()
         if env.is_main:
             history.save(Path(plan.run_dir) / HISTORY)
+        _tell_end(line)
         return Trained(history, model)
-    except BaseException:
+    except BaseException as failed:
+        if isinstance(failed, Exception):  # the script may deal with it, and end well
+            _tell_end(line)
         with suppress(CheckpointError):  # what went wrong first is told
             state.close()  # the save in flight is whole before this process ends: a next attempt goes on from it
         raise
@@ -125,6 +128,11 @@ def _tell(line: AgentLine | None, env: WorkerEnv, state: RunState) -> None:
         line.tell(Resumed(env.attempt, state.progress.step, state.source))
 
 
+def _tell_end(line: AgentLine | None) -> None:
+    if line is not None:
+        line.tell(Joined(False))
+
+
 def _evaluation(job: Job, world: World) -> EvalLoader | None:
     if job.evaluation is None:
         return None
@@ -149,10 +157,11 @@ class _Watchers:
 def main() -> None:
     """`python -m distributed.launch.rank -m distributed.tensorflow.worker <run_dir>`: a process that `fit` started."""
     run_dir = Path(sys.argv[1])
-    sys.path[:] = json.loads((run_dir / PATHS).read_text())["sys_path"]
+    ticket = Ticket.from_text(ticket_in_env())
+    sys.path[:] = ticket.sys_path
     env = worker_env()
     assert env is not None, "the worker is started by a launcher"
-    payload = Payload(run_dir / PAYLOAD)
+    payload = Payload(run_dir, ticket.payload)
     plan = cut_for(payload.plan, env.world_size, env.num_nodes)
     world = enter_world(plan, env)
     if run_process(replace(payload.job(), plan=plan), env, shows_progress=False, world=world).history.interrupted:

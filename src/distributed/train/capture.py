@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +17,15 @@ from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.strategies.base import Capturable, StepOutput
-from distributed.train.capture_checks import Before, differs, hooks_of, watched
+from distributed.train.capture_checks import Before, Change, differs, hooks_of, watched
 from distributed.train.captured import CapturedStep, NotCapturable, shape_of
+from distributed.train.captured_rates import Rates
+from distributed.train.proofs import about_unseen, frozen
+from distributed.train.reachable import Look, changes, look
 
 _WARM = 3  # eager steps before the first capture; the libraries choose their kernels and the optimizer makes its state
 _CHECKS = 2  # steps of each shape that are taken both ways
+_ANEW = 3  # times that graphs are made again because Python's state was changed between two epochs
 _SHAPES = 8  # graphs at most: each holds its activations
 _BUSY = 0.25  # of the host's time that the device may go on after it: more, and there is nothing to gain
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs themselves
@@ -33,8 +36,10 @@ Tell = Callable[[str], None]
 class StepCapture:
     """What the loop calls in place of a strategy's `train_step`."""
 
-    def __init__(self, strategy: Capturable, plan: Plan, session: Session, tell: Tell) -> None:
-        self._strategy, self._device, self._tell = strategy, session.device, tell
+    def __init__(
+        self, strategy: Capturable, plan: Plan, session: Session, tell: Tell, steps_done: Callable[[], int]
+    ) -> None:
+        self._strategy, self._device, self._tell, self._steps_done = strategy, session.device, tell, steps_done
         self._precision, self._is_asked = plan.precision.kind, plan.speed.capture == "on"
         self._steps = 0
         self._graphs: dict[Any, CapturedStep] = {}
@@ -43,6 +48,8 @@ class StepCapture:
         self._eager: set[Any] = set()  # shapes that stay eager
         self._rehearsed: dict[Any, Any] = {}  # a shape, and the same where it is measured, which has no graph yet
         self._is_told = False
+        self._known: Look | None = None  # what Python kept when the graphs were made
+        self._anew = self._proven = 0  # times that all graphs were made again; the step after which all were proven
         self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
         self._waits: list[tuple[float, float]] = []  # (seconds of the host, seconds that the device took after it)
@@ -72,17 +79,62 @@ class StepCapture:
             return self._give_up(self._rates.changed, microbatches, measure)
         if key in self._rehearsed:
             return self._rehearse(key, microbatches)
+        proofs = captured.proofs
+        if proofs.replays >= proofs.due:
+            self.prove()
+            return self.train_step(microbatches, measure=measure)
+        proofs.replays += 1
         clock = self._strategy.clock
         clock.begin(measure)
         output = captured.replay(microbatches)
         clock.mark()
         if measure:
-            self._strategy.check_measured(captured.measured)
+            self._strategy.check_targets()
         return output
+
+    def begin_epoch(self) -> None:
+        """Whoever runs between two epochs may have changed what the model keeps: before a step is taken without it."""
+        if self._known is None or self.why_not:
+            return
+        found = changes(self._known, self._look())
+        if whose := hooks_of(self._strategy.module, self._strategy.optimizer):
+            found.append(f"{whose} would not be called")
+        if found:
+            self._begin_anew(found[0])
+
+    def prove(self) -> None:
+        """Take a step both ways that does not count, with each graph that was used since it last came to the same.
+
+        Raises TaskError where that is not so: the steps since are not those of one process.
+        """
+        is_open = [key for key, captured in self._graphs.items() if captured.proofs.is_open]
+        if not is_open:
+            return
+        if not self._rates.follow():
+            self._refuse(self._rates.changed)
+            return
+        assert self._known is not None
+        now = self._look()
+        try:
+            for key in is_open:
+                self._prove(key, now)
+        except NotCapturable as why:
+            self._refuse(str(why))
+            return
+        except torch.OutOfMemoryError:  # of the eager step, beside the memory of the graphs
+            self._strategy.forget_step()
+            self._refuse(
+                f"it could not be compared again for want of memory; it came to the same at step {self._proven}"
+            )
+            return
+        self._proven = self._steps_done()
+        if found := changes(self._known, now):  # which has made no difference so far
+            self._begin_anew(found[0])
 
     def close(self) -> None:
         """The optimizer is as it was made; the graphs' memory is free."""
         self._graphs.clear()
+        self._known = None
         self._rates.close()
 
     def _eager_step(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
@@ -120,10 +172,10 @@ class StepCapture:
         if self._steps == 1 or key in self._watched:  # in the first, libraries are set up and blocks compiled
             return self._timed(microbatches, measure)
         self._watched.add(key)
-        with watched(self._strategy.parts()) as found:
+        with watched(self._look) as found:
             output = self._plain(microbatches, measure, checks=False)
         if measure:
-            self._strategy.check_measured(self._strategy.measured)
+            self._strategy.check_targets()
         if found and measure:
             self._stay_eager(key, f"where it is measured, {found[0]}")
         elif found:
@@ -148,23 +200,19 @@ class StepCapture:
             output = self._strategy.step(microbatches, measure)
         present.wait_stream(self._stream)
         if measure and checks:
-            self._strategy.check_measured(self._strategy.measured)
+            self._strategy.check_targets()
         return output
 
     def _both_ways(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """The captured step, then the eager one from the same state, which is the one that counts."""
+        if not any(count >= _CHECKS for count in self._checked.values()):  # nothing is replayed yet
+            self._look_between()
         before = Before(self._strategy, self._device)
         if key not in self._graphs:
             self._graphs[key] = self._capture(microbatches, measure, before)
         if not self._rates.follow():
             raise NotCapturable(self._rates.changed)
-        try:
-            captured = self._graphs[key].replay(microbatches)
-            made = before.changes()
-        except RuntimeError as failed:  # of memory, mostly
-            raise NotCapturable(f"CUDA refused it: {_line(failed)}") from failed
-        finally:
-            before.come_back()
+        captured, made = self._replayed(self._graphs[key], microbatches, before)
         output = self._plain(microbatches, measure)
         found = differs(captured, made, output, before.changes(), self._precision)
         self._checked[key] += 1
@@ -174,10 +222,70 @@ class StepCapture:
             self._verified(key, measure)
         return output
 
+    def _replayed(
+        self, graph: CapturedStep, microbatches: Sequence[Microbatch], before: Before
+    ) -> tuple[StepOutput, list[Change]]:
+        """What a graph makes of a step, which is then taken back."""
+        try:
+            return graph.replay(microbatches), before.changes()
+        except RuntimeError as failed:  # of memory, mostly
+            raise NotCapturable(f"CUDA refused it: {_line(failed)}") from failed
+        finally:
+            before.come_back()
+
+    def _prove(self, key: Any, now: Look) -> None:
+        """With the inputs that the graph had last. Nothing is left of it, but that Python ran it once more."""
+        measure, graph, before = key[0], self._graphs[key], Before(self._strategy, self._device)
+        inputs = graph.last_inputs()
+        captured, made = self._replayed(graph, inputs, before)
+        again = None
+        try:
+            eager = self._plain(graph.last_inputs(), measure, checks=False)
+            expected = before.changes()
+            found = differs(captured, made, eager, expected, self._precision)
+            if found:  # or is it that no two eager steps are the same?
+                before.come_back()
+                self._plain(inputs, measure, checks=False)
+                again = before.changes()
+        finally:
+            before.come_back()
+        if again is not None:
+            found = differs(captured, made, eager, expected, self._precision, again)
+        moved = changes(now, self._look())
+        if found or moved:
+            raise frozen(found or moved[0], self._proven, self._steps_done())
+        graph.proofs.passed()
+
+    def _look(self) -> Look:
+        return look(self._strategy.parts(), self._strategy.changing())
+
+    def _look_between(self) -> None:
+        """A graph would not hear of what changes between two steps: a scheduler of the user's moves it, say."""
+        now = self._look()
+        if self._known is not None and (found := changes(self._known, now)):
+            raise NotCapturable(f"between two steps, {found[0]}")
+        self._known = now
+
+    def _begin_anew(self, why: str) -> None:
+        """The graphs are of a model that is no more."""
+        self._anew += 1
+        if self._anew > _ANEW:
+            self._refuse(f"between its steps, again and again, {why}")
+            return
+        self._tell(f"the step is captured again: since it was, {why} [capture]")
+        self._graphs.clear()
+        self._rehearsed.clear()
+        self._checked.clear()
+        self._known = None
+        self._pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are gone takes no more
+
     def _verified(self, key: Any, measure: bool) -> None:
         if not self._is_told:
             self._is_told = True
+            self._proven = self._steps_done()
             self._tell("each step is one CUDA graph from here on: it came to the same as the eager one [capture]")
+            if self._known is not None and self._known.unseen:
+                self._tell(about_unseen(self._known.unseen))
         measured = True, *key[1:]
         if not measure and measured not in self._eager and self._checked[measured] < _CHECKS:
             self._rehearsed[key] = measured
@@ -229,79 +337,5 @@ class StepCapture:
         self._tell(f"the step is not captured: {why} [capture]")
 
 
-class Rates:
-    """Learning rates where a captured optimizer reads them: in tensors. For everybody else they stay numbers."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._optimizer, self._device = optimizer, device
-        self.why_not = _keeps_on_host(optimizer)
-        self.changed = ""
-        self._tensors: list[torch.Tensor] | None = None
-        groups = optimizer.param_groups if not self.why_not else []
-        self._made = [i for i, g in enumerate(groups) if g.get("capturable") is False]
-        for index in self._made:  # before a checkpoint is loaded, which puts the state where this needs it
-            groups[index]["capturable"] = True
-
-    def follow(self) -> bool:
-        """Let the tensors have the present rates; False: something else than a rate has changed."""
-        if self._tensors is None:
-            self._begin()
-            assert self._tensors is not None
-        for index, group in enumerate(self._groups):
-            if group["lr"] != self._values[index]:
-                self._values[index] = group["lr"]
-                self._tensors[index].fill_(group["lr"])
-            for name, value in self._options[index].items():
-                if group[name] != value:
-                    self.changed = f"the optimizer's {name} changes from step to step"
-                    return False
-        return True
-
-    def _begin(self) -> None:
-        """At the first step: a checkpoint that was loaded has brought groups of its own."""
-        for state in self._optimizer.state.values() if not self.why_not else ():  # of an earlier training
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].to(self._device, torch.float32)
-        self._groups = self._optimizer.param_groups if not self.why_not else []
-        self._tensors = [torch.tensor(float(group["lr"]), device=self._device) for group in self._groups]
-        self._values = [group["lr"] for group in self._groups]
-        names = [name for name in self._optimizer.defaults if name != "lr"]
-        self._options = [{name: group[name] for name in names if name in group} for group in self._groups]
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """The optimizer reads tensors meanwhile: eager steps too, so that both kinds come to the same bytes."""
-        self.follow()
-        for group, tensor in zip(self._groups, self._tensors or (), strict=True):
-            group["lr"] = tensor
-        try:
-            yield
-        finally:
-            for group, value in zip(self._groups, self._values, strict=True):
-                group["lr"] = value
-
-    def close(self) -> None:
-        """The optimizer's flags and counters are where torch expects them without a graph."""
-        for index in self._made:
-            group = self._optimizer.param_groups[index]
-            group["capturable"] = False
-            for parameter in group["params"] if not group.get("fused") else ():
-                state = self._optimizer.state.get(parameter, {})
-                if isinstance(state.get("step"), torch.Tensor):
-                    state["step"] = state["step"].cpu()
-
-
 def _line(failed: Exception) -> str:
     return (str(failed) or type(failed).__name__).splitlines()[0]
-
-
-def _keeps_on_host(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer's step cannot be repeated by a device alone."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return f"{type(optimizer).__name__} may keep numbers in Python, which a graph would repeat"
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            return "its learning rate is a tensor already, and who changes it may put another in its place"
-        if not group.get("fused") and "capturable" not in group:
-            return f"{type(optimizer).__name__} reads its rate on the host: fused_optimizer=true would not"
-    return ""

@@ -10,6 +10,7 @@ import torch
 from distributed.data.loader import Microbatch
 from distributed.data.rows import RowBatch
 from distributed.strategies.base import Capturable, MetricSum, StepOutput
+from distributed.train.proofs import Proofs
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -82,13 +83,17 @@ class CapturedStep:
         pool: Any,
         stream: torch.cuda.Stream,
     ) -> None:
+        self.proofs, self._device = Proofs(), device
         self._micros = [micro._replace(batch=_static(micro.batch, device)) for micro in microbatches]
         self._inputs = [tensor for micro in self._micros for tensor in _tensors(micro.batch)]
         self._graph = torch.cuda.CUDAGraph()
         # Threads that pin memory or write checkpoints may call CUDA meanwhile: only this thread's calls are watched.
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._output = strategy.step(self._micros, measure)
-        self.measured = strategy.measured if measure else None
+
+    def last_inputs(self) -> list[Microbatch]:
+        """Those of the last replay, in tensors of their own: a model may write to what it is given."""
+        return [micro._replace(batch=_static(micro.batch, self._device)) for micro in self._micros]
 
     @torch.no_grad()  # also where the model has made its input a leaf of autograd
     def replay(self, microbatches: Sequence[Microbatch]) -> StepOutput:

@@ -6,16 +6,14 @@ gradients of all, so nobody's work is lost. Where nobody holds it, there is the 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from distributed.checkpoint.skeleton import unflatten
-from distributed.checkpoint.tree import flatten
 from distributed.runtime.session import Session
+from distributed.train.sharing import send_tree
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ def hand_over(session: Session, held: Held | None) -> Inherited | None:
     if newest < 0:
         return None
     source = found.index(newest)
-    mine = held if source == session.rank else None
-    return Inherited(newest, source, _send(session, source, mine))
+    mine = held.tree if held is not None and source == session.rank else None
+    return Inherited(newest, source, send_tree(session, "handover", source, mine))
 
 
 def take_model(model: nn.Module, state: dict[str, Any]) -> None:
@@ -60,27 +58,3 @@ def take_model(model: nn.Module, state: dict[str, Any]) -> None:
         elif (known := owner._buffers[own_name]) is None or known.shape != value.shape:
             owner._buffers[own_name] = value.clone()
     model.load_state_dict(state)
-
-
-def _send(session: Session, source: int, held: Held | None) -> dict[str, Any]:
-    """The source's tree, tensor by tensor; the source itself keeps its own."""
-    tensors: dict[str, torch.Tensor] = {}
-    text = None
-    if held is not None:
-        tensors, skeleton = flatten(held.tree)
-        specs = [
-            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
-        ]
-        text = json.dumps({"skeleton": skeleton, "tensors": specs})
-    document = json.loads(session.share_text("handover", text))
-    received: dict[str, torch.Tensor] = {}
-    for name, dtype, shape in document["tensors"]:
-        if held is not None:
-            received[name] = tensors[name]
-            data = tensors[name].detach().to(session.device).contiguous()
-        else:
-            data = received[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=session.device)
-        if data.numel():
-            session.send_from("handover", source, data)
-    tree: dict[str, Any] = unflatten(document["skeleton"], received)
-    return tree

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan, Decision, Plan
 from distributed.data.dali import DaliBatches
+from distributed.data.drawn import Tree
 from distributed.data.leaf_loader import LeafLoader
 from distributed.data.loader import EvalLoader, Step, StreamLoader, TrainLoader
 from distributed.data.prefetch import Prefetch
 from distributed.data.rows import RowEvalLoader, RowLoader, Rows, say_bytes
 from distributed.data.source import Source
+from distributed.data.tally import Tally
 from distributed.data.workers import Staff, as_told, can_choose, find_staff, keep, with_workers
 from distributed.runtime.session import Session
 from distributed.strategies.gradient_sums import local
+from distributed.train.sharing import share_from_first
 
 _STATE_BYTES = 8  # of each number that is trained: two in fp32, as of Adam
 
@@ -33,6 +36,22 @@ class Loader(Protocol):
 
     @property
     def indices(self) -> list[int]: ...  # of the samples that this rank used in the step that came last
+
+    @property
+    def read_digest(self) -> int: ...  # of what was read of a stream until that step
+
+    @property
+    def note(self) -> str: ...  # what is to be told of the epoch's order
+
+    def order_digest(self, epoch: int) -> str: ...
+
+    def tally(self, epoch: int, first_step: int, stop_step: int) -> Tally: ...
+
+    def expect(self, digest: int) -> None: ...
+
+    def state(self, epoch: int) -> Tree: ...
+
+    def load_state(self, state: Tree) -> None: ...
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
 
@@ -61,7 +80,7 @@ def open_training(
     if plan.speed.data_on_device == "on" and (rows is None or not rows.is_ahead):
         raise _not_on_device(rows, device)
     if rows is not None:
-        by_rows = RowLoader(source, rows, plan.batch, rank, seed=plan.seed)
+        by_rows = RowLoader(source, rows, plan.batch, rank, seed=plan.seed, share=share_from_first(session))
         loader = by_rows if rows.is_ahead else Prefetch(by_rows, device, max_steps=plan.max_steps)
         return Training(loader, None, _told(rows, "training"))
     return _open_read(source, plan, session)
@@ -70,15 +89,15 @@ def open_training(
 def _open_read(source: Source, plan: Plan, session: Session) -> Training:
     """Of data that is read sample by sample."""
     device, rank, on_gpu = session.device, session.data_rank, session.device.type == "cuda"
+    how: dict[str, Any] = {"seed": plan.seed, "pin_memory": on_gpu, "share": share_from_first(session)}
     staff = _find_staff(source, plan, session) if plan.workers == "auto" else None
     source, told = _staffed(source, plan, staff), [] if staff is None else [staff.decision]
     if source.is_stream:
         return Training(_open_stream(source, plan, session), staff, told)
     if plan.is_bitwise:
-        return Training(LeafLoader(source, plan.batch, rank, seed=plan.seed, pin_memory=on_gpu), staff, told)
+        return Training(LeafLoader(source, plan.batch, rank, **how), staff, told)
     source, reads_ahead = _pinned(source, on_gpu)
-    seeds = plan.workers is not None
-    loader = TrainLoader(source, plan.batch, rank, seed=plan.seed, pin_memory=on_gpu, seeds_batches=seeds)
+    loader = TrainLoader(source, plan.batch, rank, seeds_batches=plan.workers is not None, **how)
     return Training(Prefetch(loader, device, max_steps=plan.max_steps) if reads_ahead else loader, staff, told)
 
 
@@ -98,7 +117,7 @@ def open_evaluation(
     size = source.batch_size or plan.batch.per_device
     rows = None if source.is_stream else _rows(source, plan, session.device, optimizer)
     if rows is not None:
-        by_rows = RowEvalLoader(source, rows, size, rank, ranks, in_step=in_step)
+        by_rows = RowEvalLoader(source, rows, size, rank, ranks, in_step=in_step, share=share_from_first(session))
         return Evaluation(by_rows, _told(rows, "evaluation"))
     loader = EvalLoader(
         _staffed(source, plan, staff if can_choose(source) else None),
@@ -109,6 +128,7 @@ def open_evaluation(
         pin_memory=session.device.type == "cuda",
         in_step=in_step,
         batch_seed=None if plan.workers is None else plan.seed,
+        share=share_from_first(session),
     )
     return Evaluation(loader, [])
 

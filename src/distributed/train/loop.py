@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,14 @@ from distributed.train.loaders import Loader
 from distributed.train.meter import Meter, Reading
 from distributed.train.metrics import MetricTotals
 from distributed.train.pace import Pace
+from distributed.train.replica_check import ReplicaCheck
 from distributed.train.reports import Reports
+from distributed.train.sample_check import SampleCheck
 from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
 from distributed.train.stragglers import Stragglers
 from distributed.train.telling import Telling
+from distributed.train.user_state import UserState
 from distributed.train.witness import Verdict
 
 
@@ -59,6 +63,9 @@ class Loop:
         utilization: Callable[[], float | None] = lambda: None,
         on_resumed: Callable[[int, str], None] = lambda step, source: None,
         host: Host | None = None,
+        *,
+        user: UserState,
+        facts: Mapping[str, Any],
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
@@ -75,6 +82,13 @@ class Loop:
         )
         checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
         self._meter = Meter(session, metric_names, checks_loss=checks_loss, pace=self._pace, counts=strategy.counts)
+        self._replicas = ReplicaCheck(
+            session,
+            lambda: chain(strategy.replicated(), user.replicated()),
+            is_on=plan.replicate.check != "nothing",
+            shares_random=plan.mesh.tp * plan.mesh.cp > 1,
+        )
+        self._samples = SampleCheck(plan, session, train)
         self._state = RunState(
             plan,
             strategy,
@@ -82,12 +96,15 @@ class Loop:
             session,
             self._meter,
             train.samples_per_epoch,
+            self._samples,
             self._saved,
             self._telling.not_saved,
+            user,
+            facts,
         )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
-            self._capture = StepCapture(strategy, plan, session, self._telling.warn)  # type: ignore[arg-type]  # as planned
+            self._capture = StepCapture(strategy, plan, session, self._telling.warn, self._steps_done)  # type: ignore[arg-type]  # as planned
         self._train_step = strategy.train_step if self._capture is None else self._capture.train_step
 
     def begin(self, inherited: Inherited | None = None) -> None:
@@ -115,6 +132,7 @@ class Loop:
             if is_whole and is_due:
                 self._save(metrics)
         self._save(metrics, wait=True)
+        self._compare(state.conclude())
         self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
         history = self._finish(time.perf_counter() - begun)
         state.close()
@@ -137,7 +155,8 @@ class Loop:
     def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
         state, meter, train_step, ledger = self._state, self._meter, self._train_step, self._ledger
-        progress, train = state.progress, self._train
+        progress, train, replicas = state.progress, self._train, self._replicas
+        check_step = self._samples.step_ended
         schedule, heartbeat, stop, log_every = self._schedule, self._heartbeat, self._stop, self._plan.observe.log_every
         seed_step, seed = self._session.seed_step, self._plan.seed
         first_step = progress.steps_in_epoch
@@ -148,10 +167,14 @@ class Loop:
         end, before = self._plan.max_steps, progress.samples_in_epoch
         self._telling.epoch_started(epoch, progress.step)
         self._strategy.train(True)
+        if self._capture is not None:
+            self._capture.begin_epoch()
         meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
         step, stopped = progress.step, False
         heartbeat.epoch_begins()
+        if told := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
+            self._telling.warn(told)
         seed_step(seed, step)
         try:
             for microbatches, samples in self._pace.timed(train.epoch(epoch, first_step)):
@@ -164,12 +187,16 @@ class Loop:
                 progress.step, progress.steps_in_epoch = step, step - before_epoch
                 progress.samples_in_epoch += samples
                 heartbeat.beat(step)
+                check_step(step - before_epoch, looks=looks)  # of a stream: all ranks have read the same
                 if ledger is not None:
                     ledger.record(step, epoch, train.indices)
+                if replicas.is_due(step):
+                    replicas.compare(step)
                 if state.is_watched(step):
                     self._compare(state.witness(output.loss, train.indices))
                 if looks:
                     self._log(epoch, meter.read())
+                    replicas.settle()
                 if saves or (looks and step != last_step and self._minutes_are_over()):
                     self._save()
                 if looks:
@@ -189,6 +216,8 @@ class Loop:
             raise explain_nonfinite(found, self._session.rank, epoch, step, indices) from None
         if not meter.is_empty:
             self._log(epoch, meter.read())
+        self._settle_replicas()
+        self._samples.epoch_ended(step - before_epoch)  # all ranks together have taken every sample once
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
         return stopped, not stopped or step == last_step, seconds, trained
 
@@ -213,14 +242,22 @@ class Loop:
         self._strategy.train(True)
         if self._session.max("evaluation was cut short", cut).item():
             return {}
+        self._samples.evaluated(evaluation)
         return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        self._settle_replicas()  # what ranks that differ hold is not saved
+        if self._capture is not None:
+            self._capture.prove()  # what is saved was not taken by a graph that has gone stale
         known = self._state.epochs[-1].metrics if wait and self._state.epochs else {}
         self._reports.saves(self._state.progress, metrics or known)
         with self._heartbeat.phase(Phase.SAVING):
             self._state.save(metrics, wait=wait)
         self._reports.tell()
+
+    def _settle_replicas(self) -> None:
+        self._replicas.compare(self._state.progress.step)
+        self._replicas.settle()
 
     def _save_is_due(self, unit: str, count: int) -> bool:
         every = self._plan.checkpoint.every
@@ -247,6 +284,7 @@ class Loop:
             if inherited is not None:
                 self._complete_ledgers(inherited)
         self._session.barrier("restored")
+        self._replicas.begin(self._state.progress.step)
         self.has_begun = True
         if self._session.is_main:
             self._on_resumed(self._state.progress.step, self._state.source)
@@ -261,6 +299,8 @@ class Loop:
         elif not self._state.is_alike(restored) and not self._plan.is_bitwise:
             message = "other ranks or another mesh than before: random generators begin anew from the seed"
             self._telling.warn(message)
+        for line in self._state.told:
+            self._telling.warn(line)
         self._compare(self._state.verdict)
 
     def _complete_ledgers(self, inherited: Inherited) -> None:
@@ -283,6 +323,9 @@ class Loop:
     @property
     def _interrupted(self) -> bool:
         return self._stop.is_agreed
+
+    def _steps_done(self) -> int:
+        return self._state.progress.step
 
     def _is_over(self) -> bool:
         return self._plan.max_steps is not None and self._state.progress.step >= self._plan.max_steps

@@ -121,7 +121,7 @@ def _fetch(losses: list[torch.Tensor | float], last: StepOutput) -> tuple[list[f
         return losses, last  # type: ignore[return-value]  # on a CPU none of them is a tensor
     device = losses[0].device
     sums = [part for pair in (last.metrics or {}).values() for part in pair]
-    more = [] if last.gradient_norm is None else [last.gradient_norm]
+    more = [] if last.gradient_norm is None else [last.gradient_norm.to(device)]  # on the host where that is offloaded
     more += [part for part in sums if isinstance(part, torch.Tensor) and part.device == device]
     stacked = torch.stack(losses).double()  # type: ignore[arg-type]
     if more:

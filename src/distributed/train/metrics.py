@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from distributed.core.errors import TaskError
 from distributed.runtime.session import Session
@@ -17,29 +16,36 @@ Metric = Callable[[Any, Any], torch.Tensor]
 weighted by the number of samples."""
 
 
-def default_metrics(loss_fn: object) -> dict[str, Metric]:
-    """Accuracy, where outputs and target are those of a classifier."""
-    return {"accuracy": _binary_accuracy if isinstance(loss_fn, nn.BCEWithLogitsLoss) else class_accuracy}
+def class_hits(
+    outputs: Any, target: Any, ignored: int = -100, *, class_dim: int | None = 1, is_shifted: bool = False
+) -> MetricSum | None:
+    """How many targets that count are where the largest output is; None: this is no classifier.
 
+    `class_dim` says where the classes are if both shapes would do: 1, as torch's cross entropy takes them, or last.
+    `is_shifted`: each position is to foretell the next one. Waits for no device.
 
-def class_accuracy(outputs: Any, target: Any, ignore_index: int = -100) -> torch.Tensor:
-    """1 for every element whose largest output is at its target's class; empty where this is no classifier."""
+    >>> class_hits(torch.eye(3), torch.tensor([0, 2, -100]))
+    MetricSum(total=tensor(1), weight=tensor(2))
+    """
     if not (isinstance(outputs, torch.Tensor) and isinstance(target, torch.Tensor)):
-        return torch.empty(0)
+        return None
     if target.is_floating_point() or outputs.dim() < 2 or target.dim() != outputs.dim() - 1:
-        return torch.empty(0)
-    if outputs.shape[:-1] == target.shape:  # classes last: logits of a sequence model, or plain (N, C)
-        chosen = outputs.argmax(-1)
-    elif (outputs.shape[0], *outputs.shape[2:]) == tuple(target.shape):  # classes second: what CrossEntropyLoss takes
-        chosen = outputs.argmax(1)
-    else:
-        return torch.empty(0)
-    hits = chosen == target
-    return hits if target.dim() == 1 else hits[target != ignore_index]
+        return None
+    dims = [1] if (outputs.shape[0], *outputs.shape[2:]) == tuple(target.shape) else []
+    if outputs.shape[:-1] == target.shape and outputs.dim() > 2:
+        dims.append(-1)
+    if not dims or (len(dims) > 1 and class_dim is None):  # which of them holds the classes is not known
+        return None
+    chosen = outputs.argmax(class_dim if class_dim in dims else dims[0])
+    if is_shifted:
+        chosen, target = chosen[..., :-1], target[..., 1:]
+    counted = target != ignored
+    return MetricSum(((chosen == target) & counted).sum(), counted.sum())
 
 
-def _binary_accuracy(outputs: Any, target: Any) -> torch.Tensor:
-    return ((outputs > 0) == (target > 0.5)).float()
+def binary_accuracy(outputs: Any, target: Any) -> MetricSum:
+    hits = (outputs > 0) == (target > 0.5)
+    return MetricSum(hits.sum(), float(hits.numel()))
 
 
 def sum_metrics(metrics: Mapping[str, Metric], outputs: Any, target: Any, size: int) -> dict[str, MetricSum]:

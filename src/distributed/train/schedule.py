@@ -14,6 +14,8 @@ from distributed.core.rates import rate_factor, warmup_steps
 class Schedule(Protocol):
     """Told of every step and epoch, it sets the rate of the next."""
 
+    name: str  # of the user's scheduler; "": the plan's own
+
     def step_ended(self, step: int) -> None: ...
 
     def epoch_ended(self, metrics: dict[str, float]) -> None: ...
@@ -25,6 +27,8 @@ class Schedule(Protocol):
 
 class PlannedSchedule:
     """A function of the step alone, so a resumed run needs no state of it."""
+
+    name = ""
 
     def __init__(
         self, plan: SchedulePlan, optimizer: torch.optim.Optimizer, steps_per_epoch: int | None, total: int | None
@@ -57,6 +61,7 @@ class UserSchedule:
 
     def __init__(self, scheduler: Any, interval: str) -> None:
         self._scheduler, self._every_step = scheduler, interval == "step"
+        self.name = type(scheduler).__name__
         self._wants_metric = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     def step_ended(self, step: int) -> None:

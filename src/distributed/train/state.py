@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from distributed.checkpoint.candidates import find
-from distributed.checkpoint.files import Storage
-from distributed.checkpoint.manifest import Manifest
 from distributed.checkpoint.publishing import Saved
 from distributed.checkpoint.restoring import Restored, restore
 from distributed.checkpoint.rng import restore_rng, rng_state
 from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError
 from distributed.core.failure import is_collateral
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
-from distributed.runtime.launch_id import launch_id
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
+from distributed.train.checkpoint_folder import CheckpointFolder, record_reader
 from distributed.train.handover import Held, Inherited
 from distributed.train.meter import Meter
 from distributed.train.rates import OwnRates
+from distributed.train.resuming import Resuming, resume_from
+from distributed.train.sample_check import SampleCheck
 from distributed.train.schedule import Schedule
+from distributed.train.user_state import UserState
 from distributed.train.witness import Verdict, Witness
 
 
@@ -56,45 +55,56 @@ class RunState:
         session: Session,
         meter: Meter,
         samples: int | None,
+        data: SampleCheck,
         on_saved: Callable[[Saved], None],
         on_failed: Callable[[CheckpointError], None],
+        user: UserState,
+        facts: Mapping[str, Any],
     ) -> None:
+        """`facts`: what of the user's objects tells one run from another; see `train/facts.py`."""
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
+        self._user, self._facts = user, facts
         self._meter, self._samples, self._on_saved, self._on_failed = meter, samples, on_saved, on_failed
+        self._data = data
         self.progress = Progress()
         self.epochs: list[EpochRecord] = []
-        self._storage = open_storage(plan.checkpoint.dir)
-        self._witness = Witness(session, self._storage.write, steps=plan.checkpoint.certificate)
+        self._folder = CheckpointFolder(plan, session)
+        self._witness = Witness(session, self._folder.put_record, steps=plan.checkpoint.certificate)
         self._saver: Saver | None = None
         self._saved_at = -1
         self.path = ""  # of the newest checkpoint
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
         self.is_watched = self._witness.wants
         self.source = "the beginning"  # of the state that this run goes on from
-        self._launch = launch_id(plan.run_dir, session.env) if session.is_main else ""
+        self.told: list[str] = []  # what has changed since the checkpoint that it goes on from
         self._published_at = -1
+        self._own_groups: list[dict[str, Any]] = []  # the optimizer's, as this run has made them
 
     def restore(self, inherited: Inherited | None = None) -> Restored | None:
         """Take what another rank handed over, or the checkpoint that the plan names, or begin; then be ready."""
         checkpoint = self._plan.checkpoint
         restored = None
+        self._folder.claim(begins=inherited is None)
         if inherited is not None:
             self._take(inherited.tree)
             self._saved_at, self.path = inherited.tree["published"]
+            self._facts = inherited.tree["run"]  # a loss that has been called is not as it was made
             self.source = f"memory of rank {inherited.rank}"
         else:
             restored = self._find()
         if restored is not None:
             self._load(restored)
             self.source = restored.path
+        lineage = self._folder.agree_on_lineage(restored, self.path)
         self._saver = Saver(
-            self._storage,
+            self._folder.storage,
             self._session,
             asynchronous=checkpoint.asynchronous,
             keep_last=checkpoint.keep_last,
             keep_every=checkpoint.keep_every,
             best=checkpoint.best.partition(":")[0] or None,
             known=restored.verified if restored is not None else (),
+            lineage=lineage,
             on_saved=self._published,
         )
         self._saver.prepare(self._shared(), self._own())
@@ -103,16 +113,14 @@ class RunState:
     def _find(self) -> Restored | None:
         """A run that was restarted goes on from its own newest checkpoint; one that was not, from what it is told."""
         checkpoint = self._plan.checkpoint
-        how: dict[str, Any] = {"expected": self._strategy.state(), "boxes": self._strategy.boxes}
+        expected = self._strategy.state() | self._user.here()
+        self._own_groups = expected["optimizer"]["param_groups"]
+        how: dict[str, Any] = {"expected": expected, "boxes": self._strategy.boxes}
         if self._session.env.restarts:
-            own = restore(checkpoint.dir, True, self._session, accept=self._is_own, **how)
+            own = restore(checkpoint.dir, True, self._session, accept=self._folder.is_own, **how)
             if own is not None:
                 return own
         return restore(checkpoint.dir, checkpoint.resume, self._session, **how)
-
-    def _is_own(self, manifest: Manifest) -> bool:
-        """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""
-        return bool(self._launch) and manifest.meta.get("launch") == self._launch
 
     def held(self) -> Held | None:
         """What this rank holds at its last step boundary, asking nobody; None when that is not everything."""
@@ -121,7 +129,8 @@ class RunState:
             return None
         meter = self._meter.state() | {"losses": [], "samples": []}  # those that nobody has read are each rank's own
         more = {"meter": meter, "ranks": self._plan.batch.ranks, "published": [self._published_at, self.path]}
-        return Held(self.progress.step, state | self._position() | more)
+        more["run"] = dict(self._facts)
+        return Held(self.progress.step, state | self._user.here() | self._position() | more)
 
     def _load(self, restored: Restored) -> None:
         self._check(restored)
@@ -134,16 +143,48 @@ class RunState:
                 group["lr"] = rate  # this run's, as its schedule is
             self.progress = Progress(step=restored.step)
             return
+        resuming = self._compare(restored)
+        self.told = resuming.lines
         own = OwnRates(self._strategy.optimizer, self._schedule) if self._plan.checkpoint.own_rates else None
-        self._take(restored.shared)
+        self._take(resuming.tree, resuming)
         if own is not None:
             own.put_back(self.progress.step)
         if self.is_alike(restored) and restored.own is not None:
             restore_rng(restored.own["rng"], self._session.device)
             self._meter.load_state(restored.own["meter"])
-            if own is None:  # with other rates it is not the same run
-                self._witness.resumed(restored.step, _reader(open_storage(restored.path.rpartition("/")[0])))
-        self.verdict = self._look({})
+            self._data.load_own_state(restored.own.get("data", {}))
+        self.verdict = self._begin_to_compare(restored, resuming)
+
+    def _compare(self, restored: Restored) -> Resuming:
+        """With the run that saved it; raises where it is not to be gone on from."""
+        manifest, checkpoint = restored.manifest, self._plan.checkpoint
+        return resume_from(
+            restored.shared,
+            {"torch": manifest.versions.get("torch", torch.__version__), **manifest.meta},
+            self._meta(),
+            path=restored.path,
+            groups=self._own_groups,
+            schedule=self._schedule.state(),
+            allowed=checkpoint.allowed,
+            own_rates=checkpoint.own_rates,
+        )
+
+    def _begin_to_compare(self, restored: Restored, resuming: Resuming) -> Verdict | None:
+        """The steps to come with those that were recorded; a verdict where there is nothing more to compare."""
+        if not self._plan.checkpoint.certificate:
+            return None
+        changed = tuple(map(str, resuming.changes))
+        if self._plan.checkpoint.own_rates:
+            return Verdict(
+                0, why="this run has its own learning rates (resume_hyperparameters=config)", changed=changed
+            )
+        if not self.is_alike(restored):
+            return Verdict(0, why="other ranks, or another mesh, saved the checkpoint", changed=changed)
+        if resuming.others:
+            return Verdict(0, why="this is not the run that saved the checkpoint", changed=changed)
+        if not self._witness.resumed(restored.step, record_reader(restored.path), changed):
+            return Verdict(0, why=f"nothing was recorded after step {restored.step}", changed=changed)
+        return self._look({})
 
     def is_alike(self, restored: Restored) -> bool:
         """Whether the ranks that saved it had the same parts of the state as these: then each takes its own numbers."""
@@ -151,17 +192,23 @@ class RunState:
         plain = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "shard": "none"}
         return restored.own is not None and plain | saved == self._plan.division
 
-    def _take(self, shared: dict[str, Any]) -> None:
+    def _take(self, shared: dict[str, Any], how: Resuming | None = None) -> None:
         self._strategy.load_state(shared)
+        self._user.load(shared, takes_loss=how is None or how.takes_loss)
+        for group, decay in zip(self._strategy.optimizer.param_groups, how.decays if how else (), strict=False):
+            group["lr"] = group["lr"] * decay
         self.progress = Progress(**shared["progress"])
         self._schedule.load_state(shared["schedule"], self.progress.step)
         self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
+        self._data.load_state(shared.get("data", {}))
+        # The same on all ranks, so that others can go on with them; what nobody has read yet is each rank's own.
+        self._meter.load_state({"epoch": shared.get("totals", {}), "losses": [], "samples": []})
         if "meter" in shared:  # of a handover; each rank's own in a checkpoint
             self._meter.load_state(shared["meter"])
 
     def _check(self, restored: Restored) -> None:
-        """What would make it another run: another model, another dataset, a batch that cuts elsewhere."""
-        report, meta = restored.report, restored.manifest.meta
+        """That it is of this model."""
+        report = restored.report
         of_model = [
             *(f"{name} is only in this model" for name in report.missing if name.startswith("model/")),
             *(f"{name} is only in the checkpoint" for name in report.unexpected if name.startswith("model/")),
@@ -173,23 +220,6 @@ class RunState:
                 f"the checkpoint {restored.path} is of another model",
                 why="; ".join(of_model[:3]) + more,
                 do="pass the model that was trained, or another checkpoint_dir",
-            )
-        trained_on = meta.get("samples")
-        if trained_on not in (None, self._samples):
-            raise CheckpointError(
-                f"the checkpoint {restored.path} knows {trained_on} samples an epoch, this data has {self._samples}",
-                why="the order of samples would be another one, so some would be repeated and others left out",
-                do="pass the same dataset; to train on with new data, load the weights and begin a new checkpoint_dir",
-            )
-        if "imported" in meta:
-            return
-        position, batch = restored.shared["progress"]["samples_in_epoch"], self._plan.batch.global_batch
-        if self._samples is not None and position % batch:
-            raise CheckpointError(
-                f"the checkpoint {restored.path} stands {position} samples into an epoch, and batches are of {batch}",
-                why="samples would be repeated or left out",
-                do="keep batch_size × ranks × gradient_accumulation_steps as it was in the first run, "
-                f"{meta.get('global_batch')}",
             )
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
@@ -234,34 +264,49 @@ class RunState:
         if not self._witness.wants(step):
             return None
         rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
-        components = self._strategy.state() | {
+        components = self._strategy.state() | self._user.here()
+        components |= {
             "position": asdict(self.progress),
             "schedule": {"state": self._schedule.state(), "rates": rates},
             "rng": rng_state(self._session.device),
         }
         return self._witness.look(step, components | more)
 
+    def conclude(self) -> Verdict | None:
+        """The run ends: what was compared, where there was more to compare. Every rank comes here."""
+        return self._witness.conclude()
+
     def close(self) -> None:
-        if self._saver is not None:
-            self._saver.close()
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            self._folder.release()
 
     def abandon(self) -> None:
         """The world broke: the save in flight may never hear of the others."""
-        if self._saver is not None:
-            self._saver.abandon()
+        try:
+            if self._saver is not None:
+                self._saver.abandon()
+        finally:
+            self._folder.release()
 
     def _shared(self) -> dict[str, Any]:
-        return self._strategy.state() | self._position()
+        return self._strategy.state() | self._user.shared() | self._position()
 
     def _position(self) -> dict[str, Any]:
-        return {
+        data = self._data.state(self.progress.epoch)
+        return ({"data": data} if data else {}) | {
             "schedule": self._schedule.state(),
             "progress": asdict(self.progress),
             "epochs": [asdict(record) for record in self.epochs],
+            "totals": self._meter.state()["epoch"],
         }
 
     def _own(self) -> dict[str, Any]:
-        return {"rng": rng_state(self._session.device), "meter": self._meter.state()}
+        data = self._data.own_state()
+        own = {"rng": rng_state(self._session.device), "meter": self._meter.state()}
+        return own | ({"data": data} if data else {})
 
     def _meta(self) -> dict[str, Any]:
         plan = asdict(self._plan)
@@ -271,20 +316,15 @@ class RunState:
             "samples": self._samples,
             "global_batch": self._plan.batch.global_batch,
             "division": self._plan.division,
-            "launch": self._launch,
+            "launch": self._folder.launch,
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name() if self._session.device.type == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "run": dict(self._facts),
         }
 
     def _published(self, saved: Saved) -> None:
         self.path, self._published_at = saved.path, saved.step
         self._on_saved(saved)
         if self._session.is_main:
-            kept = {f"{candidate.step:06d}" for candidate in find(self._storage, True)}
-            for name in self._storage.list("witness"):
-                if name.split("/")[1].removeprefix("step-") not in kept:
-                    self._storage.delete(name)
-
-
-def _reader(storage: Storage) -> Callable[[str], bytes | None]:
-    return lambda name: storage.read(name) if storage.size(name) is not None else None
+            self._folder.drop_records()

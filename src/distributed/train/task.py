@@ -11,12 +11,15 @@ from torch import nn
 
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
-from distributed.strategies.base import MetricSum, Outcome
-from distributed.train.metrics import Metric, default_metrics, sum_metrics
+from distributed.strategies.base import MetricSum, Outcome, Trial
+from distributed.train.loss_probe import logits_of
+from distributed.train.loss_state import LossState, holder_of, load_loss, refuse_trained_loss, state_of
+from distributed.train.loss_weights import LossWeights
+from distributed.train.losses import entropy_of
+from distributed.train.metrics import Metric, binary_accuracy, class_hits, sum_metrics
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
-_CROSS_ENTROPIES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _CROSS_ENTROPY = nn.CrossEntropyLoss()
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
@@ -30,9 +33,9 @@ class Task:
     - anything else is the input and the target at once.
 
     The loss is `loss_fn(outputs, target)`; without a `loss_fn`, the model's own (a scalar, `.loss`, `["loss"]` or the
-    first of a tuple), or cross entropy for integer targets and mean squared error for floating ones. It is taken for a
-    mean over the samples, or for a sum where the loss has `reduction="sum"`; a mean over something else (tokens, say)
-    is returned as `(loss, weight)` with how much it goes over, which torch's cross entropy need not do.
+    first of a tuple), or cross entropy for integer targets and mean squared error for floating ones. Where a step has
+    several parts, it is found out whether a loss is a mean over the samples, over the targets that count, or a sum; one
+    that is none of them is returned as `(loss, weight)` with how much it goes over.
     """
 
     model: nn.Module
@@ -42,13 +45,15 @@ class Task:
     metrics: Mapping[str, Metric] | None = None
     loss_weighting: str = "auto"
     _resolved: dict[str, Metric] = field(init=False, default_factory=dict)
+    _weights: LossWeights = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._resolved = default_metrics(self.loss_fn) | dict(self.metrics or {})
+        self._resolved = dict(self.metrics or {})
+        self._weights = LossWeights(self.loss_fn, self.loss_weighting)
 
     @property
     def metric_names(self) -> list[str]:
-        return sorted(self._resolved)
+        return sorted({"accuracy", *self._resolved})
 
     def move_to(self, device: torch.device) -> None:
         """The model, if it is made, and a loss that has tensors of its own (class weights)."""
@@ -57,8 +62,27 @@ class Task:
         self.move_loss_to(device)
 
     def move_loss_to(self, device: torch.device) -> None:
-        if isinstance(self.loss_fn, nn.Module):
-            self.loss_fn.to(device)
+        if self.loss_module is not None:
+            self.loss_module.to(device)
+
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The loss, where it is a module and no part of the model."""
+        holder = holder_of(self.loss_fn, self.model)
+        return holder if isinstance(holder, nn.Module) else None
+
+    def loss_state(self) -> dict[str, Any]:
+        """What the loss has, by name: its `state_dict()` without what is the model's; {}: nothing."""
+        holder = holder_of(self.loss_fn, self.model)
+        return {} if holder is None else state_of(holder, self.model)
+
+    def watch_loss(self) -> LossState:
+        return LossState(holder_of(self.loss_fn, self.model), self.model)
+
+    def load_loss_state(self, state: dict[str, Any]) -> None:
+        holder = holder_of(self.loss_fn, self.model)
+        if holder is not None:
+            load_loss(holder, state)
 
     def run(self, model: nn.Module, batch: Any) -> Outcome:
         if isinstance(batch, (list, tuple)) and len(batch) == 2:
@@ -77,44 +101,47 @@ class Task:
         if loss_fn is None:
             own = _own_loss(outputs, target)
             if own is not None:
-                return own
+                return own if own.is_given else self._weights.of(own, None)
             loss_fn = _fitting_loss(outputs, target)
         loss = loss_fn(outputs, target)
         if isinstance(loss, tuple):
-            return Outcome(loss[0], outputs, target, torch.as_tensor(loss[1], device=loss[0].device))
-        if isinstance(loss_fn, _CROSS_ENTROPIES) and loss_fn.reduction == "mean":
-            return Outcome(loss, outputs, target, self._loss_weight(loss_fn, target))
-        return Outcome(loss, outputs, target, is_sum=getattr(loss_fn, "reduction", "mean") == "sum")
+            return _with_weight(loss, outputs, target)
+        return self._weights.of(Outcome(loss, outputs, target, fitted=None if self.loss_fn else loss_fn), loss_fn)
 
-    def _loss_weight(self, loss_fn: Any, target: Any) -> torch.Tensor | None:
-        """What torch's cross entropy divides by, where that is not the number of samples. Looks at no value."""
-        positions = target.dim()
-        if loss_fn._buffers["weight"] is None and (positions == 1 or self.loss_weighting == "samples"):
-            return (target != loss_fn.ignore_index).sum() if self.loss_weighting == "targets" else None
-        if target.is_floating_point():  # probabilities of classes: a mean over the samples
-            return None
-        counted = target != loss_fn.ignore_index
-        return counted.sum() if loss_fn.weight is None else (loss_fn.weight[target.clamp_min(0)] * counted).sum()
+    def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: Trial) -> Outcome | None:
+        return self._weights.settle(outcome, batch, size, trial)
 
-    def measure(self, outcome: Outcome, size: int, *, checks: bool = True) -> dict[str, MetricSum]:
-        if checks:
-            self.check_targets(outcome)
-        outputs = outcome.outputs
+    def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:
+        outputs, target = outcome.outputs, outcome.target
         logits = getattr(outputs, "logits", None)
-        return sum_metrics(self._resolved, outputs if logits is None else logits, outcome.target, size)
+        return sum_metrics(self._resolved, outputs if logits is None else logits, target, size) | self._accuracy(
+            outcome
+        )
 
-    def check_targets(self, outcome: Outcome) -> None:
-        """Ignored targets make the mean go over fewer samples than we weighted it for; seen where values are read."""
-        ignored = getattr(self.loss_fn, "ignore_index", None if self.loss_fn else _CROSS_ENTROPY.ignore_index)
-        target, undecided = outcome.target, self.loss_weighting == "auto" and not outcome.is_sum
-        if ignored is None or outcome.weight is not None or not undecided or not isinstance(target, torch.Tensor):
-            return
-        if not target.is_floating_point() and bool((target == ignored).any()):
-            raise TaskError(
-                f"some targets are {ignored}, which the loss ignores",
-                why="its mean then goes over fewer samples than the batch has, and the ranks' parts do not add up",
-                do="set loss_weighting='targets' (exact), or 'samples' to weight by samples all the same",
+    def _accuracy(self, outcome: Outcome) -> dict[str, MetricSum]:
+        """The default, unless the user has one: where the classes lie and which targets count, the loss says."""
+        if self.metrics is not None and "accuracy" in self.metrics:
+            return {}
+        outputs, target, rule = outcome.outputs, outcome.target, self._weights.rule
+        if isinstance(self.loss_fn, nn.BCEWithLogitsLoss):
+            return {"accuracy": binary_accuracy(outputs, target)}
+        ignored = rule.ignored if rule is not None and rule.kind in ("targets", "shifted") else self._weights.ignored
+        if outcome.is_own:
+            is_shifted = rule is not None and rule.kind == "shifted"
+            found = class_hits(logits_of(outputs), target, ignored, class_dim=-1, is_shifted=is_shifted)
+        else:
+            is_torchs = outcome.fitted is not None or entropy_of(self.loss_fn) is not None
+            logits = getattr(outputs, "logits", None)
+            found = class_hits(
+                outputs if logits is None else logits, target, ignored, class_dim=1 if is_torchs else None
             )
+        return {} if found is None else {"accuracy": found}
+
+    def check_targets(self) -> None:
+        self._weights.check()
+
+    def check_evaluated(self, outcome: Outcome) -> None:
+        self._weights.check_evaluated(outcome)
 
     def make_optimizer(self, model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
         """The user's instance, what the user's factory makes of the parameters, or the one that the plan names."""
@@ -156,14 +183,29 @@ def _own_loss(outputs: Any, target: Any) -> Outcome | None:
     """The loss that the model itself returned, if it did."""
     if isinstance(outputs, Mapping) and "loss" in outputs:
         weight = outputs.get("weight")
-        return Outcome(outputs["loss"], outputs, target, None if weight is None else torch.as_tensor(weight))
+        given = None if weight is None else torch.as_tensor(weight)
+        return Outcome(outputs["loss"], outputs, target, given, is_own=True, is_given=given is not None)
     if isinstance(getattr(outputs, "loss", None), torch.Tensor):
-        return Outcome(outputs.loss, outputs, target)
+        return Outcome(outputs.loss, outputs, target, is_own=True)
     if isinstance(outputs, tuple) and isinstance(outputs[0], torch.Tensor) and outputs[0].dim() == 0:
-        return Outcome(outputs[0], outputs[1] if len(outputs) > 1 else None, target)
+        return Outcome(outputs[0], outputs[1] if len(outputs) > 1 else None, target, is_own=True)
     if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
-        return Outcome(outputs, None, target)
+        return Outcome(outputs, None, target, is_own=True)
     return None
+
+
+def _with_weight(loss: tuple[Any, ...], outputs: Any, target: Any) -> Outcome:
+    """What a loss function returned as `(loss, weight)`, if it is that."""
+    if len(loss) == 2 and isinstance(loss[0], torch.Tensor) and loss[0].dim() == 0:
+        weight = torch.as_tensor(loss[1], device=loss[0].device)
+        if weight.dim() == 0 and not hasattr(loss, "_fields"):
+            return Outcome(loss[0], outputs, target, weight, is_given=True)
+    kinds = ", ".join(f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__ for x in loss)
+    raise TaskError(
+        f"loss_fn returned a {type(loss).__name__} of {len(loss)} ({kinds})",
+        why="it returns the loss, a number, or (loss, weight), both numbers: the weight is what the mean goes over",
+        do="loss_fn=lambda outputs, target: my_loss(outputs, target).loss, or another part of it",
+    )
 
 
 def _fitting_loss(outputs: Any, target: Any) -> Callable[[Any, Any], torch.Tensor]:
@@ -196,6 +238,7 @@ def check_task(task: Task) -> None:
         )
     if not any(p.requires_grad for p in task.model.parameters()):
         raise TaskError("the model has no parameter that requires a gradient", why="there is nothing to train")
+    refuse_trained_loss(holder_of(task.loss_fn, task.model), task.model)
     if isinstance(task.optimizer, torch.optim.Optimizer):
         check_optimizer(task.optimizer, task.model)
     elif task.optimizer is not None and not callable(task.optimizer):

@@ -18,7 +18,7 @@ from distributed.runtime.session import Session
 from distributed.train.digest import digests
 
 # In the order of cause and effect: when several differ after one step, the first of them is to blame.
-COMPONENTS = ("position", "samples", "schedule", "rng", "scaler", "loss", "model", "optimizer")
+COMPONENTS = ("position", "samples", "schedule", "rng", "scaler", "loss_fn", "loss", "model", "optimizer")
 
 Put = Callable[[str, bytes], None]
 Get = Callable[[str], bytes | None]
@@ -26,21 +26,36 @@ Get = Callable[[str], bytes | None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison came to: of how many steps, and the first difference, if there is one."""
+    """What a comparison came to: of how many steps, and the first difference, if there is one.
+
+    >>> print(Verdict(0, why="no step after it was recorded"))
+    resume certificate: NOTHING COMPARED: no step after it was recorded
+    """
 
     steps: int
     component: str = ""
     step: int = -1
     rank: int = -1
+    why: str = ""  # no step was compared
+    changed: tuple[str, ...] = ()  # since the checkpoint
 
     @property
-    def passed(self) -> bool:
-        return not self.component
+    def passed(self) -> bool | None:
+        """None: no step was compared, so nothing is proven."""
+        return False if self.component else True if self.steps else None
 
     def __str__(self) -> str:
-        if self.passed:
-            return f"resume certificate: PASS, {self.steps} steps are those of the run that was not interrupted"
-        return f"resume certificate: FAIL, {self.component!r} differs first, at step {self.step} on rank {self.rank}"
+        more = f"; changed since the checkpoint: {'; '.join(self.changed)}" if self.changed else ""
+        return f"resume certificate: {self._finding}{more}"
+
+    @property
+    def _finding(self) -> str:
+        if self.component:
+            return f"FAIL, {self.component!r} differs first, at step {self.step} on rank {self.rank}"
+        if not self.steps:
+            return f"NOTHING COMPARED: {self.why}"
+        steps = f"{self.steps} steps are those" if self.steps > 1 else "1 step is that"
+        return f"PASS, {steps} of the run that was not interrupted"
 
 
 class Witness:
@@ -54,6 +69,8 @@ class Witness:
         self._resumed_at = -1
         self._findings: list[tuple[int, str]] = []  # (step, component) that differed here
         self._compared = 0
+        self._changed: tuple[str, ...] = ()
+        self._names: list[str] = []  # of the components that were compared
 
     def wants(self, step: int) -> bool:
         """Whether the state after this step is of interest."""
@@ -65,9 +82,12 @@ class Witness:
         if self._steps:
             self._saved_at = step
 
-    def resumed(self, step: int, get: Get) -> None:
-        """This run begins with the state after `step` steps of another, whose records `get` reads."""
-        self._get = get
+    def resumed(self, step: int, get: Get, changed: tuple[str, ...] = ()) -> bool:
+        """This run begins with the state after `step` steps of another, whose records `get` reads.
+
+        Whether there are any. `changed` is told with the verdict.
+        """
+        self._get, self._changed = get, changed
         last = step - 1
         while last < step + self._steps and self._get(_name(step, self._session.rank, last + 1)) is not None:
             last += 1
@@ -75,6 +95,7 @@ class Witness:
         last = -int(self._session.max("steps to compare", -shared).item())  # what every rank can compare
         if last >= step:
             self._resumed_at, self._compares_until = step, last
+        return last >= step
 
     def look(self, step: int, components: Mapping[str, Any]) -> Verdict | None:
         """The state after `step`. Every rank calls it for the same steps; the last comparison returns the verdict."""
@@ -90,11 +111,16 @@ class Witness:
         before = json.loads(recorded) if recorded else {}
         names = [name for name in _ordered(found) if name in before and before[name] != found[name]]
         self._findings += [(step, name) for name in names]
-        self._compared += step > self._resumed_at
-        if step < self._compares_until:
+        self._compared = step - self._resumed_at  # a save looks at the same step once more
+        self._names = _ordered(dict.fromkeys((*self._names, *found)))  # the state of a step has more of them
+        return self.conclude() if step == self._compares_until else None
+
+    def conclude(self) -> Verdict | None:
+        """What was compared, also where the run ends before all that was recorded; None: no comparison is under way."""
+        if self._compares_until is None:
             return None
         self._compares_until = None
-        return self._agree(_ordered(found))
+        return self._agree(self._names)
 
     def _agree(self, names: list[str]) -> Verdict:
         """One verdict of all ranks: the earliest difference, by step and then by cause."""
@@ -105,9 +131,11 @@ class Witness:
         self._session.sum("resume certificate", rows)
         found = [(steps, cause, rank) for rank, (steps, cause) in enumerate(rows.tolist()) if cause]
         if not found:
-            return Verdict(self._compared)
+            why = f"the state at step {self._resumed_at} is the one that was saved, and no step after it was recorded"
+            return Verdict(self._compared, why=why, changed=self._changed)
         steps, cause, rank = min(found)
-        return Verdict(self._compared, names[cause - 1], self._resumed_at + steps - 1, rank)
+        place = names[cause - 1], self._resumed_at + steps - 1, rank
+        return Verdict(self._compared, *place, changed=self._changed)
 
 
 def _name(saved_at: int, rank: int, step: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,17 +22,20 @@ from distributed.core.plan import Decision, Plan
 from distributed.data.source import Source
 from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
+from distributed.launch.run_lock import owned
 from distributed.launch.supervisor import Patience
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import Gpu, Hardware, probe_for, probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
+from distributed.runtime.launch_id import launch_id
 from distributed.strategies.batchnorm import has_batchnorm
 from distributed.strategies.blocks import find_blocks
 from distributed.strategies.optimizer_state import load_named_state
 from distributed.train.task import Task
-from distributed.trainers.launching import active_mlflow_run, launch_job, refuse, write_plan
+from distributed.train.user_state import LOSS
+from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, refuse, write_plan
 from distributed.trainers.payload import write_payload
-from distributed.worker import PAYLOAD, Job, line_for, open_session, run_rank
+from distributed.worker import Job, line_for, open_session, run_rank
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
 
@@ -91,12 +95,16 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
         run_dir = told or session.share_text("run_dir", run_dir if session.is_main else None)
     plan = request.plan(run_dir, session.env)
     check_extras(plan)
-    if session.is_main:
-        if not world.run_dir:
-            refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
-        write_plan(plan)
     followed = world.is_followed and number == 1  # whoever started us shows the progress
-    return run_rank(request.job(plan), session, shows_progress=plan.observe.progress and not followed, line=line)
+    with ExitStack() as held:
+        if session.is_main:
+            if not world.run_dir:  # else our launcher holds it
+                resumes = bool(plan.checkpoint.resume)
+                refuse(check_run_dir(run_dir, resumes))
+                token = launch_id(run_dir, session.env) if session.env.restarts else ""
+                held.enter_context(owned(run_dir, resume=resumes, token=token))
+            write_plan(plan)
+        return run_rank(request.job(plan), session, shows_progress=plan.observe.progress and not followed, line=line)
 
 
 def fit_alone(request: FitRequest) -> History:
@@ -123,22 +131,26 @@ def fit_alone(request: FitRequest) -> History:
         master_addr=config.master_addr,
         master_port=config.master_port,
         threads_per_rank=plan.threads_per_rank,
-        attempt=next_attempt(run_dir),
         device=plan.device,
+        shares_gpus=plan.shares_gpus,
         warm=config.warm_start,
         address=config.address,
     )
-    refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
-    if plan.world_size > 1 or spans:
-        return _launch(request.job(plan), launch, Patience.of(config))
-    write_plan(plan)
-    session = open_session(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt))
-    return run_rank(request.job(plan), session, shows_progress=plan.observe.progress)
+    resumes = bool(plan.checkpoint.resume)
+    refuse([*check_run_dir(run_dir, resumes), *check_checkpoint_dir(plan), *check_port(launch)])
+    with owned(run_dir, resume=resumes):
+        refuse(check_run_dir(run_dir, resumes))  # the one that was waited for may have begun since
+        launch = replace(launch, attempt=next_attempt(run_dir))
+        if plan.world_size > 1 or spans:
+            return _launch(request.job(plan), launch, Patience.of(config))
+        write_plan(plan)
+        session = open_session(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt))
+        return run_rank(request.job(plan), session, shows_progress=plan.observe.progress)
 
 
 def _launch(job: Job, launch: LaunchRequest, patience: Patience) -> History:
     """Send the job to new processes, wait for them, and take home what they trained."""
-    history = launch_job(job.plan, launch, patience, PAYLOAD, partial(write_payload, job))
+    history = launch_job(job.plan, launch, patience, ".pt", partial(write_payload, job))
     _bring_home(job.task, job.plan, history.checkpoint)
     return history
 
@@ -153,6 +165,8 @@ def _bring_home(task: Task, plan: Plan, checkpoint: str) -> None:
         ensure_lora(task.model, lora, plan.seed)
     is_made = not any(tensor.is_meta for tensor in task.model.parameters())
     task.model.load_state_dict(trained["model"], strict=lora is None or not lora.saves_alone, assign=not is_made)
+    if LOSS in trained:
+        task.load_loss_state(trained[LOSS])
     if isinstance(task.optimizer, torch.optim.Optimizer):
         load_named_state(task.optimizer, task.model, trained["optimizer"])
     if isinstance(getattr(task.scheduler, "optimizer", None), torch.optim.Optimizer):

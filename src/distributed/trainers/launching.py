@@ -5,35 +5,43 @@ from __future__ import annotations
 import json
 import os
 import sys
+import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from distributed.checkpoint.lineage import check_unused
+from distributed.checkpoint.storage import open_storage
 from distributed.core.engines import ENGINES
+from distributed.core.env import TICKET
 from distributed.core.errors import LaunchError, Problem, RankFailedError
 from distributed.core.history import History
 from distributed.core.plan import Plan
+from distributed.core.private_files import Sealed, make_private, write_private
 from distributed.core.registry import load_target
-from distributed.core.run_files import HISTORY, PATHS
+from distributed.core.run_files import HISTORY
+from distributed.core.ticket import Ticket
 from distributed.launch.request import LaunchRequest
 from distributed.launch.supervisor import Patience
 from distributed.observe.live import RunScreen
 
 
 def launch_job(
-    plan: Plan, launch: LaunchRequest, patience: Patience, payload: str, write: Callable[[Path], None]
+    plan: Plan, launch: LaunchRequest, patience: Patience, suffix: str, write: Callable[[Path], Sealed]
 ) -> History:
-    """Send a job to new processes in a file of that name, and wait for them.
+    """Send a job to new processes in a file that ends so, and wait for them.
 
-    The file is there while they run; it is a pickle for children of this process alone.
+    The file is there while they run; it is a pickle for children of this process alone, and no other launch's.
     """
-    run_dir = Path(launch.run_dir)
+    run_dir = make_private(launch.run_dir)
     outcome = run_dir / HISTORY
-    run_dir.mkdir(parents=True, exist_ok=True)
     outcome.unlink(missing_ok=True)  # of an earlier attempt
+    payload = run_dir / f"payload-{uuid.uuid4().hex[:12]}{suffix}"
+    sealed = write(payload)
     try:
-        write(run_dir / payload)
         write_plan(plan)
-        (run_dir / PATHS).write_text(json.dumps({"sys_path": [path or os.getcwd() for path in sys.path]}))
+        ticket = Ticket(sealed, tuple(path or os.getcwd() for path in sys.path))
+        launch = replace(launch, env=dict(launch.env) | {TICKET: ticket.to_text()})
         screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=plan.observe.progress)
         try:
             launcher = load_target(ENGINES.entries[plan.strategy].starts)()
@@ -49,16 +57,21 @@ def launch_job(
         finally:
             screen.close()
     finally:
-        (run_dir / payload).unlink(missing_ok=True)
+        os.close(sealed.descriptor)
+        payload.unlink(missing_ok=True)
     return History.load(outcome)
 
 
 def write_plan(plan: Plan) -> None:
-    path = Path(plan.run_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "plan.json").write_text(plan.to_json())
+    path = make_private(plan.run_dir)
+    write_private(path / "plan.json", plan.to_json())
     if not (path / "config.json").exists():  # the command line wrote one, with the script and all sources
-        (path / "config.json").write_text(json.dumps(plan.settings, indent=2) + "\n")
+        write_private(path / "config.json", json.dumps(plan.settings, indent=2) + "\n")
+
+
+def check_checkpoint_dir(plan: Plan) -> list[Problem]:
+    """Whether a run that begins anew has its checkpoints for itself."""
+    return [] if plan.checkpoint.resume else check_unused(open_storage(plan.checkpoint.dir))
 
 
 def refuse(problems: list[Problem]) -> None:

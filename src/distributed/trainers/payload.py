@@ -1,12 +1,14 @@
 """The payload: a job written down once for all ranks. Large tensors are mapped by them, not copied.
 
-It goes from a process to its own children through a file that only this user can read.
+It goes from a process to its own children through a file that only this user can read. They are told its digest: what
+somebody else puts in its place is refused.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 
 from distributed.core.errors import Problem, TaskError
+from distributed.core.private_files import Sealed, create_private, seal
 from distributed.trainers.parametrized import describe, is_parametrized
-from distributed.worker import Job
+from distributed.worker import PICKLE, Job
 
 _MAPPED_BYTES = 1 << 16  # arrays from this size on travel as tensors, which the ranks map
 
@@ -51,13 +54,17 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.numpy()
 
 
-def write_payload(job: Job, path: Path) -> None:
-    """Write the job, or say which attribute of it cannot be sent."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+def write_payload(job: Job, path: Path) -> Sealed:
+    """Write the job, or say which attribute of it cannot be sent. Whoever calls closes the sealed file."""
+    handle = create_private(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "wb", closefd=False) as file:
             torch.save(job, file, pickle_module=_PickleModule, pickle_protocol=5)
+        with os.fdopen(handle, "rb", closefd=False) as written, zipfile.ZipFile(written) as archive:
+            name = next(name for name in archive.namelist() if name.endswith(PICKLE))
+            return seal(path, handle, archive.read(name))
     except Exception as failed:  # pickling runs any object's own code, which may raise anything
+        os.close(handle)
         path.unlink(missing_ok=True)
         raise TaskError(_culprits(job) or [Problem("the job cannot be sent to the ranks", why=str(failed))]) from failed
 
@@ -73,7 +80,7 @@ def _culprits(job: Job) -> list[Problem]:
         "metrics": dict(task.metrics or {}),
         "train_loader.dataset": job.train.dataset,
         "train_loader.collate_fn": job.train.collate_fn,
-        "train_loader.sampler": job.train.sampler,
+        "train_loader.sampler": job.train.own_sampler and job.train.own_sampler.sampler,
         "train_loader.worker_init_fn": job.train.worker_init_fn,
     }
     if job.evaluation is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,12 +17,14 @@ from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
 from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
+from distributed.launch.run_lock import owned
 from distributed.launch.supervisor import Patience
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.planner.resources import plan_resources
 from distributed.planner.tensorflow import check_world, cut_for, lay_out
+from distributed.runtime.launch_id import launch_id
 from distributed.tensorflow.job import Job
 from distributed.tensorflow.layers import batchnorms, finalize, synchronize_batchnorm
 from distributed.tensorflow.model import (
@@ -38,13 +40,13 @@ from distributed.tensorflow.model import (
     is_compiled,
     take_apart,
 )
-from distributed.tensorflow.payload import PAYLOAD, write_payload
+from distributed.tensorflow.payload import write_payload
 from distributed.tensorflow.run_state import read_arrays
 from distributed.tensorflow.sources import check_order, draws_its_own_order, example_of, read_source
 from distributed.tensorflow.strategy import World, given_world
 from distributed.tensorflow.variables import name_variables
 from distributed.tensorflow.worker import run_process
-from distributed.trainers.launching import active_mlflow_run, launch_job, refuse, write_plan
+from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, refuse, write_plan
 
 
 class Fit:
@@ -96,15 +98,18 @@ class Fit:
             ranks_per_node=plan.world_size,
             master_addr=config.master_addr,
             master_port=config.master_port,
-            attempt=next_attempt(run_dir),
             device=plan.device,
             warm=config.warm_start,
         ).for_engine("tensorflow", config)
-        refuse([*check_run_dir(run_dir, bool(plan.checkpoint.resume)), *check_port(launch)])
-        if (plan.world_size > 1 or plan.engine["tasks"] > 1) and self._strategy is None:
-            return self._launch(plan, launch)
-        write_plan(plan)
-        return self._here(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt), plan.observe.progress)
+        resumes = bool(plan.checkpoint.resume)
+        refuse([*check_run_dir(run_dir, resumes), *check_checkpoint_dir(plan), *check_port(launch)])
+        with owned(run_dir, resume=resumes):
+            refuse(check_run_dir(run_dir, resumes))  # the one that was waited for may have begun since
+            launch = replace(launch, attempt=next_attempt(run_dir))
+            if (plan.world_size > 1 or plan.engine["tasks"] > 1) and self._strategy is None:
+                return self._launch(plan, launch)
+            write_plan(plan)
+            return self._here(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt), plan.observe.progress)
 
     def in_world(self, world: WorkerEnv, number: int) -> History:
         """Join the world that a launcher made, as one of its processes."""
@@ -120,12 +125,16 @@ class Fit:
         plan = self._plan(run_dir, world)
         check_world(plan, world)
         check_extras(plan)
-        if world.is_main:
-            if not world.run_dir:
-                refuse(check_run_dir(run_dir, bool(plan.checkpoint.resume)))
-            write_plan(plan)
         followed = world.is_followed and number == 1  # whoever started us shows the progress
-        return self._here(plan, world, plan.observe.progress and not followed)
+        with ExitStack() as held:
+            if world.is_main:
+                if not world.run_dir:  # else our launcher holds it
+                    resumes = bool(plan.checkpoint.resume)
+                    refuse(check_run_dir(run_dir, resumes))
+                    token = launch_id(run_dir, world) if world.restarts else ""
+                    held.enter_context(owned(run_dir, resume=resumes, token=token))
+                write_plan(plan)
+            return self._here(plan, world, plan.observe.progress and not followed)
 
     def _here(self, plan: Plan, env: WorkerEnv, shows_progress: bool) -> History:
         """Train in this process: with the user's own model, where it need not be made again in a scope."""
@@ -153,7 +162,7 @@ class Fit:
         """Send the job to new processes, wait for them, and take home what they trained."""
         job = self._job(plan)
         write = partial(write_payload, plan, job)
-        history = launch_job(plan, launch, Patience.of(self._config), PAYLOAD, write)
+        history = launch_job(plan, launch, Patience.of(self._config), ".bin", write)
         self._bring_home(plan, read_arrays(history.checkpoint))
         return history
 

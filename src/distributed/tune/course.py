@@ -19,7 +19,8 @@ from distributed.tune.schedulers import Decision, GoOn, Stop, Take, make_schedul
 from distributed.tune.search import last_value, make_search
 
 Message = dict[str, Any]  # that a trial tells on its line
-_TAKEN_OVER = {"resume_hyperparameters": "config"}  # the state is another's, the rates are its own
+# The state is another's, the rates are its own; and so may be what trains with them, which then begins anew.
+_TAKEN_OVER = {"resume_hyperparameters": "config", "allow_change": ["loss", "optimizer", "groups", "scheduler"]}
 
 
 @dataclass

@@ -1,0 +1,97 @@
+"""What comparing ranks costs: time in the replica check over the time of all steps, in one and the same run.
+
+python benchmarks/replica_check.py --steps 1000 --json benchmarks/replica-check.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from distributed import Trainer
+from distributed.bench.machine import describe_machine, describe_versions
+from distributed.testing import run_ranks
+from distributed.train.replica_check import ReplicaCheck
+
+BATCH = 256
+
+
+def train(steps: int, folder: str, device: str) -> dict[str, float]:
+    """Seconds of one rank: all of its steps, and those of them that went into comparing ranks."""
+    spent = {"compare": 0.0, "looks": 0, "loop": 0.0}
+
+    def timed(name: str) -> None:
+        plain = getattr(ReplicaCheck, name)
+
+        def measured(self: ReplicaCheck, *args: Any) -> Any:
+            begun = time.perf_counter()
+            result = plain(self, *args)
+            spent["compare"] += time.perf_counter() - begun
+            spent["looks"] += name == "compare"
+            return result
+
+        setattr(ReplicaCheck, name, measured)
+
+    timed("compare")
+    if device != "cpu":  # there, compare reads at once
+        timed("settle")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(BATCH * 200, 784), torch.randint(0, 10, (BATCH * 200,)))
+    model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    trainer = Trainer(
+        model,
+        batch_size=BATCH,
+        loss_fn=nn.CrossEntropyLoss(),
+        epochs=1000,
+        max_steps=steps,
+        progress=False,
+        checkpoint_dir=f"{folder}/checkpoints",
+        checkpoint_frequency=f"{10 * steps} steps",
+        device=device,
+    )
+    begun = time.perf_counter()
+    trainer.fit(DataLoader(data, batch_size=BATCH, shuffle=True))
+    spent["loop"] = time.perf_counter() - begun
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    before = os.getloadavg()[0]
+    folder = Path(os.environ.get("TMPDIR", "/tmp"), f"replica-check-{os.getpid()}")
+    ranks = run_ranks(train, asked.ranks, asked.steps, str(folder), asked.device)
+    worst = max(ranks, key=lambda row: row["compare"] / row["loop"])
+    record = {
+        "benchmark": "replica-check",
+        "unit": "seconds of the rank with the largest part; the loop's seconds have the comparison's in them",
+        "target_part": 0.005,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "settings": {"processes": asked.ranks, "steps": asked.steps, "model": "MLP 784-512-10", "batch": BATCH},
+        "load_average": {"before": before, "after": os.getloadavg()[0]},
+        "comparisons": worst["looks"],
+        "compare_s": worst["compare"],
+        "loop_s": worst["loop"],
+        "part": worst["compare"] / worst["loop"],
+        "us_a_step": worst["compare"] / asked.steps * 1e6,
+    }
+    print(f"{record['part']:.3%} of {asked.steps} steps went into {record['comparisons']} comparisons")
+    if asked.json:
+        asked.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Fingerprints of a dataset, part by part, by which ranks that have each built their own see whether they differ.
+
+No sample is read: a class of the user's own may draw, count or download in `__getitem__`. Looked at are lengths, the
+indices of a Subset, rows of a TensorDataset, and attributes with one number or name for each sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from distributed.data.dali import DaliBatches
+from distributed.data.ray_data import RayRows
+from distributed.data.source import Source
+from distributed.data.stream_digest import sample_digest
+
+_LOOKS = 1024  # entries of what has one for each sample, evenly spaced
+_ROWS = 16  # of a tensor
+_DEEPEST = 8  # datasets within datasets
+_MOST_PARTS = 64
+
+
+def fingerprint(source: Source) -> dict[str, str]:
+    """What is alike wherever the same data is loaded, by name; nothing of a stream, which is compared as it is read."""
+    if source.is_stream or isinstance(source.dataset, DaliBatches):
+        return {}
+    own = source.own_sampler
+    said = {
+        "batch_size": str(source.batch_size),
+        "shuffle": str(source.shuffle),
+        "drop_last": str(source.drop_last),
+        "sampler": "none" if own is None else f"{own.name} of {len(own)}",
+    }
+    parts = dict(_parts("dataset", source.dataset, 0))
+    return said | dict(list(parts.items())[:_MOST_PARTS])
+
+
+def _parts(name: str, dataset: Any, depth: int) -> Iterator[tuple[str, str]]:
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    yield f"the class of {name}", type(dataset).__name__
+    yield f"the length of {name}", str(length)
+    if depth >= _DEEPEST or not length or isinstance(dataset, RayRows):
+        return
+    if isinstance(dataset, Subset):
+        yield f"{name}.indices", _of_entries(dataset.indices) or ""
+        yield from _parts(f"{name}.dataset", dataset.dataset, depth + 1)
+    elif isinstance(dataset, ConcatDataset):
+        for number, inner in enumerate(dataset.datasets[:_DEEPEST]):
+            yield from _parts(f"{name}.datasets[{number}]", inner, depth + 1)
+    elif isinstance(dataset, TensorDataset):
+        for number, tensor in enumerate(dataset.tensors):
+            yield f"{name}.tensors[{number}]", _of_rows(tensor) or str(tuple(tensor.shape))
+    else:
+        for key, value in sorted(getattr(dataset, "__dict__", {}).items(), key=lambda item: str(item[0])):
+            found = _of_entries(value) if _length(value) == length else None
+            if found is not None:
+                yield f"{name}.{key}", found
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return value.shape[0] if value.ndim else None
+    return len(value) if isinstance(value, list | tuple) else None
+
+
+def _of_entries(values: Any) -> str | None:
+    """Of numbers, or of the last parts of paths: nodes may keep the same files in other folders. Else None."""
+    if isinstance(values, torch.Tensor) or (isinstance(values, np.ndarray) and values.dtype.kind != "U"):
+        return _of_rows(values)
+    some = list(values[:: max(1, len(values) // _LOOKS)][: _LOOKS + 1])
+    if all(isinstance(value, int | float | np.number) for value in some):
+        entries = [repr(float(value)) for value in some]
+    elif all(isinstance(value, str | os.PathLike) for value in some):
+        entries = [os.path.basename(os.fspath(value)) for value in some]
+    else:
+        return None
+    return f"{len(values)} {hashlib.blake2b(chr(0).join(entries).encode(), digest_size=8).hexdigest()}"
+
+
+def _of_rows(values: np.ndarray | torch.Tensor) -> str | None:
+    if isinstance(values, np.ndarray) and values.dtype.hasobject:
+        return None
+    if isinstance(values, torch.Tensor) and (values.layout is not torch.strided or values.is_meta):
+        return None
+    looks = _ROWS if values.ndim > 1 else _LOOKS
+    rows = values[:: max(1, len(values) // looks)][: looks + 1]
+    rows = rows.detach().cpu() if isinstance(rows, torch.Tensor) else rows
+    return f"{tuple(values.shape)} {sample_digest([*rows]) if values.ndim > 1 else sample_digest(rows.tolist()):x}"

@@ -1,0 +1,95 @@
+"""The join token: the secret of a run over several nodes, and how the launcher that makes it hands it to the others.
+
+Given by `--join-token` or in the environment it is the same on all nodes. Else the node that keeps the meeting point
+makes one and leaves it in files that only this user can read: in the run directory, where that was given, and in the
+user's cache, which nodes of a cluster often share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from distributed.core.env import JOIN_TOKEN
+from distributed.core.errors import ConfigError
+
+FILE = "join-token"  # in the run directory
+SHORTEST = 16  # characters: who reaches the port may guess
+
+
+def read_join_token(text: str, source: str) -> str:
+    """A token as it was given: itself, or `@` and the file that holds it.
+
+    >>> read_join_token("0123456789abcdef", "--join-token")
+    '0123456789abcdef'
+    """
+    make = f'export {JOIN_TOKEN}="$(openssl rand -hex 32)", the same on all nodes'
+    token = text
+    if text.startswith("@"):
+        try:
+            token = Path(text[1:]).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"the join token's file {text[1:]} ({source}) cannot be read", why=str(error)) from error
+    if len(token) < SHORTEST:
+        raise ConfigError(
+            f"the join token ({source}) has {len(token)} characters",
+            why=f"whoever guesses it takes part in the run, so it has at least {SHORTEST}",
+            do=make,
+        )
+    return token
+
+
+def new_join_token() -> str:
+    return secrets.token_hex(32)
+
+
+def token_files(host: str, port: int, run_dir: str | None, cache: Path) -> list[Path]:
+    """Where the token of the run that meets there is left; `run_dir` is the one that the user named.
+
+    >>> [path.as_posix() for path in token_files("n0", 29400, "runs/a", Path("/cache"))]
+    ['runs/a/join-token', '/cache/join/n0-29400']
+    """
+    name = re.sub(r"[^\w.-]", "_", f"{host}-{port}")
+    return [*([Path(run_dir) / FILE] if run_dir else []), cache / "join" / name]
+
+
+def leave_token(token: str, files: Sequence[Path]) -> list[Path]:
+    """Write it where that can be done; whole or not at all, and for this user only."""
+    written = []
+    for path in files:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                file.write(token + "\n")
+            os.replace(partial, path)
+            written.append(path)
+    return written
+
+
+def find_tokens(files: Sequence[Path]) -> list[str]:
+    """What was left there by this user. Anybody else's would lead this node into a run that is not its own."""
+    return [token for path in files if (token := _own_text(path))]
+
+
+def remove_token(token: str, files: Sequence[Path]) -> None:
+    """Unless another run has left its own there since."""
+    for path in files:
+        if _own_text(path) == token:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _own_text(path: Path) -> str:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            is_private = not stat.S_IMODE(status.st_mode) & 0o077
+            return file.read().strip() if status.st_uid == os.geteuid() and is_private else ""
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,57 @@
+"""A rendezvous: those who come to a round are counted at one table of the store, until it is full or was called.
+
+    open table: seats taken by name  --(the most are there, or the fewest were there for the last call)-->  sealed
+
+Every change is a compare-and-set of the whole table, so that all see the same seats once it is sealed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distributed.launch.peers import KeyValueStore
+from distributed.launch.rounds import Terms, TooLate
+
+_POLL_S = 0.03
+
+
+@dataclass(frozen=True)
+class _Table:
+    taken: tuple[str, ...] = ()
+    sealed: bool = False
+
+    @staticmethod
+    def from_json(text: bytes) -> _Table:
+        fields = json.loads(text) if text else {"taken": [], "sealed": False}
+        return _Table(tuple(fields["taken"]), fields["sealed"])
+
+    def to_json(self) -> str:
+        return json.dumps({"taken": self.taken, "sealed": self.sealed})
+
+
+def rendezvous(store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]) -> tuple[int, int]:
+    """See rounds.Rendezvous."""
+    key, me = f"table/{number}", uuid.uuid4().hex
+    enough_since: float | None = None
+    while True:
+        check()
+        text = store.read([key])[0] or b""
+        table = _Table.from_json(text)
+        if table.sealed:
+            if me not in table.taken:
+                raise TooLate
+            return table.taken.index(me), len(table.taken)
+        now = time.monotonic()
+        if me not in table.taken:
+            taken = (*table.taken, me)
+            store.compare_set(key, text, _Table(taken, sealed=len(taken) >= terms.most).to_json())
+            continue
+        enough_since = (enough_since or now) if len(table.taken) >= terms.fewest else None
+        if enough_since is not None and now >= enough_since + terms.last_call_s:
+            store.compare_set(key, text, _Table(table.taken, sealed=True).to_json())
+            continue
+        time.sleep(_POLL_S)

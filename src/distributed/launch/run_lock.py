@@ -1,0 +1,29 @@
+"""The lock of a run directory, held by whoever launches: the process that calls fit, the command line, or rank 0."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distributed.core.errors import LaunchError
+from distributed.core.locks import REQUEUE_S, InUse, Lock, LockFile, Owner
+from distributed.core.private_files import make_private
+
+
+@contextmanager
+def owned(run_dir: str | os.PathLike[str], *, resume: bool, token: str = "") -> Iterator[None]:
+    """This launch has the directory for itself. A run that resumes gives the one before it a while to end."""
+    lock = Lock(LockFile(make_private(Path(run_dir).absolute())), Owner.me(token or uuid.uuid4().hex))
+    try:
+        lock.acquire(REQUEUE_S if resume else 0.0)
+    except InUse as used:
+        raise LaunchError([used.problem("the run directory", "run_dir")]) from None
+    except OSError as failed:
+        raise LaunchError(
+            f"the run directory {run_dir} cannot be locked", why=str(failed), do="choose another run_dir"
+        ) from failed
+    with lock:
+        yield

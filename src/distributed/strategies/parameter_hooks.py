@@ -1,0 +1,77 @@
+"""Hooks that a user has on the gradients of parameters: called with the gradient of the whole batch, as in one process.
+
+Where gradients are reduced over ranks, a hook that autograd calls sees that of one rank's share. What it makes of it
+(a clamp, a sign, a norm) is then not what it would make of the whole, unless it is linear, which cannot be known.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from distributed.core.errors import TaskError
+
+
+class _Hooked(NamedTuple):
+    parameter: nn.Parameter
+    before: Mapping[int, Any] | None  # of register_hook
+    after: Mapping[int, Any] | None  # of register_post_accumulate_grad_hook
+
+
+class ParameterHooks:
+    """Taken off the parameters, to be called once the gradients are reduced, until `close`."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._hooked = [
+            _Hooked(p, p._backward_hooks, p._post_accumulate_grad_hooks) for p in self._parameters if _has_hooks(p)
+        ]
+        for hooked in self._hooked:
+            _put(hooked.parameter, None, OrderedDict())
+
+    @torch.no_grad()
+    def call(self) -> None:
+        """As autograd would, had it computed the gradients as they are now."""
+        for parameter, before, after in self._hooked:
+            if parameter.grad is None:
+                continue
+            for hook in list((before or {}).values()):
+                changed = hook(parameter.grad)
+                if changed is not None:
+                    parameter.grad = changed
+            for hook in list((after or {}).values()):
+                hook(parameter)
+
+    def close(self) -> None:
+        for parameter, before, after in self._hooked:
+            _put(parameter, before, after)
+
+
+def hooked_parameters(module: nn.Module) -> list[str]:
+    """The names of trained parameters with a hook on their gradient."""
+    return [name for name, p in module.named_parameters() if p.requires_grad and _has_hooks(p)]
+
+
+def refuse_new_hooks(module: nn.Module) -> None:
+    """Raise if a forward pass has put a hook on a parameter, where gradients are then reduced over ranks."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter._backward_hooks:
+            raise TaskError(
+                f"a hook on the gradient of {name} was registered during training",
+                why="it is called with the gradient of one rank's share of the batch, before the ranks add theirs up",
+                do="register it before fit: it is then called with the gradient of the whole batch",
+            )
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _put(parameter: Any, before: Mapping[int, Any] | None, after: Mapping[int, Any] | None) -> None:
+    parameter._backward_hooks = before
+    if after is not None:  # of which torch takes no notice here
+        parameter._post_accumulate_grad_hooks = after

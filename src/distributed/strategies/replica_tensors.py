@@ -1,0 +1,68 @@
+"""What ranks that should be equal hold, by names under which they hold the same. Copies nothing and asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from distributed.core.plan import ReplicatePlan
+
+Named = Iterator[tuple[str, torch.Tensor | str]]
+
+
+def model_tensors(module: nn.Module, plan: ReplicatePlan) -> Named:
+    """The parameters that are here, and the buffers that should be equal."""
+    for name, parameter in module.named_parameters():
+        if parameter.numel() and not parameter.is_meta:
+            yield f"parameter {name}", parameter
+    for name, buffer in shared_buffers(module, plan):
+        yield f"buffer {name}", buffer
+
+
+def shared_buffers(module: nn.Module, plan: ReplicatePlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Not those of BatchNorm layers that see their rank's samples only, where the user has asked for that."""
+    if plan.check != "all":
+        return
+    for path, owner in module.named_modules():
+        if isinstance(owner, _BatchNorm) and not plan.sync_batchnorm:
+            continue
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.numel() and not buffer.is_meta:
+                yield f"{path}.{name}".removeprefix("."), buffer
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, module: nn.Module
+) -> Iterator[tuple[str, str, torch.Tensor | str]]:
+    """Of each parameter that has some: the parameter's name, the key and the value."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if (comparable := _comparable(value)) is not None:
+                yield names.get(id(parameter), "a parameter outside the model"), str(key), comparable
+
+
+def optimizer_options(optimizer: torch.optim.Optimizer) -> Named:
+    """Of each group: rates, decay and the like."""
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key not in ("params", "param_names") and (comparable := _comparable(value)) is not None:
+                yield f"optimizer option {key} of group {index}", comparable
+
+
+def _comparable(value: Any) -> torch.Tensor | str | None:
+    """None of what has no text that is the same in every process."""
+    if isinstance(value, torch.Tensor):
+        return value if value.layout is torch.strided else None
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    return repr(value) if all(isinstance(part, (bool, int, float, str, type(None))) for part in parts) else None
+
+
+def more_tensors(kind: str, tensors: Iterable[torch.Tensor | None]) -> Named:
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            yield f"{kind} {index}", tensor

@@ -1,0 +1,194 @@
+"""The probe of a loss: a few losses of parts of the first batch, which tell what its mean goes over.
+
+A loss that is a function of outputs and target is tried on copies of both, on the host, where an index that it does not
+expect is an error like any other. A model's own loss is known by its value, or else by those of halves of the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from distributed.core.errors import TaskError
+from distributed.strategies.base import Outcome
+from distributed.train.loss_rules import Evidence, Part, Rule, compare
+from distributed.train.reachable import changes, look
+
+_ROWS = 4  # samples that a loss is tried on
+_HOST_BYTES = 2 << 30  # of outputs that are copied for it
+_EXACT = {torch.float64: 1e-7, torch.float32: 2e-4}  # of a model's losses of parts; those in 16 bits: see below
+_ROUGH = 2e-2
+_TRIED = 1e-5  # of a function's losses, which may compute in fp32 whatever it is given
+_SAME = 1e-5  # of the value of a cross entropy, if the model's loss is one
+
+
+def try_function(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequence[Rule]) -> Evidence | None:
+    """What a loss function tells on copies of some samples, and of the same with targets left out."""
+    count = _count((outputs, target))
+    if not count:
+        return None
+    rows = torch.linspace(0, count - 1, min(count, _ROWS)).round().long()
+    if sum(tensor[:1].numel() for tensor in _tensors(outputs)) * len(rows) * 8 > _HOST_BYTES:
+        return None
+    outputs, target = _take((outputs, target), rows)
+    if len(rows) == 1:  # a second one, with another loss
+        outputs = tree_map(lambda leaf: torch.cat([leaf, -leaf]) if isinstance(leaf, torch.Tensor) else leaf, outputs)
+        target = tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) else leaf, target)
+    before = look({"loss": loss_fn})
+    tried = [_refuted(loss_fn, outputs, given, rules) for given in (target, _with_ignored(target, rules[2].ignored))]
+    if moved := changes(before, look({"loss": loss_fn})):
+        raise TaskError(
+            "what the loss is a mean over cannot be found out by trying it",
+            why=f"it keeps state that a call changes: {moved[0]}",
+            do="return (loss, weight) from it, or set loss_weighting='samples' if it is a mean over the samples",
+        )
+    if tried[0] is None:
+        return None
+    # What cannot take an ignored target at all is settled by the first.
+    refuted = tried[0] if tried[1] is None else tuple(a or b for a, b in zip(*tried, strict=True))  # type: ignore[arg-type]
+    return Evidence(refuted, is_whole=True)
+
+
+def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:
+    """Whether a model's own loss is the cross entropy of the logits that it returned beside it."""
+    logits, target, loss = logits_of(outcome.outputs), outcome.target, outcome.loss
+    if logits is None or not isinstance(target, torch.Tensor) or not Rule("targets").fits(target):
+        return None
+    if logits.shape[:-1] != target.shape or type(logits) not in (torch.Tensor, nn.Parameter) or not target.numel():
+        return None
+    value = loss.detach().item()
+    errors = [_error(rule, logits.detach(), target, value) for rule in rules]
+    best = min(errors)
+    limit = _SAME if loss.dtype in _EXACT else _ROUGH / 5
+    if not best <= limit:
+        return None
+    refuted = tuple(not error <= max(10 * best, 1e-7) for error in errors)
+    kinds = {rule.kind for rule, is_out in zip(rules, refuted, strict=True) if not is_out}
+    return Evidence(refuted, is_whole=True) if len(kinds) == 1 else None
+
+
+def try_model(
+    run: Callable[[Any], Outcome], batch: Any, size: int, rules: Sequence[Rule], *, is_rough: bool
+) -> Evidence | None:
+    """What a model's own losses of halves of a batch tell; `run` computes one, as an evaluation would."""
+    if size < 2 or _count(batch) != size:
+        return None
+    first, second = run(batch), run(batch)
+    tolerance = _ROUGH if is_rough else _EXACT.get(first.loss.dtype, _ROUGH)
+    whole = float(first.loss)
+    if not abs(whole - float(second.loss)) <= tolerance * abs(whole) / 10:  # it draws random numbers
+        return None
+    parts = []
+    for rows in torch.arange(size).tensor_split(2):
+        outcome = run(_slice(batch, int(rows[0]), int(rows[-1]) + 1))
+        parts.append(Part(float(outcome.loss), len(rows), outcome.target))
+    refuted = compare(rules, whole, parts, tolerance)
+    return None if refuted is None else Evidence(refuted, is_whole=False)
+
+
+def logits_of(outputs: Any) -> torch.Tensor | None:
+    """What a model returned beside its loss."""
+    found = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+    if found is None and isinstance(outputs, torch.Tensor) and outputs.dim() > 1:  # the second of a tuple
+        found = outputs
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _refuted(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequence[Rule]) -> tuple[bool, ...] | None:
+    if target is None:
+        return None
+    rows = _count((outputs, target))
+    for dtype in (torch.float64, torch.float32):  # where it holds tensors of its own, they are in fp32
+        given = tree_map(lambda leaf, to=dtype: _cast(leaf, to), outputs)
+        aimed = tree_map(lambda leaf, to=dtype: _cast(leaf, to), target)
+        try:
+            tried = _copied(loss_fn, dtype)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                whole = [float(tried(given, aimed)) for _ in range(2)]
+                parts = [
+                    Part(float(tried(*_slice((given, aimed), row, row + 1))), 1, _slice(aimed, row, row + 1))
+                    for row in range(rows)
+                ]
+        except Exception:  # of the user's code, on a batch that is not the user's
+            continue
+        return compare(rules, whole[0], parts, _TRIED) if whole[0] == whole[1] else None
+    return None
+
+
+def _with_ignored(target: Any, ignored: int) -> Any:
+    """The same with half of the first sample's targets left out; None: that cannot be."""
+    if not isinstance(target, torch.Tensor) or not Rule("targets").fits(target):
+        return None
+    changed = target.clone()
+    first = changed[0].reshape(-1)
+    first[: max(1, first.numel() // 2)] = ignored
+    changed[0] = first.reshape(changed[0].shape)
+    return changed
+
+
+def _error(rule: Rule, logits: torch.Tensor, target: torch.Tensor, value: float) -> float:
+    """How far a loss is from the cross entropy that this rule is of, as a part of it."""
+    if rule.kind in ("samples", "sum") or not rule.fits(target):
+        return float("inf")
+    if rule.kind == "shifted":
+        logits, target = logits[..., :-1, :], target[..., 1:]
+    counted = target != rule.ignored
+    valid = torch.where(counted & (target >= 0) & (target < logits.shape[-1]), target, 0)
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for row, aimed, counts in zip(logits, valid, counted, strict=True):  # one by one: of all it would be much memory
+        exact = row.double() if row.dtype == torch.float64 else row.float()
+        total += (
+            F.cross_entropy(exact.reshape(-1, row.shape[-1]), aimed.reshape(-1), reduction="none") * counts.reshape(-1)
+        ).sum()
+    mean = float(total / counted.sum())
+    return abs(mean - value) / max(abs(value), 1e-12) if mean == mean else float("inf")
+
+
+def _copied(loss_fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A loss whose state a trial may change."""
+    if isinstance(loss_fn, nn.Module):
+        return copy.deepcopy(loss_fn).to("cpu", dtype)
+    if isinstance(loss_fn, types.FunctionType) and loss_fn.__closure__:
+        cells = tuple(types.CellType(copy.deepcopy(cell.cell_contents)) for cell in loss_fn.__closure__)
+        made = types.FunctionType(loss_fn.__code__, loss_fn.__globals__, loss_fn.__name__, loss_fn.__defaults__, cells)
+        made.__kwdefaults__ = copy.deepcopy(loss_fn.__kwdefaults__)
+        return made
+    return loss_fn if isinstance(loss_fn, types.FunctionType) else copy.deepcopy(loss_fn)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _count(tree: Any) -> int:
+    """How many samples a tree of tensors has; 0: its tensors do not agree, or hold something else."""
+    leaves = [leaf for leaf in tree_flatten(tree)[0] if not isinstance(leaf, str | bytes | int | float | type(None))]
+    if not all(type(leaf) in (torch.Tensor, nn.Parameter) and leaf.dim() for leaf in leaves):
+        return 0
+    counts = {leaf.shape[0] for leaf in leaves}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _take(tree: Any, rows: torch.Tensor) -> Any:
+    """Some samples, copied to the host."""
+
+    def take(leaf: Any) -> Any:
+        return leaf.detach()[rows.to(leaf.device)].cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(take, tree)
+
+
+def _slice(tree: Any, start: int, stop: int) -> Any:
+    leaves, form = tree_flatten(tree)
+    return tree_unflatten([leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], form)
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf

@@ -1,0 +1,104 @@
+"""What the user's objects keep beside the model's `state_dict()` and the optimizer: the loss's, and loose buffers.
+
+Every rank has a loss of its own. Where samples are shared out, each calls it with its share, so what it keeps must not
+depend on the samples; in a pipeline only the ranks of the last stage call it, and theirs is the one that counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from distributed.core.mesh import MeshSpec
+from distributed.runtime.session import Session
+from distributed.train.digest import digest
+from distributed.train.nonpersistent import NonPersistent, take
+from distributed.train.sharing import send_tree
+from distributed.train.task import Task
+
+LOSS, BUFFERS = "loss_fn", "nonpersistent"  # components of a checkpoint
+_OF_MODEL, _OF_LOSS = "model", "loss_fn"  # in BUFFERS
+
+
+class UserState:
+    """Of one rank. Made when the strategy has made the model ready."""
+
+    def __init__(self, task: Task, mesh: MeshSpec, session: Session) -> None:
+        self._task, self._mesh, self._session = task, mesh, session
+        self._loose = {name: NonPersistent(module) for name, module in _modules(task).items()}
+        self._loss = task.watch_loss()
+
+    def here(self) -> dict[str, Any]:
+        """As this rank has it, asking nobody."""
+        loss = self._loss.changed()
+        changed = {name: loose.changed() for name, loose in self._loose.items()}
+        buffers = {name: found for name, found in changed.items() if found}
+        return ({LOSS: loss} if loss else {}) | ({BUFFERS: buffers} if buffers else {})
+
+    def shared(self) -> dict[str, Any]:
+        """The same on every rank, each of which comes here."""
+        found = self.here()
+        if self._session.world_size == 1:
+            return found
+        per_stage = self._mesh.world_size // self._mesh.pp
+        stages = range(self._mesh.pp) if self._mesh.pp > 1 else ()
+        sources = [stage * per_stage for stage in stages] or [0]
+        holds = [
+            json.loads(text) for text in self._session.gather_texts("state of the user's", json.dumps(list(found)))
+        ]
+        if LOSS in holds[sources[-1]] and self._mesh.pp > 1:  # the other stages have one that nobody calls
+            found[LOSS] = send_tree(self._session, "state of the loss", sources[-1], found.get(LOSS))
+            if self._session.rank < sources[-1]:
+                self._task.load_loss_state(found[LOSS])
+        merged: dict[str, dict[str, Any]] = {}
+        for source in sources:
+            if BUFFERS in holds[source]:
+                sent = send_tree(self._session, "buffers", source, found.get(BUFFERS))
+                merged = {name: merged.get(name, {}) | sent.get(name, {}) for name in {*merged, *sent}}
+        return {name: value for name, value in found.items() if name != BUFFERS} | ({BUFFERS: merged} if merged else {})
+
+    def load(self, tree: Mapping[str, Any], *, takes_loss: bool = True) -> None:
+        """What a checkpoint or another rank has of it. A stage of a pipeline passes over the buffers of others."""
+        modules = _modules(self._task)
+        for name, saved in tree.get(BUFFERS, {}).items():
+            if name in modules and (takes_loss or name != _OF_LOSS):
+                here = {
+                    path: value for path, value in saved.items() if self._mesh.pp == 1 or _is_here(modules[name], path)
+                }
+                take(modules[name], here)
+        if takes_loss and LOSS in tree:
+            self._task.load_loss_state(tree[LOSS])
+
+    def _has_place(self, module: nn.Module, path: str) -> bool:
+        """A stage of a pipeline has buffers of its own only; elsewhere one may be made later."""
+        return self._mesh.pp == 1 or _is_here(module, path)
+
+    def replicated(self) -> Iterator[tuple[str, torch.Tensor | str]]:
+        """What the loss keeps: the same on all ranks that call it."""
+        place = self._mesh.coordinates(self._session.rank)["pp"]
+        where = f" on stage {place}" if self._mesh.pp > 1 else ""
+        for name, value in self._task.loss_state().items():
+            yield f"buffer {name} of the loss{where}", value if isinstance(value, torch.Tensor) else digest(value)
+
+
+def take_over(task: Task, tree: Mapping[str, Any]) -> None:
+    """Before a strategy is set up: buffers as another rank has made or enlarged them, so that all have them alike."""
+    for name, module in _modules(task).items():
+        take(module, tree.get(BUFFERS, {}).get(name, {}))
+
+
+def _modules(task: Task) -> dict[str, nn.Module]:
+    loss = task.loss_module
+    return {_OF_MODEL: task.model} | ({} if loss is None else {_OF_LOSS: loss})
+
+
+def _is_here(module: nn.Module, path: str) -> bool:
+    try:
+        owner = module.get_submodule(path.rpartition(".")[0])
+    except AttributeError:
+        return False
+    return path.rpartition(".")[2] in owner._buffers
