@@ -183,7 +183,7 @@ def _copied(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> t
 
 def _shapes_of(group: dict[str, Any]) -> list[tuple[int, ...]]:
     """Of the tensors that stand for a group's: two of each number of dimensions that it has."""
-    dims = sorted({min(parameter.ndim, len(_LENGTHS)) for parameter in group["params"]})
+    dims = sorted({min(parameter.ndim, len(_LENGTHS)) for parameter in group["params"]}) or [1]
     return [_LENGTHS[:ndim] or (1,) for ndim in dims for _ in range(2)]
 
 

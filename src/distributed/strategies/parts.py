@@ -37,6 +37,7 @@ from distributed.strategies.pipeline import STAGES_PER_RANK, Pipeline
 from distributed.strategies.recompute import recompute, undo_recompute
 from distributed.strategies.sharded_optimizer import ShardedOptimizer
 from distributed.strategies.stages import cut
+from distributed.strategies.tensor_computed import refuse_computed
 from distributed.strategies.tensor_parallel import TensorParallel
 from distributed.strategies.tensor_plans import find_styles, styles_from
 from distributed.strategies.used_parameters import UsedParameters
@@ -94,6 +95,7 @@ class Parts:
         if group is not None:
             degree, asked = plan.mesh.tp, dict(plan.tensor.styles)
             styles = styles_from(asked, self.module, degree) if asked else find_styles(self.module, degree)
+            refuse_computed(self.module, styles)
             self.tensor = TensorParallel(self.module, self.layout, group, styles, sequence=plan.tensor.sequence)
 
     def _share_sequences(self, plan: Plan) -> None:
@@ -288,7 +290,7 @@ def check_model(module: nn.Module, plan: Plan) -> None:
         find_blocks(module, plan.shard.blocks)
     if mesh.tp > 1:
         asked = dict(plan.tensor.styles)
-        styles_from(asked, module, mesh.tp) if asked else find_styles(module, mesh.tp)
+        refuse_computed(module, styles_from(asked, module, mesh.tp) if asked else find_styles(module, mesh.tp))
     if mesh.pp > 1:
         cut(module, mesh.pp * STAGES_PER_RANK[plan.pipeline.schedule])
 

@@ -19,6 +19,7 @@ import torch
 
 from distributed.core.errors import Problem, TaskError
 from distributed.core.private_files import Sealed, create_private, seal
+from distributed.trainers.parametrized import describe, is_parametrized
 from distributed.worker import PICKLE, Job
 
 _MAPPED_BYTES = 1 << 16  # arrays from this size on travel as tensors, which the ranks map
@@ -36,6 +37,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         ):
             writable = obj if obj.flags.writeable else obj.copy()
             return _as_array, (torch.from_numpy(writable),)
+        if is_parametrized(obj):
+            return describe(obj)
         return super().reducer_override(obj)
 
 
