@@ -181,10 +181,6 @@ class DeepSpeedEngine(Passes):
     def _is_whole(self) -> bool:
         return False
 
-    @property
-    def _is_whole(self) -> bool:
-        return not self.in_step
-
     def _backward(self, part: torch.Tensor) -> None:
         self._engine.backward(part, scale_wrt_gas=False)
 
