@@ -175,7 +175,7 @@ class Loop:
                 if ledger is not None:
                     ledger.record(step, epoch, train.indices)
                 if user.is_unchecked:
-                    user.check_alike()
+                    user.check_step()
                 if state.is_watched(step):
                     self._compare(state.witness(output.loss, train.indices))
                 if looks:
