@@ -73,6 +73,8 @@ class Runner:
                 if trouble and trouble[0] == "refused"
                 else ("void", _short(wanted.error), "")
             )
+        if trouble and "more than 1 value per channel" in trouble[2] and "track_running_stats=False" in case.text:
+            return "void", "torch does not normalize a batch of one sample, which an evaluation may have", ""
         if trouble:
             return trouble
         judged = self._compare(case, answers, wanted.value)
@@ -91,7 +93,9 @@ class Runner:
         if trouble:
             return trouble[0], f"resumed: {trouble[1]}", trouble[2]
         judged = self._compare(case, answers, wanted)
-        if judged is None and case.again == case.strategy:
+        # With a static graph DDP lays its buckets out after the first step, so three ranks add in another order then.
+        is_laid_out_late = case.strategy.ranks > 2 and "static_graph=True" in str(case)
+        if judged is None and case.again == case.strategy and not is_laid_out_late:
             before = {"model": first[0].value["saved"], **first[0].value}
             off, where = difference(answers[0].value, before, compares_validation=False)  # type: ignore[union-attr]
             if off > 0:
