@@ -52,9 +52,9 @@ class DeepSpeedEngine(Passes):
         deepspeed_ops.check_ops(deepspeed_ops.needed_ops(plan.engine["config"]))
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+        refuse_parts(task.model)
         check_layers(task.model, plan)
         check_task(task, plan)
-        refuse_parts(task.model)
         self._task, self._session, self.notes = task, session, []
         self.clock = ComputeClock(session.device)
         self._moves = session.device.type != "cpu"
