@@ -54,9 +54,9 @@ class DeepSpeedEngine(Passes):
         deepspeed_ops.check_ops(deepspeed_ops.needed_ops(plan.engine["config"]))
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+        refuse_parts(task.model)
         check_layers(task.model, plan)
         check_task(task, plan)
-        refuse_parts(task.model)
         self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
         self._replicas = plan.replicate
         self._is_settled = session.is_dry
