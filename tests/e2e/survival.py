@@ -93,6 +93,8 @@ def suffer(what, rank):
         time.sleep(3)
     elif what == "extra barrier":
         dist.barrier()
+    elif what == "exit well":
+        os._exit(0)
     elif what == "raise":
         raise RuntimeError("a bad day")
     elif what == "no memory":
@@ -143,6 +145,7 @@ class Model(nn.Module):
             self.register_buffer("own", torch.ones(8))
         if OPTIONS.get("buffer") == "grows":
             self.register_buffer("own", torch.zeros(1, 8))
+            self.register_buffer("loose", torch.zeros(1, 8), persistent=False)
 
     def forward(self, x):
         step = int(getattr(self.layers[1], "num_batches_tracked", -1))  # counts in all worlds of a run
@@ -163,8 +166,19 @@ class Model(nn.Module):
             self.own += 1
         if kind == "grows":
             self.own = torch.cat([self.own, self.own[-1:] + 1])
-            return x + 1 / len(self.own)
+            self.loose = torch.cat([self.loose, self.loose[-1:] + 1])
+            return x + 1 / len(self.own) + 1 / len(self.loose)
         return x if kind is None else x * self.own
+
+
+class CountingLoss(nn.CrossEntropyLoss):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, outputs, target):
+        self.count += 1
+        return super().forward(outputs, target) * (1 + 1 / self.count)
 
 
 DTYPE = torch.float64 if OPTIONS.get("plain") else torch.float32
@@ -224,6 +238,8 @@ def main():
             settings["scheduler"] = torch.optim.lr_scheduler.ReduceLROnPlateau(
                 optimizer, factor=0.5, patience=0, threshold=0.2  # it sees one soon
             )
+    if OPTIONS.get("buffer") == "grows":
+        settings["loss_fn"] = CountingLoss()
     workers = OPTIONS.get("workers", 0)
     train = DataLoader(Numbers(place="reading"), shuffle=True, num_workers=workers)
     Trainer(model, **settings | OPTIONS.get("settings", {})).fit(train, DataLoader(Numbers(40), batch_size=10))

@@ -46,7 +46,7 @@ def test_a_script_without_a_guard(run_script: Run, tmp_path: Path) -> None:
     events = [json.loads(line)["event"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert events[0] == "RunStarted"
     assert events[-1] == "RunEnded"
-    assert not (tmp_path / "run" / "payload.pt").exists(), "the payload is removed after the run"
+    assert not list((tmp_path / "run").glob("payload*")), "the payload is removed after the run"
 
 
 def test_a_script_with_a_guard_and_an_own_module(run_script: Run, tmp_path: Path) -> None:

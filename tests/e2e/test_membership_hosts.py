@@ -112,6 +112,24 @@ def test_the_host_of_the_meeting_point_is_cut_off_and_keeps_the_only_world(hosts
     assert first.said[-1]["place"]["node_rank"] == 0
 
 
+def test_a_stranger_on_another_host_is_not_let_in_and_the_nodes_go_on(hosts, start):
+    first, second = start(0, num_nodes=2), start(1, num_nodes=2)
+    first.gather(), second.gather()
+    places(first, second)
+    stranger = start(2, num_nodes=2, join_token="a token of another run", timeout_s=1.0).gather()
+    assert "not let into the run at h0" in stranger.until("error")["error"]
+    knock = (
+        "import os, socket\n"
+        "lines = [socket.create_connection(('h0', 29400), 5) for _ in range(200)]\n"
+        "for line in lines: line.sendall(os.urandom(64))\n"
+    )
+    subprocess.run(hosts[2].command([sys.executable, "-c", knock]), check=False, timeout=60)
+    first.do("tell", node_rank=0, host="h0", kind="regroup", message="again", cause="newcomer").gather()
+    assert second.until("regroup", "cut off", "lost")["message"] == "again"
+    second.gather()
+    assert places(first, second) == [(0, 2, ["h0", "h1"]), (1, 2, ["h0", "h1"])]
+
+
 def test_hosts_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(

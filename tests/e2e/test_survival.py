@@ -223,6 +223,16 @@ def test_the_same_error_again_ends_the_run(tmp_path: Path) -> None:
     assert "in suffer" in result.shown
 
 
+def test_a_rank_that_exits_with_code_0_in_mid_run_is_named(tmp_path: Path) -> None:
+    result = start(tmp_path, 2, fault("training", "exit well", rank=1, step=20, always=True)).end()
+    assert result.code == 1
+    assert [event["cause"] for event in result.told("AttemptEnded")] == ["code"]
+    assert [
+        (event["rank"], "exit code 0 after step 19" in event["message"]) for event in result.told("RankFailed")
+    ] == [(1, True)]
+    assert "rank 1" in result.shown
+
+
 @pytest.mark.parametrize(
     ("what", "code"), [({"place": "training", "step": 1}, 1), ({"place": "start"}, 1), ({"nan_at": 20}, 6)]
 )
@@ -294,6 +304,15 @@ dist.all_reduce(torch.ones(1))
 print("done in", os.environ["DISTRIBUTED_ATTEMPT"], flush=True)
 dist.destroy_process_group()
 """
+
+
+def test_a_rank_of_a_plain_script_that_exits_before_the_others_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN.replace("os.kill(os.getpid(), signal.SIGKILL)", "os._exit(0)"))
+    command = [sys.executable, "-m", "distributed.cli", "train", "--script", "train.py", "--num-gpus", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr
+    assert "exit code 0 while others still worked" in done.stderr
 
 
 @pytest.mark.parametrize("restarts", [None, 2])

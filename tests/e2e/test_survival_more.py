@@ -48,7 +48,7 @@ def test_buffers_that_a_model_makes_as_it_goes(tmp_path: Path, undisturbed: Undi
     assert result.recoveries == from_memory(0, 0, 1)
 
 
-def test_a_buffer_that_grows(tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_buffers_that_grow_and_a_loss_that_counts(tmp_path: Path, undisturbed: Undisturbed) -> None:
     options = {"buffer": "grows"}
     faults = fault("training", rank=1, step=20), fault("evaluation", rank=1, step=3 * PER_EPOCH)
     result = start(tmp_path, 2, *faults, options=options, **NEVER).end()

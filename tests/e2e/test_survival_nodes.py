@@ -62,6 +62,7 @@ class Node:
         command += ["--num-nodes", "2", "--gpus-per-node", "1", "--master-addr", "h0", *options]
         self.output = folder / f"{host.name}-{time.monotonic_ns()}.txt"
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
+        environ["XDG_CACHE_HOME"] = str(folder / "cache")
         with self.output.open("wb") as log:
             self.process = subprocess.Popen(
                 host.command(command), cwd=folder, stdout=log, stderr=log, env=environ, start_new_session=True

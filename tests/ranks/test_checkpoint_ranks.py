@@ -131,3 +131,42 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_path
     assert "rank 1 holds another state than rank 0" in first[4]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000001", "step-000003", "step-000004"]
     assert not verify(str(tmp_path / "step-000004")).problems
+
+
+class LateDisk(LocalStorage):
+    """A client of a shared disk that does not see what other hosts write before it has looked for it some times."""
+
+    def __init__(self, root: str, looks: int) -> None:
+        super().__init__(root)
+        self._looks, self._mine, self._seen = looks, set[str](), Counter[str]()
+
+    def write(self, name: str, data: Any) -> None:
+        self._mine.add(name)
+        super().write(name, data)
+
+    def size(self, name: str) -> int | None:
+        if name.startswith("chunks/") and name not in self._mine and super().size(name) is not None:
+            self._seen.update([name])
+            if self._seen[name] <= self._looks:
+                return None
+        return super().size(name)
+
+
+def save_late(root: str, looks: int) -> str:
+    mine = session()
+    saver = Saver(LateDisk(root, looks) if mine.is_main else root, mine)
+    saver._publisher.visible_s = 1.0
+    saver.save(1, {"model": {"w": torch.arange(2e6), "v": torch.ones(2_000_000)}}, own(mine.rank, 1))
+    try:
+        return saver.wait() or ""
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_files_that_show_late_are_waited_for_and_then_named(tmp_path: Path) -> None:
+    for told in run_ranks(save_late, 2, str(tmp_path / "late"), 3):
+        assert told == str(tmp_path / "late" / "step-000001")
+    assert not verify(str(tmp_path / "late" / "step-000001")).problems
+    for told in run_ranks(save_late, 2, str(tmp_path / "apart"), 10**9):
+        assert told.startswith("rank 1 on ")
+        assert "does not see it after" in told

@@ -31,7 +31,10 @@ class Anneal(nn.Module):
 class Normed(Anneal):
     """Keeps a mean of what it has seen, which is a rank's own share."""
 
+    calls = 0
+
     def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         loss = (outputs - target).square().mean()
         self.count.mul_(0.9).add_(0.1 * loss.detach())
         return loss / (1 + self.count)
@@ -109,13 +112,15 @@ def test_the_state_of_the_loss_is_resumed_and_that_of_one_process(tmp_path: Path
             assert worst(whole, alone) < 1e-12, mode
 
 
-def keep_a_share(folder: str) -> str:
+def keep_a_share(folder: str) -> tuple[str, int]:
+    loss = Normed()
     with pytest.raises(TaskError) as refused:
-        fit(f"{folder}/normed", 9, Normed())
-    return str(refused.value)
+        fit(f"{folder}/normed", 9, loss)
+    return str(refused.value), loss.calls
 
 
 def test_a_loss_that_keeps_what_each_rank_has_seen_is_refused(tmp_path: Path) -> None:
-    for text in run_ranks(keep_a_share, 2, str(tmp_path)):
+    for text, calls in run_ranks(keep_a_share, 2, str(tmp_path)):
         assert "differs between ranks: count" in text
+        assert calls == 1
     assert not list((tmp_path / "normed/checkpoints").glob("step-*")), "nothing of it was saved"

@@ -74,8 +74,10 @@ def test_orders_go_on_after_a_resume(make: Any, is_restored: bool, stands_in: in
     later = drawn(whole, range(3, 5))
     assert len({tuple(order) for order in before + later}) == 5
 
+    between = DrawnOrders(OwnSampler(make()), 1)  # a world that breaks before it draws anything
+    between.load_state(state)
     resumed = DrawnOrders(OwnSampler(make()), 1)
-    resumed.load_state(state)
+    resumed.load_state(between.state(stands_in))
     assert drawn(resumed, range(stands_in, 3)) == before[stands_in:], "the epoch in progress goes on in its order"
     again = drawn(resumed, range(3, 5))
     assert (again == later, resumed.note == "") == (is_restored, is_restored)
@@ -106,6 +108,24 @@ def test_an_order_that_was_drawn_is_not_drawn_again() -> None:
     second.load_state(of_another_rank)
     assert drawn(second, range(1, 2)) == before[1:]
     assert second.note == ""
+
+
+def test_epochs_may_come_in_any_order_and_under_any_seed() -> None:
+    sampler = OwnSampler(WeightedRandomSampler([1.0] * LENGTH, LENGTH))
+    first = {(epoch, seed): sampler.draw(epoch, seed).tolist() for epoch in (3, 0, 1) for seed in (1, 2)}
+    again = {key: sampler.draw(*key).tolist() for key in sorted(first)}
+    assert again == first
+    assert len({tuple(order) for order in first.values()}) == 6
+
+
+def test_a_checkpoint_that_knows_no_orders_can_be_resumed() -> None:
+    whole = drawn(DrawnOrders(OwnSampler(Restorable(0)), 1), range(5))
+    old = DrawnOrders(OwnSampler(Restorable(0)), 1)
+    old.load_state({})
+    assert drawn(old, range(2, 4)) == whole[2:4]
+    resumed = DrawnOrders(OwnSampler(Restorable(0)), 1)
+    resumed.load_state(old.state(4))
+    assert (drawn(resumed, range(4, 5)), resumed.note) == (whole[4:], "")
 
 
 def test_an_order_is_kept_in_half_the_bytes() -> None:

@@ -17,6 +17,16 @@ def ending(
     return Ending(rank, code, time, f"rank-{rank}.log", None if silent else record, ours)
 
 
+def early(rank: int, time: float) -> Ending:
+    """It ended itself in the middle of our loop, as if all were well."""
+    return Ending(rank, 0, time, "", early_at=7)
+
+
+def outside(rank: int, time: float) -> Ending:
+    """It ended well, and never came to our loop."""
+    return Ending(rank, 0, time, "", in_loop=False)
+
+
 @pytest.mark.parametrize(
     ("endings", "blamed"),
     [
@@ -26,6 +36,13 @@ def ending(
         ([ending(0, 2.0, collateral=True), ending(1, 1.0, collateral=True)], 1),
         ([ending(0, 1.0, code=-15, silent=True, ours=True), ending(1, 2.0)], 1),
         ([ending(0, 1.0, code=0, silent=True)], None),
+        ([ending(0, 1.0, code=0, silent=True), ending(1, 2.0, collateral=True)], 1),
+        ([early(0, 2.0), ending(1, 1.0, collateral=True)], 0),
+        ([early(0, 1.0), ending(1, 2.0)], 0),
+        ([ending(0, 2.0, collateral=True), outside(1, 1.0)], 1),
+        ([ending(0, 1.0, collateral=True), outside(1, 2.0)], 0),
+        ([ending(0, 2.0), outside(1, 1.0)], 0),
+        ([outside(0, 1.0), outside(1, 2.0)], None),
     ],
 )
 def test_first_failure(endings, blamed):
@@ -52,6 +69,8 @@ def test_while_stopping_only_the_asked_for_ends_are_good():
     assert ending(0, 0.0, collateral=True).is_benign(signal.SIGINT)
     assert not ending(0, 0.0).is_benign(signal.SIGINT)
     assert not ending(0, 0.0, code=130, silent=True).is_benign(None)
+    assert early(0, 0.0).is_benign(signal.SIGTERM)
+    assert not early(0, 0.0).is_benign(None)
 
 
 def test_an_error_raised_from_a_broken_connection_is_collateral():

@@ -65,6 +65,7 @@ def record(
         (Ending(2, -signal.SIGTERM, 1.0, "", ended_by_us=True), {}, "collateral"),
         (Ending(2, -signal.SIGKILL, 1.0, "", ended_by_us=True), {"hung": True}, "hang"),
         (Ending(2, 3, 1.0, ""), {}, "machine"),
+        (Ending(2, 0, 1.0, "", early_at=12), {}, "code"),
         (Ending(2, 1, 1.0, "", record()), {}, "code"),
         (Ending(2, 6, 1.0, "", record("NonFiniteLossError", "nan", 6)), {}, "code"),
         (Ending(2, 1, 1.0, "", record("MemoryError", "")), {}, "code"),

@@ -105,6 +105,11 @@ def chunk_lengths(plan: Sequence[ChunkPlan], stored: Sequence[StoredChunk]) -> d
     return {done.digest: chunk.length for chunk, done in zip(plan, stored, strict=True)}
 
 
+def part_chunks(part: RankPart) -> set[str]:
+    """The digests of all that a rank stored."""
+    return {done.digest for done in part.shared.values()} | set(part.chunks)
+
+
 def render_rank_part(part: RankPart) -> bytes:
     return canonical(
         {

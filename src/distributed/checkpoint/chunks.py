@@ -5,7 +5,7 @@ A chunk that another process wrote is compared before it is relied on: one that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distributed.checkpoint.digests import digest_bytes
@@ -72,22 +72,37 @@ class ChunkStore:
         return data
 
     def check_sizes(self, lengths: dict[str, int]) -> None:
-        """Raises unless every chunk is there with its size; for many chunks a listing is cheaper than single looks."""
-        listed = self._storage.entries(FOLDER) if len(lengths) > 64 else None
-        for digest, length in lengths.items():
-            name = chunk_name(digest)
-            found = listed.get(name) if listed is not None else None
-            stored = self._storage.size(name) if listed is None else found.size if found else None
+        """Raises unless every chunk is there with its size."""
+        for digest, stored in self.wrong_sizes(lengths).items():
+            name, length = chunk_name(digest), lengths[digest]
             if stored is None:
                 raise Damaged(
                     f"the chunk {digest[:12]} is missing", why=f"there is no {self._storage.locate(name)}", do=_DO
                 )
+            raise Damaged(
+                f"the chunk {digest[:12]} has {stored} bytes and should have {length}",
+                why=f"{self._storage.locate(name)} was cut short or overwritten",
+                do=_DO,
+            )
+
+    def wrong_sizes(self, lengths: Mapping[str, int], *, again: bool = False) -> dict[str, int | None]:
+        """The chunks that are not there with their sizes, and what is; for many a listing is cheaper than single looks.
+
+        `again`: their folders are listed first, which makes a client of a shared disk forget what it believed of them.
+        """
+        listed = self._storage.entries(FOLDER) if len(lengths) > 64 else None
+        wrong: dict[str, int | None] = {}
+        for digest, length in lengths.items():
+            name = chunk_name(digest)
+            if listed is None:
+                if again:
+                    self._storage.entries(name.rpartition("/")[0])
+                stored = self._storage.size(name)
+            else:
+                stored = listed[name].size if name in listed else None
             if stored != length:
-                raise Damaged(
-                    f"the chunk {digest[:12]} has {stored} bytes and should have {length}",
-                    why=f"{self._storage.locate(name)} was cut short or overwritten",
-                    do=_DO,
-                )
+                wrong[digest] = stored
+        return wrong
 
     @property
     def known(self) -> frozenset[str]:

@@ -57,6 +57,11 @@ class Notes:
         """Nobody waits here any more; whoever does, is told so."""
         self._given_up.set()
 
+    def sleep(self, seconds: float) -> None:
+        """Raises when it is given up meanwhile."""
+        if self._given_up.wait(seconds):
+            raise _given_up()
+
     def leave(self, key: str, text: str) -> None:
         if self._store is None:
             self._own[key] = text
@@ -82,7 +87,9 @@ class Notes:
             if time.monotonic() > deadline:
                 raise on_late([key for key in keys if key not in found])
             if self._given_up.wait(pause):
-                raise CheckpointError(
-                    "the checkpoint was given up", why="the ranks that wrote it are no longer together"
-                )
+                raise _given_up()
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+
+def _given_up() -> CheckpointError:
+    return CheckpointError("the checkpoint was given up", why="the ranks that wrote it are no longer together")

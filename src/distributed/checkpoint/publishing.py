@@ -6,6 +6,7 @@ A checkpoint exists only when its manifest does. A failure on any rank is told t
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +23,11 @@ from distributed.checkpoint.assembly import (
     build_part,
     chunk_lengths,
     parse_rank_part,
+    part_chunks,
     render_rank_part,
     stored_boxes,
 )
-from distributed.checkpoint.chunks import ChunkStore, Damaged
+from distributed.checkpoint.chunks import ChunkStore, Damaged, chunk_name
 from distributed.checkpoint.digests import digest_bytes
 from distributed.checkpoint.fetching import read_manifest
 from distributed.checkpoint.files import NotThere, Storage
@@ -38,7 +40,6 @@ from distributed.checkpoint.retention import PARTS, Collector
 from distributed.core.errors import CheckpointError, DistributedError
 
 Bytes = np.ndarray[Any, Any]  # in host memory
-_VISIBLE_S = 60.0  # how long a file that another host wrote may take to show here
 _WRITERS = 2
 
 
@@ -84,6 +85,7 @@ class Publisher:
     at: Callable[[str], None]
     frameworks: Mapping[str, str]  # versions of what makes the state
     lineage: Lineage = NOBODY
+    visible_s: float = 60.0  # how long a file that another host wrote may take to show here
     _sequence: int | None = None  # of the last save here, by whoever
 
     def run(self, job: Job) -> Saved | DistributedError:
@@ -125,6 +127,7 @@ class Publisher:
         )
         self.storage.write(self._part_file(job, self.session.rank), text)
         self.at("part written")
+        self.notes.leave(f"{job.number}/host-{self.session.rank}", socket.gethostname())
         self.notes.leave(f"{job.number}/part-{self.session.rank}", digest_bytes(text))
 
     def _store_chunk(self, chunk: ChunkPlan, content: Bytes) -> tuple[StoredChunk, int]:
@@ -141,7 +144,7 @@ class Publisher:
         parts = [self._read_part(job, rank, digest) for rank, digest in zip(ranks, digests, strict=True)]
         name, meta = self._name(job.step), job.meta | self._owner()
         manifest = assemble(job.step, job.shared, parts, meta, job.metric, self.frameworks)
-        self.chunks.check_sizes(dict(manifest.chunks))
+        self._await_chunks(job, dict(manifest.chunks), parts)
         self.at("before the manifest")
         self.storage.write(manifest_file(name), render(manifest))
         self.at("manifest written")
@@ -191,7 +194,7 @@ class Publisher:
         return found
 
     def _read_part(self, job: Job, rank: int, digest: str) -> RankPart:
-        name, deadline = self._part_file(job, rank), time.monotonic() + _VISIBLE_S
+        name, deadline = self._part_file(job, rank), time.monotonic() + self.visible_s
         while True:
             try:
                 text = self.storage.read(name)
@@ -205,7 +208,33 @@ class Publisher:
                     why="all ranks must write into one folder",
                     do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…",
                 )
-            time.sleep(0.2)
+            self.notes.sleep(0.2)
+
+    def _await_chunks(self, job: Job, lengths: Mapping[str, int], parts: list[RankPart]) -> None:
+        """Until all show here. Another rank has told that they are written: a shared disk may be late in telling."""
+        writers = {digest: part.rank for part in parts for digest in part_chunks(part)}
+        deadline, pause = time.monotonic() + self.visible_s, 0.02
+        missing, others = self.chunks.wrong_sizes(lengths), list[int]()
+        while missing:
+            others = sorted({writers[digest] for digest in missing if writers[digest] != self.session.rank})
+            if not others or time.monotonic() > deadline:
+                break
+            self.notes.sleep(pause)
+            pause = min(2 * pause, 2.0)
+            missing = self.chunks.wrong_sizes({digest: lengths[digest] for digest in missing}, again=True)
+        if not missing:
+            return
+        if not others:
+            self.chunks.check_sizes({digest: lengths[digest] for digest in missing})
+        first = next(digest for digest in missing if writers[digest] in others)
+        host = self.notes.look(f"{job.number}/host-{writers[first]}")
+        raise CheckpointError(
+            f"rank {writers[first]} on {host} wrote {self.storage.locate(chunk_name(first))}, and rank 0 on "
+            f"{socket.gethostname()} does not see it after {self.visible_s:.0f} s",
+            why=f"{len(missing)} of {len(lengths)} chunks are missing here, from ranks {', '.join(map(str, others))}: "
+            "the hosts do not write to one folder, or one is very late in seeing what others write",
+            do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…; for NFS, see actimeo",
+        )
 
     def _tidy(self, job: Job, name: str) -> str:
         """Remove the parts and what retention does not keep. The checkpoint is published: no failure here undoes it."""
@@ -229,7 +258,9 @@ class Publisher:
         late = CheckpointError(
             f"rank 0 has not published the checkpoint of step {job.step}", why="it failed or is slow", do="see its log"
         )
-        text = self.notes.wait([f"{job.number}/outcome"], 2 * self.timeout_s + _VISIBLE_S, lambda missing: late)[0]
+        text = self.notes.wait([f"{job.number}/outcome"], 2 * (self.timeout_s + self.visible_s), lambda missing: late)[
+            0
+        ]
         document = json.loads(text)
         return Saved(**document["saved"]) if "saved" in document else _error_from(text)
 

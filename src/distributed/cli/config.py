@@ -12,6 +12,7 @@ from rich.table import Table
 
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
+from distributed.core.secrets import mask
 
 app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -40,7 +41,7 @@ def show(
     """
     chosen = gather(config, settings or [], {})
     names = [name for name in DistributedConfig.model_fields if not given or chosen.given(name)]
-    values = chosen.model_dump(mode="json")
+    values = mask(chosen.model_dump(mode="json"))
     if as_json:
         print(json.dumps({name: {"value": values[name], "source": chosen.source(name)} for name in names}, indent=2))
         return

@@ -31,6 +31,7 @@ from distributed.core.errors import ConfigError, DistributedError, LaunchError, 
 from distributed.core.plan import Decision
 from distributed.core.private_files import make_private, write_private
 from distributed.core.registry import load_target
+from distributed.core.secrets import mask, mask_arguments
 from distributed.launch.elastic import elastic_nodes
 from distributed.launch.join_token import read_join_token
 from distributed.launch.local import LocalLauncher
@@ -406,7 +407,7 @@ def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
             f"rank {world.rank} of {world.world_size}: {world.launcher} started it, so no more are [num_gpus]", err=True
         )
     if dry_run:
-        typer.echo(shlex.join(command))
+        typer.echo(shlex.join(mask_arguments(command)))
         return
     os.execve(command[0], command, inherited_environ() | dict(job.request.env))
 
@@ -441,7 +442,7 @@ def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
 def _write_config(job: TrainJob, request: LaunchRequest) -> None:
     record = {
         "script": request.command[0],
-        "arguments": list(request.command[1:]),
+        "arguments": mask_arguments(request.command[1:]),
         "settings": {name: {"value": value, "source": source} for name, (value, source) in _given(job.config).items()},
     }
-    write_private(Path(request.run_dir, "config.json"), json.dumps(record, indent=2) + "\n")
+    write_private(Path(request.run_dir, "config.json"), json.dumps(mask(record), indent=2) + "\n")

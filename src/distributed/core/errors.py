@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distributed.core.secrets import mask_text
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -13,6 +15,10 @@ class Problem:
     what: str
     why: str = ""
     do: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("what", "why", "do"):  # errors are printed, logged and sent
+            object.__setattr__(self, name, mask_text(getattr(self, name)))
 
     def __str__(self) -> str:
         lines = [self.what]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
+from distributed.core.secrets import mask, mask_text
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -15,7 +17,10 @@ class Event:
     time: float
 
     def to_json(self) -> str:
-        return json.dumps({"event": type(self).__name__} | self.__dict__, separators=(",", ":"))
+        """For files and pipes: secrets are masked."""
+        content = {"event": type(self).__name__} | self.__dict__
+        text = json.dumps(content, separators=(",", ":"))
+        return text if mask_text(text) == text else json.dumps(mask(content), separators=(",", ":"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from distributed.core.secrets import mask
+
 
 @dataclass(frozen=True)
 class FailureRecord:
@@ -26,7 +28,7 @@ class FailureRecord:
     def write(self, path: Path) -> None:
         """Publish whole or not at all: the launcher may look at any time."""
         partial = path.with_name(f".{path.name}.{self.pid}")
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(mask(asdict(self)), indent=1) + "\n", encoding="utf-8")
         os.replace(partial, path)
 
     @staticmethod

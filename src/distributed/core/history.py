@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from distributed.core.private_files import write_private
+from distributed.core.secrets import mask
+
 
 @dataclass(frozen=True)
 class EpochRecord:
@@ -80,7 +83,7 @@ class History:
         return asdict(self) | derived
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        write_private(path, json.dumps(mask(self.to_dict()), indent=2) + "\n")
 
     @staticmethod
     def load(path: Path) -> History:

@@ -11,6 +11,7 @@ from typing import Any
 
 from distributed.core.errors import PlanError
 from distributed.core.mesh import MeshSpec
+from distributed.core.secrets import mask
 
 
 @dataclass(frozen=True)
@@ -307,4 +308,5 @@ class Plan:
         return min(self.max_steps or steps_per_epoch * self.epochs, steps_per_epoch * self.epochs)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+        """For people and programs that look at a run: secrets are masked."""
+        return json.dumps(mask(asdict(self)), indent=2) + "\n"

@@ -67,6 +67,21 @@ def seal(path: str | os.PathLike[str], handle: int, code: bytes) -> Sealed:
     return Sealed(os.path.basename(path), known.st_uid, known.st_size, digest_of(code), os.getpid(), handle)
 
 
+def write_sealed(path: str | os.PathLike[str], code: bytes) -> Sealed:
+    """A file that is code as a whole, for processes that may come when this one is gone."""
+    write_private(path, code)
+    known = os.stat(path, follow_symlinks=False)
+    return Sealed(os.path.basename(path), known.st_uid, len(code), digest_of(code))
+
+
+def read_sealed(folder: str | os.PathLike[str], sealed: Sealed) -> bytes:
+    """What `write_sealed` wrote, or an error."""
+    with os.fdopen(open_sealed(folder, sealed), "rb") as file:
+        code = file.read()
+    check_code(Path(folder) / sealed.name, code, sealed)
+    return code
+
+
 def digest_of(code: bytes | memoryview) -> str:
     return hashlib.sha256(code).hexdigest()
 

@@ -61,7 +61,7 @@ class OwnSampler:
         self.sampler, self._worker_seeds, self._seeds_once = sampler, worker_seeds, seeds_once
         self.drawn = 0  # epochs
         self.digest = self.digest_before = ""  # of all of them, and of all but the last
-        self._last: torch.Tensor | None = None
+        self._last: tuple[int, int, torch.Tensor] | None = None  # an epoch, the seed, and the order
         self._is_loaded = False
 
     def __iter__(self) -> Iterator[int]:
@@ -83,22 +83,21 @@ class OwnSampler:
 
     def draw(self, epoch: int, seed: int) -> torch.Tensor:
         """The order of an epoch, after those of the epochs before it. Of the epoch that was drawn last, it is known."""
-        if epoch == self.drawn - 1 and self._last is not None:
-            return self._last
-        while not self.is_pure and self.drawn < epoch:
-            self._draw_next(self.drawn, seed)
-        self._last = self._draw_next(epoch, seed)
-        return self._last
+        if self._last is None or self._last[:2] != (epoch, seed):
+            while not self.is_pure and self.drawn < epoch:
+                self._draw_next(self.drawn, seed)
+            self._last = epoch, seed, self._draw_next(epoch, seed)
+        return self._last[2]
 
     def state(self) -> Tree | None:
         """Of a sampler that can tell it."""
         return self.sampler.state_dict() if self._has_state else None  # type: ignore[attr-defined]
 
-    def load_state(self, state: Tree, drawn: int, digest: str) -> None:
+    def load_state(self, state: Tree, drawn: int, digest: str | None) -> None:
         """That of a sampler that had drawn so many epochs."""
         if self._has_state:
             self.sampler.load_state_dict(state)  # type: ignore[attr-defined]
-            self.drawn, self.digest, self._last, self._is_loaded = drawn, digest, None, True
+            self.drawn, self.digest, self._last, self._is_loaded = drawn, digest or "", None, True
 
     @property
     def _has_state(self) -> bool:
@@ -153,10 +152,11 @@ class DrawnOrders:
 
     def state(self, epoch: int) -> Tree:
         """For a run that stands in this epoch: its order, if it was drawn, and what later ones need."""
-        if self._order is None:
+        if self._epoch < 0:
             return {}
         known = {"drawn": self._epoch + 1, "digest": self._digest, "sampler": self._state}
-        return known | ({"order": self._order} if epoch == self._epoch else {})
+        is_its = epoch == self._epoch and self._order is not None
+        return known | ({"order": self._order} if is_its else {})
 
     def load_state(self, state: Tree) -> None:
         """None of it, of a checkpoint that does not know it."""

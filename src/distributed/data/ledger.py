@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distributed.core.errors import DataError
+from distributed.core.private_files import FILE_MODE
 
 _HEADER = b"samples1"
 _RECORD = struct.Struct("<qqi")  # optimizer step (from 1), epoch, number of samples; then so many 64-bit indices
@@ -34,7 +35,7 @@ class Ledger:
     def __init__(self, folder: str | Path, rank: int) -> None:
         path = ledger_path(folder, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         if os.fstat(self._fd).st_size == 0:
             os.write(self._fd, _HEADER)
 

@@ -20,6 +20,7 @@ from distributed.core.env import LAUNCHER_PID, StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.core.failure import FailureRecord, failure_path
 from distributed.core.heartbeat import Beat, heartbeat_path, read_beat
+from distributed.core.private_files import make_private
 from distributed.launch.blame import Ending
 from distributed.launch.hangs import Watched
 from distributed.launch.processes import RankProcess, end_all
@@ -140,7 +141,7 @@ class Crew:
 
     def begin(self, rendered: Rendered, slots: Iterable[int]) -> None:
         """The next world: one member for each rank of `rendered`, in the order of the slots."""
-        os.makedirs(rendered.attempt_dir, exist_ok=True)
+        make_private(rendered.attempt_dir)
         pairs = list(zip(rendered.processes, slots, strict=False))
         is_lost = any(member.role.is_vital and member.ending is not None for member in self.members)
         able = [] if is_lost else [member for member in self.members if member.can_go_on]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from distributed.core.env import CONTROL_FD
+from distributed.core.private_files import FILE_MODE
 from distributed.launch.request import ProcessSpec
 
 
@@ -60,7 +61,7 @@ class RankProcess:
         self._unsent: list[tuple[Callable[[int, int], None], int]] = []  # signals for a process that is to come
         plain = {name: value for name, value in environ.items() if name != CONTROL_FD}  # that was this process's own
         theirs: socket.socket | None = None
-        log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, FILE_MODE)
         try:
             if with_control:
                 self.control, theirs = socket.socketpair()

@@ -18,8 +18,10 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import DistributedError, LaunchError
+from distributed.core.private_files import make_private, write_private
 from distributed.core.ray_run import NAMESPACE, stop_key
 from distributed.core.run_files import LAUNCH
+from distributed.core.secrets import mask_arguments
 from distributed.launch.echo import Echo, Screen
 from distributed.launch.local import LocalLauncher
 from distributed.launch.policy import MAX_RESTARTS
@@ -78,7 +80,7 @@ class RayLauncher:
         where = f"the Ray cluster at {request.address}" if request.address else "a Ray cluster on this machine"
         size = f"{wish.most}" if wish.fewest == wish.most else f"{wish.fewest} to {wish.most}"
         each = "1 CPU and 1 GPU" if request.device == "cuda" else "1 CPU"
-        command = shlex.join(("python", "-m", "distributed.launch.rank", *request.command))
+        command = shlex.join(("python", "-m", "distributed.launch.rank", *mask_arguments(request.command)))
         return f"{size} ranks on {where}, with {each} each, placed by {wish.strategy}\n[each rank] {command}"
 
 
@@ -147,8 +149,8 @@ class RayRun:
     def _write_launch(self) -> None:
         """Rank 0 writes its own. Where the first world does not come to that, the next one must not take the id of an
         earlier launch for this one's, and that one's checkpoints for its own."""
-        Path(self._run_dir).mkdir(parents=True, exist_ok=True)
-        Path(self._run_dir, LAUNCH).write_text(json.dumps({"id": self._run}) + "\n", encoding="utf-8")
+        folder = make_private(self._run_dir)
+        write_private(folder / LAUNCH, json.dumps({"id": self._run}) + "\n")
 
     def _ask(self, number: int) -> None:
         internal_kv._internal_kv_put(stop_key(self._run), str(number).encode(), namespace=NAMESPACE)

@@ -11,6 +11,7 @@ from typing import Protocol
 from distributed.core.config import DistributedConfig
 from distributed.core.engines import ENGINES
 from distributed.core.registry import load_target
+from distributed.core.secrets import mask, mask_arguments
 
 DEFAULT_MEETING_PORT = 29400  # where nodes meet when no master_port is given; torch elastic's own default
 
@@ -132,6 +133,6 @@ def _describe(process: ProcessSpec) -> str:
     >>> print(_describe(ProcessSpec(1, ("python", "a b.py"), {"RANK": "1"}, "runs/x/rank-1.log")))
     [r1] RANK=1 python 'a b.py' > runs/x/rank-1.log 2>&1
     """
-    variables = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
-    command = [*variables, shlex.join(process.argv), ">", shlex.quote(process.log_path), "2>&1"]
+    variables = [f"{name}={shlex.quote(mask(value, name))}" for name, value in process.env.items()]
+    command = [*variables, shlex.join(mask_arguments(process.argv)), ">", shlex.quote(process.log_path), "2>&1"]
     return f"[r{process.rank}] " + " ".join(command)

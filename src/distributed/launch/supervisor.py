@@ -19,6 +19,7 @@ from distributed.core.config import DistributedConfig
 from distributed.core.control import Leave
 from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, Event, RankFailed
+from distributed.core.private_files import FILE_MODE
 from distributed.core.run_files import HISTORY
 from distributed.launch.blame import failure_error
 from distributed.launch.crew import Crew
@@ -367,7 +368,7 @@ def _was_written_since(path: Path, moment: float) -> bool:
 
 def append_line(path: Path, line: str) -> None:
     """One write, so that lines of several processes do not mix."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
     try:
         os.write(fd, f"{line}\n".encode())
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from distributed.core.events import Event
+from distributed.core.private_files import FILE_MODE
 
 
 class EventLog:
@@ -23,7 +24,7 @@ class EventLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         self._end_torn_line()
 
     def on(self, event: Event) -> None:

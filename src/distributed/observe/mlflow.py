@@ -14,7 +14,9 @@ from typing import Any
 
 from distributed.core.events import Event, RankFailed, RunEnded, RunStarted
 from distributed.core.plan import MlflowPlan
+from distributed.core.private_files import write_private
 from distributed.core.registry import import_extra
+from distributed.core.secrets import mask_text
 from distributed.observe.scalars import ScalarReader, Scalars
 
 DEFAULT_STORE = "mlflow.db"  # in the working directory
@@ -89,8 +91,8 @@ class MlflowObserver:
         experiment = find_experiment(client, self._plan.experiment, self._mlflow.MlflowException)
         created = client.create_run(experiment, run_name=name)
         if self._run_dir:
-            record = {"run_id": created.info.run_id, "tracking_uri": uri}
-            Path(self._run_dir, RECORD).write_text(json.dumps(record) + "\n")
+            record = {"run_id": created.info.run_id, "tracking_uri": mask_text(uri)}
+            write_private(Path(self._run_dir, RECORD), json.dumps(record) + "\n")
         return str(created.info.run_id)
 
     def _continued(self, client: Any, uri: str) -> str:
@@ -99,7 +101,7 @@ class MlflowObserver:
         if not self._run_dir or not path.exists():
             return ""
         record = json.loads(path.read_text())
-        if record["tracking_uri"] != uri:
+        if record["tracking_uri"] != mask_text(uri):
             return ""
         try:
             client.update_run(record["run_id"], status="RUNNING")

@@ -19,6 +19,7 @@ from typing import Any
 
 from distributed.core.env import trial_in_env
 from distributed.core.events import CheckpointSaved, EpochEnded, Event, RunStarted
+from distributed.core.private_files import write_private
 
 FILE = "trial.json"  # in a trial's folder
 _FIT = "fit-"  # and a number: the folder of a Trainer that is not the first of its trial
@@ -42,9 +43,7 @@ class TrialNote:
         """Into the trial's folder; the path, for the environment."""
         folder = Path(self.directory)
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f".{FILE}"
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(part, folder / FILE)
+        write_private(folder / FILE, json.dumps(asdict(self), indent=1) + "\n")
         return str(folder / FILE)
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from distributed.core.heartbeat import RECORD, Phase, heartbeat_path
+from distributed.core.private_files import make_private
 
 _STEP = struct.Struct("<qqqq")
 _NAME_AT, _NAME_BYTES = _STEP.size, RECORD.size - _STEP.size
@@ -22,7 +23,8 @@ class Heartbeat:
 
     def __init__(self, attempt_dir: str | Path, rank: int) -> None:
         path = heartbeat_path(attempt_dir, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
+        path.unlink(missing_ok=True)  # whoever has an older one mapped must not see it cut short
         self._step, self._warm_up, self._slowest, self._phase = 0, _WARM_UP, 0, int(Phase.STARTING)
         self._last = time.monotonic_ns()
         with path.open("w+b") as file:

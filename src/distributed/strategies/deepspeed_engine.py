@@ -59,6 +59,8 @@ class DeepSpeedEngine(Passes):
         refuse_parts(task.model)
         self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
         self._replicas = plan.replicate
+        self._is_settled = session.is_dry
+        self._has_shares = plan.batch.ranks * plan.batch.accumulation > 1
         self.clock = ComputeClock(session.device)
         self._moves = session.device.type != "cpu"
         self._checks_loss = plan.on_nan == "stop" and not self._moves

@@ -224,11 +224,13 @@ class Replica:
         """An outcome that leaves no trace in the training."""
         modes = [(module, module.training) for module in self.module.modules()]
         devices = [self._session.device] if self._session.device.type == "cuda" else []
+        before = _keep(_buffer_places(self.module))
         self.module.eval()
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            with torch.no_grad(), torch.random.fork_rng(devices=devices), self._loss_kept():
                 return self._forward(self.module, batch)
         finally:
+            _take_back(before, _buffer_places(self.module))
             for module, mode in modes:
                 module.training = mode
             torch.clear_autocast_cache()  # casts made without gradients would be used again with them

@@ -125,6 +125,8 @@ def _mask_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     """The shape of what a function draws; None if it draws nothing."""
     if kwargs.get("training") is False or kwargs.get("p") == 0:
         return None
+    if kwargs.get("generator") is not None:  # whose numbers are not those of the ranks
+        return None
     if func in _OF_FIRST:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         return None if first is None else tuple(first.shape)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
 from distributed.data.transfer import to_device
@@ -406,3 +407,9 @@ def _check_cuts(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     }
     for setting, wanted in cuts.items():
         refuse_uncuttable(optimizer, wanted, setting)
+    if type(optimizer) is torch.optim.Rprop and shard.is_fsdp:
+        raise TaskError(
+            "Rprop cannot be trained with sharded parameters (FSDP)",
+            why="torch's Rprop steps through masks, which tensors that the ranks hold in parts do not have",
+            do="use another optimizer, or backend='pytorch-ddp'",
+        )

@@ -32,6 +32,7 @@ from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.core.locks import Lock
 from distributed.core.plan import Plan
+from distributed.core.secrets import mask
 from distributed.runtime.launch_id import launch_id, note_launch, recall_launch
 from distributed.train.resume_changes import Effect, changes
 
@@ -300,7 +301,7 @@ class Checkpoints:
             self._on_failed(failed)
 
     def _meta(self) -> dict[str, Any]:
-        plan = asdict(self._plan)
+        plan = mask(asdict(self._plan))
         return {
             "settings": plan.pop("settings"),
             "plan": plan,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,11 @@ class Begun:
         ['count']
         """
         return {name: tensor for name, tensor in now.items() if self._has_changed(name, tensor)}
+
+    def take(self, names: Iterable[str]) -> None:
+        """These have changed before: a checkpoint has them, or another rank. A rank that goes on began with them."""
+        for name in names:
+            self._begun.pop(name, None)
 
     def _has_changed(self, name: str, tensor: torch.Tensor) -> bool:
         begun = self._begun.get(name)

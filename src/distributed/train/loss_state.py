@@ -82,6 +82,11 @@ class LossState:
         others = {name: value for name, value in whole.items() if not isinstance(value, torch.Tensor)}
         return others | {name: tensor.detach() for name, tensor in changed.items()}
 
+    def take(self, saved: dict[str, Any]) -> None:
+        self._begun.take(saved)
+        if self._holder is not None:
+            load_loss(self._holder, saved)
+
     def _whole(self) -> dict[str, Any]:
         return {} if self._holder is None else state_of(self._holder, self._model)
 

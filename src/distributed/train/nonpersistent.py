@@ -26,6 +26,10 @@ class NonPersistent:
         """By their paths, as this rank has them."""
         return self._begun.changed(_found(self._module))
 
+    def take(self, saved: Mapping[str, Any]) -> None:
+        self._begun.take(saved)
+        take(self._module, saved)
+
 
 @torch.no_grad()
 def take(module: nn.Module, saved: Mapping[str, Any]) -> None:

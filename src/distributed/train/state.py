@@ -18,6 +18,7 @@ from distributed.core.errors import CheckpointError
 from distributed.core.failure import is_collateral
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
+from distributed.core.secrets import mask
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
 from distributed.train.checkpoint_folder import CheckpointFolder, record_reader
@@ -309,7 +310,7 @@ class RunState:
         return own | ({"data": data} if data else {})
 
     def _meta(self) -> dict[str, Any]:
-        plan = asdict(self._plan)
+        plan = mask(asdict(self._plan))
         return {
             "settings": plan.pop("settings"),
             "plan": plan,

@@ -20,6 +20,7 @@ from distributed.core.events import (
 )
 from distributed.core.history import EpochRecord, History
 from distributed.core.plan import Plan
+from distributed.core.secrets import mask
 
 
 class Telling:
@@ -56,8 +57,8 @@ class Telling:
                 total_steps=plan.total_steps(steps_per_epoch),
                 first_step=first_step,
                 global_batch=plan.batch.global_batch,
-                settings=plan.settings,
-                decisions=[*map(str, plan.decisions), *notes],
+                settings=mask(plan.settings),
+                decisions=mask([*map(str, plan.decisions), *notes]),
             )
         )
 

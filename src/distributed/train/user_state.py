@@ -28,8 +28,8 @@ class UserState:
     """Of one rank. Made when the strategy has made the model ready."""
 
     def __init__(self, task: Task, mesh: MeshSpec, session: Session) -> None:
-        self._task, self._mesh, self._session = task, mesh, session
-        self._loose = {name: NonPersistent(module) for name, module in _modules(task).items()}
+        self._task, self._mesh, self._session, self._modules = task, mesh, session, _modules(task)
+        self._loose = {name: NonPersistent(module) for name, module in self._modules.items()}
         self._loss = task.watch_loss()
 
     def here(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class UserState:
         if LOSS in holds[sources[-1]] and self._mesh.pp > 1:  # the other stages have one that nobody calls
             found[LOSS] = send_tree(self._session, "state of the loss", sources[-1], found.get(LOSS))
             if self._session.rank < sources[-1]:
-                self._task.load_loss_state(found[LOSS])
+                self._loss.take(found[LOSS])
         merged: dict[str, dict[str, Any]] = {}
         for source in sources:
             if BUFFERS in holds[source]:
@@ -63,15 +63,12 @@ class UserState:
 
     def load(self, tree: Mapping[str, Any], *, takes_loss: bool = True) -> None:
         """What a checkpoint or another rank has of it. A stage of a pipeline passes over the buffers of others."""
-        modules = _modules(self._task)
         for name, saved in tree.get(BUFFERS, {}).items():
-            if name in modules and (takes_loss or name != _OF_LOSS):
-                here = {
-                    path: value for path, value in saved.items() if self._mesh.pp == 1 or _is_here(modules[name], path)
-                }
-                take(modules[name], here)
+            if name in self._loose and (takes_loss or name != _OF_LOSS):
+                module = self._modules[name]
+                self._loose[name].take({path: saved[path] for path in saved if self._has_place(module, path)})
         if takes_loss and LOSS in tree:
-            self._task.load_loss_state(tree[LOSS])
+            self._loss.take(tree[LOSS])
 
     def _has_place(self, module: nn.Module, path: str) -> bool:
         """A stage of a pipeline has buffers of its own only; elsewhere one may be made later."""

@@ -20,6 +20,7 @@ from distributed.core.plan import Plan
 from distributed.core.private_files import Sealed, make_private, write_private
 from distributed.core.registry import load_target
 from distributed.core.run_files import HISTORY
+from distributed.core.secrets import mask, mask_text
 from distributed.core.ticket import Ticket
 from distributed.launch.request import LaunchRequest
 from distributed.launch.supervisor import Patience
@@ -59,14 +60,22 @@ def launch_job(
     finally:
         os.close(sealed.descriptor)
         payload.unlink(missing_ok=True)
-    return History.load(outcome)
+    history = History.load(outcome)
+    return replace(history, checkpoint=_unmasked(history.checkpoint, plan))
+
+
+def _unmasked(path: str, plan: Plan) -> str:
+    """A path in a URL with a password, as this process knows it: what ranks write down has none."""
+    places = [plan.checkpoint.dir, *([plan.checkpoint.resume] if isinstance(plan.checkpoint.resume, str) else [])]
+    real = next((place for place in places if path.startswith(mask_text(place))), None)
+    return path if real is None else real + path[len(mask_text(real)) :]
 
 
 def write_plan(plan: Plan) -> None:
     path = make_private(plan.run_dir)
     write_private(path / "plan.json", plan.to_json())
     if not (path / "config.json").exists():  # the command line wrote one, with the script and all sources
-        write_private(path / "config.json", json.dumps(plan.settings, indent=2) + "\n")
+        write_private(path / "config.json", json.dumps(mask(plan.settings), indent=2) + "\n")
 
 
 def check_checkpoint_dir(plan: Plan) -> list[Problem]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.core.errors import ConfigError, DistributedError
+from distributed.core.private_files import FILE_MODE, make_private
 from distributed.tune.runner import Exploit, Report, TrialResult, TrialSpec
 
 FILE = "trials.jsonl"
@@ -52,8 +53,8 @@ class Journal:
     """
 
     def __init__(self, run_dir: str) -> None:
-        os.makedirs(run_dir, exist_ok=True)
-        self._handle = os.open(Path(run_dir, FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        make_private(run_dir)
+        self._handle = os.open(Path(run_dir, FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
         try:
             _lock(self._handle, run_dir)
         except BaseException:

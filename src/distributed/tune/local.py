@@ -67,10 +67,10 @@ class _Tune:
         placement = place(request, probe_hardware())
         self._free = list(range(placement.slots))
         folder = Path(request.run_dir, "function")
-        write_function(request.train_fn, folder)
+        ticket = write_function(request.train_fn, folder)
         self._line = LineServer(self._answer)
         log_path = os.path.join(request.run_dir, "nursery.log")
-        self._nursery = Nursery(placement, str(folder), log_path, modules_for(request.train_fn))
+        self._nursery = Nursery(placement, str(folder), ticket.to_text(), log_path, modules_for(request.train_fn))
         self._processes: dict[str, _Process] = {}
         self._leftovers: list[_Process] = []  # of trials that ended: what they started and did not end themselves
         self._is_closing = False

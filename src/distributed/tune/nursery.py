@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from distributed.core.env import TRIAL, inherited_environ, visible_devices
+from distributed.core.env import TICKET, TRIAL, inherited_environ, visible_devices
 from distributed.launch.processes import RankProcess
 from distributed.launch.request import ProcessSpec
 from distributed.launch.warm_parent import ALWAYS, WarmParent, preloads
@@ -23,8 +23,9 @@ _LOOK_S = 0.02  # between two looks at processes that nobody tells the end of
 class Nursery:
     """Starts trials. Where it cannot fork, each is a new interpreter."""
 
-    def __init__(self, placement: Placement, folder: str, log_path: str, modules: tuple[str, ...]) -> None:
-        self._placement, self._folder, self._log_path = placement, folder, log_path
+    def __init__(self, placement: Placement, folder: str, ticket: str, log_path: str, modules: tuple[str, ...]) -> None:
+        """The `ticket` is what tells a trial which function in the `folder` is its own."""
+        self._placement, self._folder, self._ticket, self._log_path = placement, folder, ticket, log_path
         self._environ = _environ(placement)
         self._modules = modules
         self._warm: WarmParent | None = None
@@ -49,7 +50,7 @@ class Nursery:
     def start(self, trial: Trial, note_path: str, slot: int) -> RankProcess:
         argv = (sys.executable, "-m", "distributed.launch.rank", "-m", "distributed.tune.trial", self._folder)
         log = _new_log(trial.directory)
-        environ = self._environ | {TRIAL: note_path} | self._devices(slot)
+        environ = self._environ | {TRIAL: note_path, TICKET: self._ticket} | self._devices(slot)
         spec = ProcessSpec(trial.index, argv, {}, log)
         if self._warm is None:
             return RankProcess(spec, environ)

@@ -174,10 +174,12 @@ class _Search:
         self._device = _device(cluster)
         self._course = Course(request, watcher)
         folder = Path(request.run_dir, "function")
-        write_function(request.train_fn, folder)
+        ticket = write_function(request.train_fn, folder).to_text()
         modules = modules_for(request.train_fn)
         run_dir = os.path.abspath(request.run_dir)
-        self._host = Host(run_dir, str(folder.absolute()), os.getcwd(), modules, self._device, request.gpus_per_trial)
+        self._host = Host(
+            run_dir, str(folder.absolute()), ticket, os.getcwd(), modules, self._device, request.gpus_per_trial
+        )
         self._trials: dict[str, Trial] = {}  # by the name that Ray knows a leg by
         self._refreshed = 0.0
         self._failed: BaseException | None = None

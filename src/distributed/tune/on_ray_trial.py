@@ -40,6 +40,7 @@ class Host:
 
     run_dir: str
     function: str  # the folder of train_fn
+    ticket: str  # by which a trial knows that file
     cwd: str  # the driver's
     modules: tuple[str, ...]  # to import before trials are forked
     device: str
@@ -159,7 +160,9 @@ class _Place:
         try:
             line = LineServer(self._answer)
             log_path = os.path.join(self._host.run_dir, "ray", f"nursery-{socket.gethostname()}-{os.getpid()}.log")
-            nursery = Nursery(self._host.placement(), self._host.function, log_path, self._host.modules)
+            nursery = Nursery(
+                self._host.placement(), self._host.function, self._host.ticket, log_path, self._host.modules
+            )
             try:
                 while (config := self._orders.get()) is not None:
                     self._run(config, line, nursery)

@@ -16,6 +16,7 @@ import yaml
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import ConfigError, TaskError
 from distributed.core.registry import nearest_hint
+from distributed.core.secrets import mask
 from distributed.core.values import parse_best
 from distributed.tune.runner import Exploit, Mode, Report, TrialResult, TrialSpec
 
@@ -196,7 +197,7 @@ def best_config(board: Board, best: TrialResult, given: Mapping[str, Any] | None
     if others:
         lines.append("# parameters that are no settings; the script reads them from params.yaml, or by itself:")
         lines += [f"#   {line}" for line in yaml.safe_dump(others, sort_keys=False).splitlines()]
-    return "\n".join(lines) + "\n" + (_yaml({**(given or {}), **settings}) if settings or given else "{}\n")
+    return "\n".join(lines) + "\n" + (_yaml(mask({**(given or {}), **settings})) if settings or given else "{}\n")
 
 
 def _yaml(values: Mapping[str, Any]) -> str:

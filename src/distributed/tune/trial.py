@@ -6,7 +6,6 @@ The environment names the trial (observe/trial.py); how it ended goes over its l
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import signal
@@ -20,16 +19,19 @@ from typing import Any
 
 import cloudpickle
 
-from distributed.core.env import trial_in_env
+from distributed.core.env import ticket_in_env, trial_in_env
 from distributed.core.errors import TaskError
+from distributed.core.private_files import make_private, read_sealed, write_sealed
+from distributed.core.ticket import Ticket
 from distributed.observe.trial import trial_line
 from distributed.tune.session import TrialStopped, returned_metrics, trial_session
 
-FUNCTION, PATHS = "train_fn.pkl", "paths.json"
+FUNCTION = "train_fn.pkl"
 
 
-def write_function(train_fn: Callable[..., Any], folder: Path) -> None:
-    """For the trials, which this user's own processes read; a script's functions travel by value."""
+def write_function(train_fn: Callable[..., Any], folder: Path) -> Ticket:
+    """For the trials, which this user's own processes read; a script's functions travel by value. The ticket tells them
+    that file from any other."""
     try:
         content = cloudpickle.dumps(train_fn)
     except Exception as failed:  # pickling runs any object's own code, which may raise anything
@@ -38,11 +40,8 @@ def write_function(train_fn: Callable[..., Any], folder: Path) -> None:
             why=str(failed).splitlines()[0],
             do="make what it uses (files, connections, locks) inside of it",
         ) from failed
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / FUNCTION, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    (folder / PATHS).write_text(json.dumps([path or os.getcwd() for path in sys.path]), encoding="utf-8")
+    sealed = write_sealed(make_private(folder) / FUNCTION, content)
+    return Ticket(sealed, tuple(path or os.getcwd() for path in sys.path))
 
 
 def run_trial(train_fn: Callable[[Any], Any]) -> bool:
@@ -88,9 +87,9 @@ def _leaving_on_sigterm() -> Iterator[None]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    sys.path[:] = json.loads((folder / PATHS).read_text(encoding="utf-8"))
-    with (folder / FUNCTION).open("rb") as file:
-        train_fn = pickle.load(file)  # written by the process that runs this trial, readable by this user alone
+    ticket = Ticket.from_text(ticket_in_env())
+    sys.path[:] = ticket.sys_path
+    train_fn = pickle.loads(read_sealed(folder, ticket.payload))  # what the process that runs the search wrote
     if not run_trial(train_fn):
         sys.exit(1)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from distributed.core.errors import ConfigError, PlanError, Problem
 from distributed.core.registry import Entry, Registry, nearest_hint
+from distributed.core.secrets import mask
 from distributed.core.values import parse_best
 from distributed.launch.preflight import new_run_dir
 from distributed.tune.desk import Desk
@@ -230,7 +231,7 @@ class DistributedTuner:
             num_samples=request.num_samples,
             engine=engine,
             script=str(getattr(request.train_fn, "script", "")),
-            settings=_given(request),
+            settings=mask(_given(request)),
         )
 
     def _take_up(self, request: TuneRequest, engine: str) -> Past | None:

@@ -1,0 +1,140 @@
+"""One run at a time has a folder: the living are respected, whoever is gone holds nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distributed.checkpoint.ownership import hold_folder
+from distributed.checkpoint.storage import open_storage
+from distributed.core.errors import CheckpointError, LaunchError
+from distributed.core.locks import FILE, STALE_S, InUse, Lock, LockFile, Owner
+from distributed.launch.run_lock import owned
+from tests.conftest import clean_environ
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from distributed.core.locks import Lock, LockFile, Owner
+Lock(LockFile(Path(sys.argv[1])), Owner.me("theirs")).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def lock(folder: Path, token: str = "mine", said: list[str] | None = None) -> Lock:
+    return Lock(LockFile(folder), Owner.me(token), say=lambda text: said.append(text) if said is not None else None)
+
+
+def leave(folder: Path, owner: Owner, age_s: float = 0.0) -> None:
+    (folder / FILE).write_bytes(owner.to_text())
+    os.utime(folder / FILE, (time.time() - age_s,) * 2)
+
+
+def of_another_host() -> Owner:
+    return replace(Owner.me("theirs"), host="another", pid=1)
+
+
+def test_a_living_process_keeps_its_folder_until_it_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=clean_environ()
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(LaunchError) as refused, owned(tmp_path, resume=False):
+        pass
+    assert f"process {process.pid} on " in str(refused.value)
+    assert "another run_dir" in str(refused.value)
+    assert os.listdir(tmp_path) == [FILE], "nothing was written"
+    process.send_signal(signal.SIGKILL)
+    while not Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].startswith(" Z"):
+        time.sleep(0.01)  # dead, and nobody has asked for its exit code
+    said: list[str] = []
+    with lock(tmp_path, said=said).acquire():
+        assert "is gone" in said[0]
+    process.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_process_number_that_is_used_again_is_no_owner(tmp_path: Path) -> None:
+    leave(tmp_path, replace(Owner.me("theirs"), started="0"))
+    lock(tmp_path).acquire().release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_second_run_of_the_same_process_is_refused_and_a_later_one_is_not(tmp_path: Path) -> None:
+    with lock(tmp_path).acquire(), pytest.raises(InUse):
+        lock(tmp_path, "another").acquire(patience_s=0.6)
+    with lock(tmp_path, "another").acquire():
+        pass
+
+
+def test_a_run_that_resumes_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    first = lock(tmp_path).acquire()
+    threading.Timer(0.3, first.release).start()
+    said: list[str] = []
+    with lock(tmp_path, "another", said).acquire(patience_s=60):
+        assert "waiting" in said[0]
+
+
+def test_a_restarted_world_of_the_same_launch_takes_the_lock_at_once(tmp_path: Path) -> None:
+    leave(tmp_path, replace(of_another_host(), token="mine"))
+    with lock(tmp_path).acquire():
+        assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+
+
+def test_another_host_is_known_by_its_heartbeat(tmp_path: Path) -> None:
+    leave(tmp_path, of_another_host(), age_s=STALE_S / 2)
+    threading.Timer(0.2, lambda: os.utime(tmp_path / FILE)).start()
+    with pytest.raises(InUse):
+        lock(tmp_path).acquire()
+    leave(tmp_path, of_another_host(), age_s=STALE_S + 1)
+    lock(tmp_path).acquire().release()
+
+
+def test_of_many_who_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
+    for _ in range(20):
+        leave(tmp_path, replace(Owner.me("theirs"), started="0"))
+        locks = [lock(tmp_path, f"run-{number}") for number in range(4)]
+        got: list[Lock] = []
+        ready = threading.Barrier(len(locks))
+
+        def race(one: Lock, ready: threading.Barrier = ready, got: list[Lock] = got) -> None:
+            ready.wait()
+            with contextlib.suppress(InUse):
+                got.append(one.acquire())
+
+        threads = [threading.Thread(target=race, args=(one,)) for one in locks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got) == 1
+        got[0].release()
+
+
+@pytest.mark.parametrize("make", [lambda path: str(path), lambda path: f"memory://{uuid.uuid4().hex}"])
+def test_a_checkpoint_folder_has_one_writer(tmp_path: Path, make: Callable[[Path], str]) -> None:
+    url = make(tmp_path / "checkpoints")
+    first = hold_folder(open_storage(url), "mine", resume=False)
+    with pytest.raises(CheckpointError, match="in use by process"):
+        hold_folder(open_storage(url), "another", resume=False)
+    hold_folder(open_storage(url), "mine", resume=False)  # a restarted world of the same launch
+    first.release()
+    storage = open_storage(url)
+    hold_folder(storage, "another", resume=False).release()
+    storage.write(FILE, replace(Owner.me("theirs"), started="0").to_text())
+    hold_folder(storage, "mine", resume=False).release()
+    assert storage.size(FILE) is None
