@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ class Passes(Replica):
     _unit = 1.0  # a loss's weight is counted in these
     _whole_batch: WholeBatch | None = None  # where samples are shared out over ranks
     _changes: ForwardChanges | None = None  # of parameters, in the first steps
+    _check_reduced: Callable[[], None] | None = None  # raises unless DDP has reduced all gradients of the step
     _normalizes = False  # whether BatchNorm sees the samples of all ranks
     _buffers_differ = False  # whether those of the ranks may
     _data_groups: Sequence[dist.ProcessGroup | None] = (None,)  # over which the samples are shared out; None: all ranks
@@ -82,6 +83,8 @@ class Passes(Replica):
             if outcome.weight is not None:
                 weight = outcome.weight if micro.size else outcome.weight * 0
                 total = weight if total is None else total + weight
+        if self._check_reduced is not None:  # before anything else is sent: another rank may wait for gradients
+            self._check_reduced()
         metrics = None
         if measure and micro.size:
             metrics = self._task.measure(outcome, micro.size)

@@ -45,7 +45,6 @@ class TorchMesh(Passes):
         self._restore_blocks: Callable[[], None] = lambda: None
         self._restore_layers: Callable[[], None] = lambda: None
         self._parts: Parts | None = None
-        self._check_reduced: Callable[[], None] | None = None  # where DDP reduces gradients
         self._verifies = False
         self._is_weighted: bool | None = None  # whether the loss is a mean over something else than samples
 
@@ -202,8 +201,6 @@ class TorchMesh(Passes):
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
         loss = passed.loss
-        if self._check_reduced is not None:
-            self._check_reduced()
         if self._parts is not None:
             if self._parts.tensor is not None:
                 self._parts.tensor.check_streams(self._session.device)

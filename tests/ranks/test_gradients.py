@@ -1,0 +1,298 @@
+"""A step has the gradients of one process, or is not taken: parameters that are left out, clipped, sparse.
+
+Everything is compared with a loop by hand in double precision, whose micro-batches are the ranks' shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from distributed import Trainer
+from distributed.checkpoint.reading import load
+from distributed.core.errors import TaskError
+from distributed.testing import run_ranks
+
+SAMPLES, GLOBAL_BATCH, RANKS = 24, 8, 2
+USES = {  # which samples let the model use all of its parameters, in three steps of eight
+    "not_first": [index >= 8 for index in range(SAMPLES)],
+    "not_last": [index < 16 for index in range(SAMPLES)],
+    "one_rank": [not 12 <= index < 16 for index in range(SAMPLES)],
+}
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.extra, self.scale = FeedForward(), FeedForward(), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        x = x + self.mlp(x)
+        return (x + self.extra(x)) * self.scale if bool(wanted.any()) else x
+
+
+class Gated(nn.Module):
+    """Uses half of its parameters only where a sample of the batch wants it; one of them never."""
+
+    def __init__(self, never: bool = False) -> None:
+        super().__init__()
+        self.entry, self.blocks, self.head = nn.Linear(4, 4), nn.ModuleList([Block(), Block()]), nn.Linear(4, 1)
+        if never:
+            self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x, wanted)
+        return self.head(x)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 6, sparse=True), nn.Linear(6, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(words))
+
+
+@dataclass(frozen=True)
+class Case:
+    settings: dict[str, Any] = field(default_factory=dict)
+    use: str = "not_last"
+    kind: str = "gated"
+
+    @property
+    def share(self) -> int:
+        """Samples of a forward pass."""
+        shared = self.settings.get("tensor_parallel", 1) * self.settings.get("pipeline_parallel", 1)
+        return GLOBAL_BATCH // (RANKS // shared) // self.settings.get("gradient_accumulation_steps", 1)
+
+
+def make_model(kind: str) -> nn.Module:
+    torch.manual_seed(5)
+    return (Words() if kind == "words" else Gated(never=kind == "never")).double()
+
+
+def make_data(case: Case) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    y = torch.randn(SAMPLES, 1, generator=generator, dtype=torch.float64)
+    if case.kind == "words":
+        return TensorDataset(torch.randint(0, 12, (SAMPLES,), generator=generator), y)
+    x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.tensor(USES[case.use]), y)
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if kind == "words":
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = model.head.parameters() if kind == "head" else model.parameters()  # type: ignore[union-attr]
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.5)
+
+
+def by_hand(case: Case, steps: int = 3) -> dict[str, torch.Tensor]:
+    model, data = make_model(case.kind), make_data(case)
+    if case.kind == "words":
+        model.words.sparse = False  # type: ignore[union-attr]
+    optimizer, clip = make_optimizer(case.kind, model), case.settings.get("gradient_clipping")
+    for start in range(0, steps * GLOBAL_BATCH, GLOBAL_BATCH):
+        model.zero_grad()
+        for first in range(start, start + GLOBAL_BATCH, case.share):
+            *inputs, y = data[first : first + case.share]
+            (nn.functional.mse_loss(model(*inputs), y) * case.share / GLOBAL_BATCH).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+        optimizer.step()
+    return model.state_dict()
+
+
+def train(case: Case, run_dir: Path) -> str:
+    """Where the model that was trained lies."""
+    model = make_model(case.kind)
+    trainer = Trainer(
+        model,
+        num_gpus=RANKS,
+        batch_size=case.share,
+        loss_fn=nn.MSELoss(),
+        optimizer=make_optimizer(case.kind, model),
+        run_dir=str(run_dir),
+        progress=False,
+        device="cpu",
+        checkpoint_frequency="1 steps",
+        **case.settings,
+    )
+    return trainer.fit(DataLoader(make_data(case), batch_size=case.share)).checkpoint
+
+
+def difference(expected: dict[str, torch.Tensor], checkpoint: str) -> float:
+    found = load(checkpoint, ranks=()).shared["model"]
+    return max(float((expected[name] - found[name]).abs().max()) for name in expected)
+
+
+UNUSED = {"find_unused_parameters": True}
+TWICE = {"gradient_accumulation_steps": 2}
+FSDP, ZERO_1, TENSOR = {"backend": "fsdp"}, {"zero_stage": 1}, {"tensor_parallel": 2}
+PIPELINE = {"pipeline_parallel": 2, "gradient_accumulation_steps": 2}
+EXACT = {
+    **{f"ddp_{use}": Case(UNUSED, use) for use in USES},
+    "ddp_accumulated": Case(UNUSED | TWICE, "one_rank"),
+    **{f"fsdp_{use}": Case(FSDP | UNUSED, use) for use in USES},
+    "fsdp_accumulated": Case(FSDP | UNUSED | TWICE, "one_rank"),
+    "grad_op_accumulated": Case(FSDP | UNUSED | TWICE | {"sharding": "grad_op"}, "one_rank"),
+    "zero1_one_rank": Case(ZERO_1 | UNUSED, "one_rank"),
+    "zero1_not_last": Case(ZERO_1 | UNUSED),
+    "tensor_not_first": Case(TENSOR | UNUSED, "not_first"),
+    "tensor_not_last": Case(TENSOR | UNUSED),
+    "pipeline_not_last": Case(PIPELINE | UNUSED),
+    "pipeline_one_pass": Case(PIPELINE | UNUSED, "one_rank"),
+    "fsdp_never": Case(FSDP | UNUSED, kind="never"),
+    "tensor_never": Case(TENSOR | UNUSED, kind="never"),
+    **{
+        f"clipped_head_{name}": Case(settings | {"gradient_clipping": 0.5, **UNUSED}, kind="head")
+        for name, settings in (("ddp", {}), ("fsdp", FSDP), ("zero1", ZERO_1), ("tp", TENSOR), ("pp", PIPELINE))
+    },
+    "sparse": Case(kind="words"),
+    "sparse_clipped": Case(TWICE | {"gradient_clipping": 0.1}, kind="words"),
+}
+REFUSED = {
+    "ddp": Case(),
+    "ddp_accumulated": Case(TWICE),
+    "static_graph": Case({"static_graph": True}),
+    "static_graph_late": Case({"static_graph": True}, "not_first"),
+    "fsdp": Case(FSDP),
+    "fsdp_late": Case(FSDP, "not_first"),
+    "zero1": Case(ZERO_1),
+    "tensor": Case(TENSOR),
+    "tensor_late": Case(TENSOR, "not_first"),
+    "pipeline": Case(PIPELINE),
+}
+
+
+def train_all(folder: str) -> tuple[dict[str, float], dict[str, str], dict[str, float]]:
+    """The differences from one process, what was refused, and what was saved before that."""
+    exact = {name: difference(by_hand(case), train(case, Path(folder, name))) for name, case in EXACT.items()}
+    told, saved = {}, {}
+    for name, case in REFUSED.items():
+        run_dir = Path(folder, f"refused-{name}")
+        with pytest.raises(TaskError) as refusal:
+            train(case, run_dir)
+        told[name] = str(refusal.value)
+        checkpoints = sorted(path for path in run_dir.rglob("step-*") if (path / "manifest.json").exists())
+        if checkpoints:
+            saved[name] = difference(by_hand(case, int(checkpoints[-1].name[5:])), str(checkpoints[-1]))
+    return exact, told, saved
+
+
+def test_gradients_are_those_of_one_process_or_no_step(tmp_path: Path) -> None:
+    for exact, told, saved in run_ranks(train_all, RANKS, str(tmp_path)):
+        assert {name: value for name, value in exact.items() if value > 1e-12} == {}
+        assert {name: text for name, text in told.items() if "find_unused_parameters" not in text} == {}
+        assert all("blocks.0.extra.fc1.weight" in text for name, text in told.items() if name in ("ddp", "tensor"))
+        assert {"ddp", "fsdp", "tensor"} <= saved.keys()
+        assert {name: value for name, value in saved.items() if value > 1e-12} == {}
+
+
+def refuse_zero(folder: str) -> list[str]:
+    told = []
+    for stage in (1, 2, 3):
+        for use in ("not_first", "not_last"):
+            model, data = make_model("gated").float(), make_data(Case(use=use))
+            x, wanted, y = data.tensors
+            trainer = Trainer(
+                model,
+                num_gpus=RANKS,
+                batch_size=4,
+                loss_fn=nn.MSELoss(),
+                optimizer=make_optimizer("gated", model),
+                run_dir=f"{folder}/{stage}-{use}",
+                progress=False,
+                device="cpu",
+                backend="deepspeed",
+                zero_stage=stage,
+            )
+            with pytest.raises(TaskError, match=r"blocks\.0\.scale") as refusal:
+                trainer.fit(DataLoader(TensorDataset(x.float(), wanted, y.float()), batch_size=4))
+            told.append(str(refusal.value))
+    return told
+
+
+def test_zero_refuses_what_it_would_step_by_zeros(tmp_path: Path) -> None:
+    for told in run_ranks(refuse_zero, RANKS, str(tmp_path)):
+        assert all("AdamW moves them" in text for text in told[0::2])
+        assert all("unlike in the first pass" in text for text in told[1::2])
+
+
+class Normed(nn.Module):
+    """Every kind of weight that is computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ways: list[Callable[[nn.Module], nn.Module]] = [
+            nn.utils.parametrizations.weight_norm,
+            nn.utils.parametrizations.spectral_norm,
+            nn.utils.parametrizations.orthogonal,
+            nn.utils.spectral_norm,
+        ]
+        self.layers = nn.Sequential(*(way(nn.Linear(4, 4)) for way in ways))
+        upper = nn.Linear(4, 1)
+        nn.utils.parametrize.register_parametrization(upper, "weight", nn.Tanh())
+        nn.utils.parametrize.register_parametrization(upper, "bias", nn.Identity())
+        self.upper = upper
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.upper(self.layers(x).tanh())
+
+
+def make_normed() -> tuple[nn.Module, TensorDataset]:
+    torch.manual_seed(2)
+    return Normed().double(), TensorDataset(torch.randn(16, 4).double(), torch.randn(16, 1).double())
+
+
+def test_parametrized_model_travels_and_trains_as_one(tmp_path: Path) -> None:
+    expected, data = make_normed()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for x, y in DataLoader(data, batch_size=8):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(expected(x), y).backward()
+        optimizer.step()
+    model, _ = make_normed()
+    trainer = Trainer(
+        model,
+        num_gpus=RANKS,
+        batch_size=4,
+        loss_fn=nn.MSELoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        run_dir=str(tmp_path),
+        progress=False,
+        device="cpu",
+    )
+    trainer.fit(DataLoader(data, batch_size=4))
+    found = model.state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
+
+
+def test_share_without_a_gradient_ends_the_run_for_good(tmp_path: Path) -> None:
+    """One rank's step leaves parameters out: nobody's is taken, nothing starts again, and the run can go on."""
+    case = Case(use="one_rank")
+    with pytest.raises(Exception, match="got no gradient on rank 1"):
+        train(case, tmp_path)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-000001"]
+    fixed = Case(UNUSED | {"resume_from_checkpoint": True}, "one_rank")
+    assert difference(by_hand(case), train(fixed, tmp_path)) < 1e-12
