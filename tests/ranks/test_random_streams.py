@@ -156,9 +156,11 @@ def masks(kind: str) -> dict[str, bool]:
 
 
 def refused(kind: str) -> str:
-    model = Stack([Block("checkpoint"), Block("checkpoint")]) if kind == "checkpoint" else Stack([Units(), Units()])
+    model = Stack([Block(kind), Block(kind)]) if kind != "channels" else Stack([Units(), Units()])
     try:
-        if kind == "checkpoint":
+        if kind != "channels":
+            if kind == "statistics":
+                model.layers[1].norm = nn.BatchNorm1d(WIDTH)
             assert dist.group.WORLD is not None
             ContextParallel(model, dist.group.WORLD)
             model(torch.randn(3, LENGTH, WIDTH))
@@ -177,6 +179,7 @@ def everything() -> dict[str, Any]:
         **{kind: masks(kind) for kind in kinds},
         "checkpoint": refused("checkpoint"),
         "channels": refused("channels"),
+        "statistics": refused("statistics"),
     }
 
 
@@ -211,3 +214,4 @@ def test_masks_that_cannot_be_known_are_refused(ranks: list[dict[str, Any]]) -> 
     for rank in ranks:
         assert "torch.utils.checkpoint" in rank["checkpoint"]
         assert "layers.0.drop" in rank["channels"]
+        assert "BatchNorm1d" in rank["statistics"]

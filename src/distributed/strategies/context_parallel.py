@@ -9,7 +9,7 @@ rank, those in and before them, which have a part of it, and those that are tied
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _NormBase
 
 from distributed.core.errors import PlanError
 from distributed.strategies.blocks import main_stack
@@ -73,6 +74,7 @@ class ContextParallel:
         self._on = True
         self._watched: _Watched | None = None
         blocks = list((module.get_submodule(path) if path else module).children())
+        _refuse_statistics(path, blocks)
         attentions = [m for block in blocks for m in block.modules() if isinstance(m, nn.MultiheadAttention)]
         self._dim = 0 if any(not attention.batch_first for attention in attentions) else 1
         self._part = SequencePart(group, self._dim)
@@ -233,6 +235,18 @@ class ContextParallel:
                 f"a sequence of {whole} positions cannot be shared out evenly over context_parallel={size} ranks",
                 why="every rank needs a part of the same length",
                 do=f"pad it to {-(-whole // size) * size} positions, or change context_parallel",
+            )
+
+
+def _refuse_statistics(path: str, blocks: Sequence[nn.Module]) -> None:
+    """In training these differ from what a check in evaluation sees."""
+    for block in blocks:
+        found = next((type(m).__name__ for m in block.modules() if isinstance(m, _NormBase)), None)
+        if found is not None:
+            raise PlanError(
+                f"a block of {path or 'the model'} has a {found} layer, with context_parallel",
+                why="it takes statistics over positions, of which each rank has a part",
+                do="use LayerNorm or RMSNorm in the blocks, or set context_parallel=1",
             )
 
 
