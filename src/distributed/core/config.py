@@ -267,7 +267,7 @@ class DistributedConfig(BaseModel):
         None, description="epochs between checkpoints, or '500 steps', '10 minutes'; the last state is always saved"
     )
     checkpoint_async: bool = Field(True, description="go on training while a checkpoint is written")
-    keep_last: int | None = Field(None, ge=1, description="checkpoints to keep, the newest; by default all")
+    keep_last: int | None = Field(None, ge=1, description="of this run's checkpoints, those to keep: the last written; by default all")
     keep_every: int | None = Field(None, ge=1, description="keep those whose step is a multiple of this besides")
     keep_best: str | None = Field(
         None, description="keep the best by a metric of epochs besides: 'val_loss', 'val_accuracy', 'min:val_mae' …"
@@ -280,7 +280,7 @@ class DistributedConfig(BaseModel):
         True, description="compare over the ranks, and after a resume, which samples there are and in which order"
     )
     resume_from_checkpoint: bool | str = Field(
-        False, description="True: the newest in checkpoint_dir, if any; or a checkpoint's path"
+        False, description="True: the last written in checkpoint_dir, if any; or a checkpoint's path"
     )
     resume_hyperparameters: Literal["checkpoint", "config"] = Field(
         "checkpoint",
