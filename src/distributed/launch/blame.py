@@ -20,13 +20,16 @@ class Ending:
     log_path: str
     record: FailureRecord | None = None
     ended_by_us: bool = False
-    early_at: int | None = None  # of a rank that ended itself in mid-run with exit code 0: the step that it had finished
+    early_at: int | None = (
+        None  # of a rank that ended itself in mid-run with exit code 0: the step that it had finished
+    )
     in_loop: bool = True  # False: it never came to our loop, so that nobody knows when it should have ended
 
     @property
     def is_early(self) -> bool:
         """It ended as if all were well, and the run was not over."""
         return self.code == 0 and self.early_at is not None
+
     @property
     def is_collateral(self) -> bool:
         return self.record is not None and self.record.collateral

@@ -103,7 +103,6 @@ class Member:
                 self.process.end(signal.SIGKILL)
                 self.ending = Ending(self.rank, record.exit_code, record.time, self.process.log_path, record)
 
-
     def judge(self) -> None:
         """Whether it ended too early, now that everything it said before is known."""
         if self.ending is None or self.ending.code != 0 or self.ending.is_early or not self.ending.in_loop:

@@ -15,7 +15,7 @@ from typing import Any
 from distributed.core.env import JOIN_TOKEN, StoreDoor, inherited_environ, user_cache
 from distributed.core.errors import LaunchError
 from distributed.core.store_client import StoreClient
-from distributed.core.store_wire import StoreLostError, StoreRefusedError
+from distributed.core.store_wire import StoreRefusedError
 from distributed.launch.join_token import find_tokens, leave_token, new_join_token, remove_token, token_files
 from distributed.launch.membership import Membership
 from distributed.launch.nodes import Nodes
@@ -66,9 +66,7 @@ class StoreMeetingPoint:
         address, refused = f"tcp:{self._host}:{self._port}", None
         for token in [self._token] if self._token else find_tokens(self._files):
             try:
-                store = StoreClient(
-                    address, token, prefix="nodes/", timeout_s=_STORE_TIMEOUT_S, connect_s=_CONNECT_S
-                )
+                store = StoreClient(address, token, prefix="nodes/", timeout_s=_STORE_TIMEOUT_S, connect_s=_CONNECT_S)
             except StoreRefusedError as error:
                 refused = error
                 continue
@@ -120,8 +118,8 @@ class StoreMeetingPoint:
 
 def _how_to_join(files: list[Path]) -> str:
     return (
-        f"give all nodes the same one in the environment, {JOIN_TOKEN}, or by --join-token @file; without it, node 0 leaves"
-        f" one in {' and '.join(map(str, files))}, which must be on a disk that the nodes share"
+        f"give all nodes the same one in the environment, {JOIN_TOKEN}, or by --join-token @file; without it, node 0"
+        f" leaves one in {' and '.join(map(str, files))}, which must be on a disk that the nodes share"
     )
 
 

@@ -48,9 +48,7 @@ class Terms:
 class Rendezvous(Protocol):
     """Counts those who come."""
 
-    def __call__(
-        self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]
-    ) -> tuple[int, int]:
+    def __call__(self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]) -> tuple[int, int]:
         """This node's seat and how many there are; raises TooLate, and whatever `check` raises to end the wait."""
 
 
@@ -117,7 +115,9 @@ class Rounds:
                 continue
             except TooLate:
                 if time.monotonic() > late_since.setdefault(number, time.monotonic()) + _CARD_S + 2 * _RECORD_S:
-                    store.compare_set(f"record/{number}", "", RoundRecord().to_json())  # those it was sealed with are gone
+                    store.compare_set(
+                        f"record/{number}", "", RoundRecord().to_json()
+                    )  # those it was sealed with are gone
                 time.sleep(_IDLE_POLL_S)
                 continue
             if card.agent in record.agents:
