@@ -137,6 +137,29 @@ def test_strangers_on_one_machine_find_no_store(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_ranks_that_another_launcher_started_here_listen_on_no_network(tmp_path: Path) -> None:
+    """Torch's store has no lock, but is not open to other machines when all ranks are on this one."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("{PLACE}", str(tmp_path)).replace("RANK", "OMPI_COMM_WORLD_RANK"))
+    place = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
+    runs = []
+    try:
+        for rank in "01":
+            told = clean_environ(OMPI_COMM_WORLD_RANK=rank, OMPI_COMM_WORLD_LOCAL_RANK=rank, **place)
+            shown = (tmp_path / f"shown-{rank}").open("wb")
+            command = [sys.executable, "train.py"]
+            runs.append(subprocess.Popen(command, cwd=tmp_path, env=told, stdout=shown, stderr=subprocess.STDOUT))
+        (tmp_path / "shown").symlink_to("shown-0")
+        wait_until(lambda: len(list(tmp_path.glob("training-*"))) == 2, runs[0], tmp_path)
+        ports = open_ports(*runs)
+        assert ("127.0.0.1", int(place["MASTER_PORT"])) in ports
+        assert not {"::", "0.0.0.0"} & {address for address, _ in ports}
+        (tmp_path / "go on").touch()
+        assert [run.wait(90) for run in runs] == [0, 0], (tmp_path / "shown").read_text()
+    finally:
+        for run in runs:
+            run.kill()
+
+
 def test_strangers_at_the_meeting_point_of_nodes_are_not_let_in(tmp_path: Path) -> None:
     """Before the nodes have met, and while they train; the token is in no file of the run but its own."""
     port, mark, run_dir = free_port(), tmp_path / "mark", tmp_path / "run"

@@ -118,8 +118,8 @@ class StoreMeetingPoint:
 
 def _how_to_join(files: list[Path]) -> str:
     return (
-        f"give all nodes the same one in the environment, {JOIN_TOKEN}, or by --join-token @file; without it, node 0 leaves"
-        f" one in {' and '.join(map(str, files))}, which must be on a disk that the nodes share"
+        f"give all nodes the same one in the environment, {JOIN_TOKEN}, or by --join-token @file; without it, node 0"
+        f" leaves one in {' and '.join(map(str, files))}, which must be on a disk that the nodes share"
     )
 
 

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from distributed.launch.peers import KeyValueStore
 from distributed.launch.rounds import Terms, TooLate
@@ -26,8 +27,8 @@ class _Table:
 
     @staticmethod
     def from_json(text: bytes) -> _Table:
-        fields = json.loads(text) if text else {"taken": [], "sealed": False}
-        return _Table(tuple(fields["taken"]), fields["sealed"])
+        fields: dict[str, Any] = json.loads(text) if text else {}
+        return _Table(tuple(fields.get("taken", ())), bool(fields.get("sealed")))
 
     def to_json(self) -> str:
         return json.dumps({"taken": self.taken, "sealed": self.sealed})

@@ -132,7 +132,7 @@ class StoreServer:
                 self._welcome(guest)
             return
         while not guest.awaits and len(guest.heard) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + frame_length(guest.heard[:LENGTH_BYTES])
+            end = LENGTH_BYTES + frame_length(bytes(guest.heard[:LENGTH_BYTES]))
             if len(guest.heard) < end:
                 return
             request = unpack(bytes(guest.heard[LENGTH_BYTES:end]))

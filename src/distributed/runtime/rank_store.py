@@ -22,6 +22,7 @@ class RankStore(dist.Store):
 
     # Torch holds the C++ part alone, which calls the methods of an object that must therefore live on.
     _alive: list[RankStore] = []  # noqa: RUF012 - of this process, one a world
+    timeout: timedelta  # of the C++ part, which PrefixStore sets too
 
     def __init__(self, door: StoreDoor, attempt: int, timeout_s: float) -> None:
         super().__init__()
