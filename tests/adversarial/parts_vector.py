@@ -189,7 +189,7 @@ def spectral_norm(d: Draft) -> None:
     name = d.linear("spectral", out=d.width)
     d.init(f"nn.utils.parametrizations.spectral_norm(self.{name})")
     d.forward(f"x = x + torch.tanh(self.{name}(x))")
-    d.trait("parametrized", "spectral")
+    d.trait("parametrized", "spectral", "counts")  # each forward pass is an iteration
 
 
 def orthogonal(d: Draft) -> None:

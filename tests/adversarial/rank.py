@@ -40,6 +40,7 @@ class Answer(NamedTuple):
     value: Any = None  # what was trained
     error: str = ""  # the type and the message
     where: str = ""  # the traceback
+    is_collateral: bool = False  # a peer was lost
 
 
 def serve_rank(connection: Connection, rank: int, ranks: int, port: int, log: str) -> None:
@@ -133,5 +134,6 @@ def _answer(work: Any) -> Answer:
         return Answer("trained", work())
     except Exception as failed:
         told = f"{type(failed).__name__}: {failed}"
-        is_named = isinstance(failed, DistributedError) and not is_collateral(failed)
-        return Answer("refused" if is_named else "failed", None, told, traceback.format_exc())
+        lost = is_collateral(failed)
+        is_named = isinstance(failed, DistributedError) and not lost
+        return Answer("refused" if is_named else "failed", None, told, traceback.format_exc(), lost)

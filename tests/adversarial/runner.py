@@ -155,6 +155,10 @@ def _trouble(answers: list[Answer | None]) -> tuple[str, str, str] | None:
     if set(kinds) == {"refused"}:
         assert first is not None
         return "refused", _short(first.error), first.error
+    named = next((a for a in answers if a is not None and a.kind == "refused"), None)
+    if named is not None and all(a is None or a.kind == "refused" or a.is_collateral for a in answers):
+        # The ranks' data decided it: a launcher tells of the one that knows, and ends the others where they wait.
+        return "refused", f"on some ranks: {_short(named.error)}", named.error
     told = first or Answer("failed", None, "no rank answered in time")
     why = _short(told.error) if len(set(kinds)) == 1 else f"ranks part ({', '.join(kinds)}): {_short(told.error)}"
     return "failed", why, told.where

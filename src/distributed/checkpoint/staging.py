@@ -37,8 +37,9 @@ class HostBuffer:
         for length in lengths:
             self.place(length)
         if not self._pinned:
-            for segment in self._segments:
-                segment.zero_()  # the pages are mapped when they are first written
+            for index, segment in enumerate(self._segments[: self._segment + 1]):
+                used = self._used if index == self._segment else _SEGMENT_BYTES
+                segment[:used].zero_()  # the pages are mapped when they are first written
         self.clear()
 
     def clear(self) -> None:

@@ -122,6 +122,7 @@ class HorovodEngine(TorchMesh):
 
     def _reduce(self, name: str, tensor: torch.Tensor, how: Any) -> None:
         """Begin to reduce a tensor, as it goes over the wire."""
+        tensor = _real(tensor)
         dtype = torch.float16 if self._compresses and tensor.dtype in _COMPRESSED else _ON_WIRE.get(tensor.dtype)
         wire = tensor if dtype is None else tensor.to(dtype)
         if not wire.is_contiguous():
@@ -138,7 +139,7 @@ class HorovodEngine(TorchMesh):
         handle, wire = self._sent.pop(name)
         self._hvd.synchronize(handle)
         if wire is not tensor:
-            tensor.copy_(wire)
+            _real(tensor).copy_(wire)
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
         if self._hooks:
@@ -221,3 +222,8 @@ def _refuse_wrapped(optimizer: Any) -> None:
             why="it would reduce every gradient a second time, and its state is not that of the one it was made of",
             do="pass the optimizer that you would wrap: this engine does the rest",
         )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs, which is how Horovod can send them."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

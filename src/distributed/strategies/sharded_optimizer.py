@@ -133,7 +133,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: 
         group["params"] = list(dict.fromkeys(now[name] for name in names if name in now and layout.is_here(name)))
     if optimizer.state and is_new:
         _make_state_again(optimizer)
-    _leave_fused_adagrad(optimizer)
+    _leave_fused(optimizer)
 
 
 def _is_new(optimizer: torch.optim.Optimizer) -> bool:
@@ -142,9 +142,9 @@ def _is_new(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) is torch.optim.Adagrad and all(float(state["step"]) == 0 for state in held)
 
 
-def _leave_fused_adagrad(optimizer: torch.optim.Optimizer) -> None:
-    """Torch has no fused kernel of it for parameters in parts; the others compute the same."""
-    if isinstance(optimizer, torch.optim.Adagrad):
+def _leave_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Torch has no fused kernel of some for parameters in parts; the others compute the same."""
+    if isinstance(optimizer, torch.optim.Adagrad | torch.optim.SGD):
         for group in optimizer.param_groups:
             if any(isinstance(p, DTensor) for p in group["params"]):
                 group["fused"] = None
