@@ -188,12 +188,12 @@ class Parts:
         used = used.to(self._device)
         for group in filter(None, map(self.groups.group, ("dp_replicate", "dp_shard", "cp", "tp"))):
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-        group = self.groups.group("pp")
-        if self.pipeline is not None and self.pipeline.shared and group is not None:
+        stages = self.groups.group("pp")
+        if self.pipeline is not None and self.pipeline.shared and stages is not None:
             places = {name: index for index, name in enumerate(self.parameters)}
             found = [[places[name] for name in names if name in places] for names in self.pipeline.shared]
             tied = torch.stack([used[at].amax() if at else used.new_zeros(()) for at in found])
-            dist.all_reduce(tied, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(tied, op=dist.ReduceOp.MAX, group=stages)
             for at, is_used in zip(found, tied, strict=True):
                 used[at] = is_used
         return used.cpu()
