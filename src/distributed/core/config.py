@@ -258,7 +258,9 @@ class DistributedConfig(BaseModel):
         None, description="epochs between checkpoints, or '500 steps', '10 minutes'; the last state is always saved"
     )
     checkpoint_async: bool = Field(True, description="go on training while a checkpoint is written")
-    keep_last: int | None = Field(None, ge=1, description="of this run's checkpoints, those to keep: the last written; by default all")
+    keep_last: int | None = Field(
+        None, ge=1, description="of this run's checkpoints, those to keep: the last written; by default all"
+    )
     keep_every: int | None = Field(None, ge=1, description="keep those whose step is a multiple of this besides")
     keep_best: str | None = Field(
         None, description="keep the best by a metric of epochs besides: 'val_loss', 'val_accuracy', 'min:val_mae' …"
