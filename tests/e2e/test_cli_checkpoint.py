@@ -84,7 +84,7 @@ def test_inspect_tells_everything(run: Path) -> None:
     assert (found["step"], found["world_size"], found["progress"]["samples_in_epoch"]) == (30, 1, 64)
     assert set(found["components"]) == {"model", "optimizer", "progress", "rank-0/rng"}
     assert found["components"]["model"]["bytes"] == 600 * 600 * 4 + 100 * 8 * 2
-    assert found["meta"] == {"settings": {"seed": 42}}
+    assert found["meta"] == {"settings": {"seed": 42}, "sequence": 3}
     assert found["tensors"]["model/embed.weight"]["dtype"] == "bfloat16"
     assert found["tensors"]["model/body.weight"]["shape"] == [600, 600]
     assert found["tensors"]["model/head.weight"]["tied_to"] == "model/embed.weight"

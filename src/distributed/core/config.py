@@ -268,7 +268,7 @@ class DistributedConfig(BaseModel):
     )
     checkpoint_async: bool = Field(True, description="go on training while a checkpoint is written")
     keep_last: int | None = Field(
-        None, ge=1, description="of this run's checkpoints, keep the last written; by default all"
+        None, ge=1, description="of this run's checkpoints, those to keep: the last written; by default all"
     )
     keep_every: int | None = Field(None, ge=1, description="keep those whose step is a multiple of this besides")
     keep_best: str | None = Field(
