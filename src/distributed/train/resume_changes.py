@@ -79,7 +79,12 @@ class Change:
             why=_REPEATS,
             do=f"keep {self.name} as it was",
         )
-        return Problem(found.what, found.why, f"{found.do}; or allow_change={self.name}, to go on all the same")
+        says_how = "allow_change" in found.do
+        return Problem(
+            found.what,
+            found.why,
+            found.do + ("" if says_how else f"; or allow_change={self.name}, to go on all the same"),
+        )
 
 
 def changes(before: Meta, now: Meta, progress: Mapping[str, int], *, path: str) -> list[Change]:
