@@ -12,6 +12,7 @@ WORKERS ?= 2
 MPI ?= auto
 HISTORIES ?= 200
 KILLS ?= 200
+CASES ?= 5000
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help train test test-gpu horovod soak check format bench clean
@@ -21,7 +22,7 @@ help:
 	@echo "make test       all tests that need no GPU"
 	@echo "make test-gpu   the tests that need one"
 	@echo "make horovod    build Horovod for this torch and install it; MPI=1 with MPI, MPI=0 without; minutes, once"
-	@echo "make soak       hundreds of kills, each compared with the undisturbed run, and other long tests"
+	@echo "make soak       thousands of drawn cases (CASES), hundreds of kills, each compared with the undisturbed run"
 	@echo "make check      lint, format, types, who may import whom"
 	@echo "make format     put the code into shape"
 	@echo "make bench      throughput, overhead, scaling, checkpoints and recovery, beside their peers; long"
@@ -43,6 +44,7 @@ horovod: .venv/installed-train
 	@bash scripts/build_horovod.sh --mpi $(MPI)
 
 soak: .venv/installed-all
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.adversarial.soak --cases $(CASES)
 	$(PYTEST) -m soak
 	folder=$$(mktemp -d) && OMP_NUM_THREADS=1 $(BIN)/python tests/e2e/kill_histories.py $$folder/kills --histories $(HISTORIES)
 	folder=$$(mktemp -d) && $(BIN)/distributed chaos --script tests/e2e/soak_train.py --faults kill --kills $(KILLS) \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections import Counter
@@ -36,9 +37,23 @@ def main() -> int:
     seeds = asked.seeds or range(asked.first, asked.first + asked.cases)
     seeds = [s for s in seeds if not draw(s).traits & skipped and (not wanted or draw(s).traits & wanted)]
     console = Console()
-    began, verdicts = time.monotonic(), []
+    began, verdicts = time.monotonic(), list[Verdict]()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Runner(timeout_s=asked.timeout, logs=asked.folder) as runner:
+        try:
+            _run(runner, seeds, verdicts, asked, console)
+        except KeyboardInterrupt:
+            console.print("interrupted")
+    _summarize(console, verdicts, time.monotonic() - began, asked.folder)
+    return int(any(verdict.kind == "failed" for verdict in verdicts))
+
+
+def _run(
+    runner: Runner, seeds: list[int], verdicts: list[Verdict], asked: argparse.Namespace, console: Console
+) -> None:
+    began = time.monotonic()
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Runner(timeout_s=asked.timeout, logs=asked.folder) as runner, Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console) as progress:
         bar = progress.add_task("cases", total=len(seeds))
         for seed in seeds:
             verdict = runner.run(seed)
@@ -50,10 +65,8 @@ def main() -> int:
             counts = Counter(one.kind for one in verdicts)
             progress.update(bar, advance=1, description=", ".join(f"{n} {kind}" for kind, n in counts.items()))
             if asked.minutes is not None and time.monotonic() - began > 60 * asked.minutes:
-                console.print(f"stopped after {asked.minutes} minutes, as asked")
-                break
-    _summarize(console, verdicts, time.monotonic() - began, asked.folder)
-    return int(any(verdict.kind == "failed" for verdict in verdicts))
+                console.print(f"stopped after {asked.minutes:g} minutes, as asked")
+                return
 
 
 def _write_script(folder: Path, verdict: Verdict) -> Path:

@@ -84,6 +84,33 @@ def test_gradients_are_the_same_bytes_and_less_is_kept(kind: str, dropout: float
     assert kept < all_kept / 3
 
 
+class Counting(nn.Module):
+    """A block whose buffers change in forward, and change what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.norm(self.layer(x)) / self.calls
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_buffers_change_once_and_both_runs_see_the_same(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Counting() for _ in range(2)])
+    recomputed = copy.deepcopy(plain)
+    recompute(recomputed, kind)
+    for _ in range(2):
+        x = torch.randn(6, WIDTH)
+        for made in (plain, recomputed):
+            made(x).square().sum().backward()
+    assert same(dict(plain.named_buffers()), dict(recomputed.named_buffers()))
+    assert same(*({name: p.grad for name, p in made.named_parameters()} for made in (plain, recomputed)))
+
+
 def test_selective_computes_less_again_than_full() -> None:
     def operations(kind: str) -> int:
         made = model()
