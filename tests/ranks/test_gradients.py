@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
 from distributed.checkpoint.reading import load
-from distributed.core.errors import TaskError
+from distributed.core.errors import RankFailedError, TaskError
 from distributed.testing import run_ranks
 
 SAMPLES, GLOBAL_BATCH, RANKS = 24, 8, 2
@@ -134,7 +134,6 @@ def train(case: Case, run_dir: Path) -> str:
         run_dir=str(run_dir),
         progress=False,
         device="cpu",
-        checkpoint_frequency="1 steps",
         **case.settings,
     )
     return trainer.fit(DataLoader(make_data(case), batch_size=case.share)).checkpoint
@@ -153,16 +152,11 @@ EXACT = {
     **{f"ddp_{use}": Case(UNUSED, use) for use in USES},
     "ddp_accumulated": Case(UNUSED | TWICE, "one_rank"),
     **{f"fsdp_{use}": Case(FSDP | UNUSED, use) for use in USES},
-    "fsdp_accumulated": Case(FSDP | UNUSED | TWICE, "one_rank"),
     "grad_op_accumulated": Case(FSDP | UNUSED | TWICE | {"sharding": "grad_op"}, "one_rank"),
     "zero1_one_rank": Case(ZERO_1 | UNUSED, "one_rank"),
-    "zero1_not_last": Case(ZERO_1 | UNUSED),
-    "tensor_not_first": Case(TENSOR | UNUSED, "not_first"),
     "tensor_not_last": Case(TENSOR | UNUSED),
-    "pipeline_not_last": Case(PIPELINE | UNUSED),
     "pipeline_one_pass": Case(PIPELINE | UNUSED, "one_rank"),
     "fsdp_never": Case(FSDP | UNUSED, kind="never"),
-    "tensor_never": Case(TENSOR | UNUSED, kind="never"),
     **{
         f"clipped_head_{name}": Case(settings | {"gradient_clipping": 0.5, **UNUSED}, kind="head")
         for name, settings in (("ddp", {}), ("fsdp", FSDP), ("zero1", ZERO_1), ("tp", TENSOR), ("pp", PIPELINE))
@@ -172,63 +166,54 @@ EXACT = {
 }
 REFUSED = {
     "ddp": Case(),
-    "ddp_accumulated": Case(TWICE),
     "static_graph": Case({"static_graph": True}),
     "static_graph_late": Case({"static_graph": True}, "not_first"),
     "fsdp": Case(FSDP),
     "fsdp_late": Case(FSDP, "not_first"),
     "zero1": Case(ZERO_1),
     "tensor": Case(TENSOR),
-    "tensor_late": Case(TENSOR, "not_first"),
     "pipeline": Case(PIPELINE),
 }
 
 
-def train_all(folder: str) -> tuple[dict[str, float], dict[str, str], dict[str, float]]:
-    """The differences from one process, what was refused, and what was saved before that."""
+def train_all(folder: str) -> tuple[dict[str, float], dict[str, str]]:
+    """The differences from one process, and what was refused."""
     exact = {name: difference(by_hand(case), train(case, Path(folder, name))) for name, case in EXACT.items()}
-    told, saved = {}, {}
+    told = {}
     for name, case in REFUSED.items():
-        run_dir = Path(folder, f"refused-{name}")
         with pytest.raises(TaskError) as refusal:
-            train(case, run_dir)
+            train(case, Path(folder, f"refused-{name}"))
         told[name] = str(refusal.value)
-        checkpoints = sorted(path for path in run_dir.rglob("step-*") if (path / "manifest.json").exists())
-        if checkpoints:
-            saved[name] = difference(by_hand(case, int(checkpoints[-1].name[5:])), str(checkpoints[-1]))
-    return exact, told, saved
+    return exact, told
 
 
 def test_gradients_are_those_of_one_process_or_no_step(tmp_path: Path) -> None:
-    for exact, told, saved in run_ranks(train_all, RANKS, str(tmp_path)):
+    for exact, told in run_ranks(train_all, RANKS, str(tmp_path)):
         assert {name: value for name, value in exact.items() if value > 1e-12} == {}
         assert {name: text for name, text in told.items() if "find_unused_parameters" not in text} == {}
         assert all("blocks.0.extra.fc1.weight" in text for name, text in told.items() if name in ("ddp", "tensor"))
-        assert {"ddp", "fsdp", "tensor"} <= saved.keys()
-        assert {name: value for name, value in saved.items() if value > 1e-12} == {}
 
 
 def refuse_zero(folder: str) -> list[str]:
     told = []
-    for stage in (1, 2, 3):
-        for use in ("not_first", "not_last"):
-            model, data = make_model("gated").float(), make_data(Case(use=use))
-            x, wanted, y = data.tensors
-            trainer = Trainer(
-                model,
-                num_gpus=RANKS,
-                batch_size=4,
-                loss_fn=nn.MSELoss(),
-                optimizer=make_optimizer("gated", model),
-                run_dir=f"{folder}/{stage}-{use}",
-                progress=False,
-                device="cpu",
-                backend="deepspeed",
-                zero_stage=stage,
-            )
-            with pytest.raises(TaskError, match=r"blocks\.0\.scale") as refusal:
-                trainer.fit(DataLoader(TensorDataset(x.float(), wanted, y.float()), batch_size=4))
-            told.append(str(refusal.value))
+    for stage, use in ((3, "not_first"), (3, "not_last"), (2, "not_first"), (2, "not_last")):
+        model, data = make_model("gated").float(), make_data(Case(use=use))
+        x, wanted, y = data.tensors
+        trainer = Trainer(
+            model,
+            num_gpus=RANKS,
+            batch_size=4,
+            loss_fn=nn.MSELoss(),
+            optimizer=make_optimizer("gated", model),
+            run_dir=f"{folder}/{stage}-{use}",
+            progress=False,
+            device="cpu",
+            backend="deepspeed",
+            zero_stage=stage,
+        )
+        with pytest.raises(TaskError, match=r"blocks\.0\.scale") as refusal:
+            trainer.fit(DataLoader(TensorDataset(x.float(), wanted, y.float()), batch_size=4))
+        told.append(str(refusal.value))
     return told
 
 
@@ -290,9 +275,11 @@ def test_parametrized_model_travels_and_trains_as_one(tmp_path: Path) -> None:
 
 def test_share_without_a_gradient_ends_the_run_for_good(tmp_path: Path) -> None:
     """One rank's step leaves parameters out: nobody's is taken, nothing starts again, and the run can go on."""
-    case = Case(use="one_rank")
-    with pytest.raises(Exception, match="got no gradient on rank 1"):
+    often = {"checkpoint_frequency": "1 steps"}
+    case = Case(often, "one_rank")
+    with pytest.raises(RankFailedError, match="got no gradient on rank 1"):
         train(case, tmp_path)
+    assert [path.name for path in (tmp_path / "attempts").iterdir()] == ["0"]
     assert [path.name for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-000001"]
-    fixed = Case(UNUSED | {"resume_from_checkpoint": True}, "one_rank")
+    fixed = Case(often | UNUSED | {"resume_from_checkpoint": True}, "one_rank")
     assert difference(by_hand(case), train(fixed, tmp_path)) < 1e-12

@@ -69,7 +69,7 @@ class UseCheck:
         names = [name for key, name in self._names.items() if key in keys]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return TaskError(
-            f"not every backward pass gives {', '.join(names[:_SHOWN])}{more} a gradient (rank {self._session.rank})",
+            f"rank {self._session.rank}: not every backward pass gives a gradient to {', '.join(names[:_SHOWN])}{more}",
             why=f"{why}, and DeepSpeed's flat gradients have no place for a parameter without one",
             do="freeze what is never used with requires_grad_(False), or use backend='pytorch-ddp' or 'fsdp' with "
             "find_unused_parameters=True",

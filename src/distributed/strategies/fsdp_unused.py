@@ -26,10 +26,8 @@ class ShardedUse:
         settled: Callable[[], frozenset[str] | None],
         rank: int,
     ) -> None:
-        """`roots`: what is called in training.
-
-        `settled`: the parameters that any rank uses; None: not known yet, so that all are reduced.
-        """
+        """`roots`: what is called in training. `settled`: the parameters that any rank uses; None: all are reduced, as
+        that is not known yet."""
         self._parameters, self._settled, self._rank = parameters, settled, rank
         self._used: set[str] = set()
         names = {id(parameter): name for name, parameter in parameters.items()}

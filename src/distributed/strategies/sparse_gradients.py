@@ -31,7 +31,7 @@ def refuse_sparse(module: nn.Module, setting: str, why: str) -> None:
         raise TaskError(
             f"{layers[0] or 'the model'} has sparse gradients, and {setting}",
             why=why,
-            do=f"make {layers[0] or 'it'} with sparse=False, or train with backend='pytorch-ddp' and nothing sharded",
+            do=f"make {layers[0] or 'it'} with sparse=False, or use backend='pytorch-ddp' and share nothing out",
         )
 
 
