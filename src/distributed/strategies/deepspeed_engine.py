@@ -27,7 +27,7 @@ from distributed.strategies.deepspeed_values import check_values
 from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.optimizer_state import named_state
 from distributed.strategies.passes import Passes
-from distributed.strategies.replica import LOW_PRECISION
+from distributed.strategies.replica import LOW_PRECISION, has_shares
 from distributed.strategies.replicated import buffers_can_differ
 
 
@@ -58,6 +58,7 @@ class DeepSpeedEngine(Passes):
         self._ranks = plan.mesh.data_ranks
         self._keeps_small = plan.precision.kind == "fp16"
         self._autocast, self._scaler = None, None
+        self._has_shares = has_shares(plan)
         self.module = task.model
         config = complete(plan)
         self.in_step = config["zero_optimization"]["stage"] == 3  # every forward pass gathers parameters from all ranks
