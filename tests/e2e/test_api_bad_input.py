@@ -185,5 +185,8 @@ def test_errors_survive_pickling() -> None:
 
 def test_ignored_targets_need_to_be_counted(tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(8, 4), torch.tensor([0, 1, -100, 1, 0, 1, 0, 1]))
+    options: dict[str, Any] = {"num_gpus": 1, "train": data, "loss_fn": nn.CrossEntropyLoss()}
     with pytest.raises(TaskError, match="loss_weighting='targets'"):
-        fit(run_dir=tmp_path / "run", num_gpus=1, train=data, batch_size=8, loss_fn=nn.CrossEntropyLoss())
+        fit(run_dir=tmp_path / "parts", batch_size=4, gradient_accumulation_steps=2, **options)
+    assert not list((tmp_path / "parts").rglob("manifest.json"))  # no step of it was taken, and nothing saved
+    fit(run_dir=tmp_path / "whole", batch_size=8, **options)  # in one part the mean is that of one process

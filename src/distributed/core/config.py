@@ -93,7 +93,7 @@ class DistributedConfig(BaseModel):
         8, ge=1, description="for bitwise: parts of a global batch, each on one rank; a power of two"
     )
     loss_weighting: Literal["auto", "samples", "targets"] = Field(
-        "auto", description="what a cross entropy's mean goes over; auto: targets where they have weights or positions"
+        "auto", description="what the loss is a mean over; auto: it is found out, and refused where it is neither"
     )
     on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is not finite")
 

@@ -29,7 +29,7 @@ from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.layer_checks import check_layers
 from distributed.strategies.optimizer_state import named_state
 from distributed.strategies.passes import Passes
-from distributed.strategies.replica import LOW_PRECISION
+from distributed.strategies.replica import LOW_PRECISION, has_shares
 from distributed.strategies.replica_tensors import Named, model_tensors, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ
 from distributed.strategies.whole_batch import WholeBatch
@@ -60,13 +60,13 @@ class DeepSpeedEngine(Passes):
         self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
         self._replicas = plan.replicate
         self._is_settled = session.is_dry
-        self._has_shares = plan.batch.ranks * plan.batch.accumulation > 1
         self.clock = ComputeClock(session.device)
         self._moves = session.device.type != "cpu"
         self._checks_loss = plan.on_nan == "stop" and not self._moves
         self._ranks = plan.mesh.data_ranks
         self._keeps_small = plan.precision.kind == "fp16"
         self._autocast, self._scaler = None, None
+        self._has_shares = has_shares(plan)
         self.module = task.model
         config = complete(plan)
         self.in_step = config["zero_optimization"]["stage"] == 3  # every forward pass gathers parameters from all ranks

@@ -41,6 +41,11 @@ def unless_empty(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight > 0, loss, loss.nan_to_num(0.0))
 
 
+def has_shares(plan: Plan) -> bool:
+    """Whether a step has several parts, on ranks or one after the other, which are weighted by what they hold."""
+    return plan.batch.ranks * plan.batch.accumulation > 1 or plan.batch.leaves > 0
+
+
 class _Kept(NamedTuple):
     """A buffer, where it was found, and what it held; None: it was declared and not made yet."""
 
@@ -86,6 +91,8 @@ class Replica:
     in_step = False
     notes: list[str]
     _has_channels_last = False
+    _is_settled = False  # whether it is known what the loss is a mean over
+    _has_shares = True
     _low: LowParameters | None = None  # where the model computes with parameters in bf16
     _hooks_of_parameters: ParameterHooks | None = None  # where gradients are reduced over ranks
     _loans: ExitStack | None = None  # what was taken from the user and the process, to be given back
@@ -105,8 +112,8 @@ class Replica:
         self._in_step = False
         self._moves = session.device.type != "cpu" or session.is_dry  # whether a look at a value would wait or fail
         self._checks_loss = plan.on_nan == "stop" and not self._moves  # on a GPU a look at the loss would wait for it
-        self._is_settled = session.is_dry  # whether it is known what the loss is a mean over
-        self._has_shares = plan.batch.ranks * plan.batch.accumulation > 1 or plan.batch.leaves > 0
+        self._is_settled = session.is_dry
+        self._has_shares = has_shares(plan)
         self._clip_norm = plan.optimizer.clip_norm
         self.module = task.model
         refuse_parts(self.module)

@@ -49,11 +49,13 @@ def try_function(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: 
             why=f"it keeps state that a call changes: {moved[0]}",
             do="return (loss, weight) from it, or set loss_weighting='samples' if it is a mean over the samples",
         )
-    if tried[0] is None:
-        return None
-    # What cannot take an ignored target at all is settled by the first.
-    refuted = tried[0] if tried[1] is None else tuple(a or b for a, b in zip(*tried, strict=True))  # type: ignore[arg-type]
-    return Evidence(refuted, is_whole=True)
+    natural, ignoring = tried
+    if natural is None or ignoring is None:  # what cannot take an ignored target at all is settled by the first
+        return None if natural is None else Evidence(natural, is_whole=True)
+    both = tuple(a or b for a, b in zip(natural, ignoring, strict=True))
+    if all(both):  # several terms, of which one leaves targets out: it adds up as long as there are none
+        return Evidence(natural, is_whole=False)
+    return Evidence(both, is_whole=True)
 
 
 def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:

@@ -1,0 +1,240 @@
+"""What a loss is a mean over: read from torch's own, found out by trying for others, refused where it is none."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from distributed.core.errors import TaskError
+from distributed.strategies.base import Outcome, Trial
+from distributed.train.loss_probe import know_by_value, try_function
+from distributed.train.loss_rules import Rule, rules_for
+from distributed.train.losses import adds_up, entropy_of, is_even
+from distributed.train.metrics import class_hits
+from distributed.train.task import Task
+
+RULES = rules_for(-100)
+CLASS_WEIGHTS = torch.rand(5, generator=torch.Generator().manual_seed(2)).double() + 0.5
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).double()
+
+
+def classes(count: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, count, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("ignored", [-100, 255, 2])
+@pytest.mark.parametrize("positions", [(), (4, 4)])
+def test_parts_of_a_cross_entropy_add_up(ignored: int, positions: tuple[int, ...]) -> None:
+    x, y = random(8, 5, *positions), classes(5, 8, *positions)
+    y[random(8, *positions) < -0.5] = ignored
+    for weight, smoothing in itertools.product((None, CLASS_WEIGHTS), (0.0, 0.1)):
+        module = nn.CrossEntropyLoss(weight, ignore_index=ignored, label_smoothing=smoothing)
+        function = functools.partial(F.cross_entropy, weight=weight, ignore_index=ignored, label_smoothing=smoothing)
+        for loss in (module, function, nn.NLLLoss(weight, ignore_index=ignored)):
+            entropy = entropy_of(loss)
+            assert entropy is not None
+            parts = [(loss(x[a:b], y[a:b]), entropy.divisor(y[a:b])) for a, b in ((0, 3), (3, 8))]
+            total = sum(value * by for value, by in parts) / sum(by for _, by in parts)  # type: ignore[operator,misc]
+            assert total.item() == pytest.approx(loss(x, y).item(), abs=1e-12)
+
+
+class Focal(nn.CrossEntropyLoss):
+    """Of torch's class, with a forward of its own: a mean over the samples."""
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        each = F.cross_entropy(outputs, target, reduction="none", ignore_index=self.ignore_index)
+        return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+def test_a_subclass_is_not_taken_for_torchs_own() -> None:
+    assert entropy_of(Focal()) is None
+    assert entropy_of(functools.partial(F.cross_entropy, random(2, 3))) is None
+    assert not is_even(Focal())
+    assert is_even(functools.partial(F.mse_loss, reduction="mean"))
+    assert adds_up(nn.MSELoss(reduction="sum"))
+
+
+SEQUENCE, AIMED = random(8, 6, 11), classes(11, 8, 6)
+FEW, KINDS = random(8, 5), classes(5, 8)
+VALUES, WANTED = random(8, 3), random(3, 8).T
+FOUND: dict[str, tuple[Callable[..., Any], Any, Any, Rule | None]] = {
+    "cross entropy": (lambda o, t: F.cross_entropy(o, t), FEW, KINDS, Rule("targets", -100)),
+    "of one sample": (lambda o, t: F.cross_entropy(o, t), FEW[:1], KINDS[:1], Rule("targets", -100)),
+    "tokens": (lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()), SEQUENCE, AIMED, Rule("targets", -100)),
+    "the next token": (
+        lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten()),
+        SEQUENCE,
+        AIMED,
+        Rule("shifted", -100),
+    ),
+    "padding": (
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(), ignore_index=0),
+        SEQUENCE,
+        AIMED,
+        Rule("targets", 0),
+    ),
+    "a mean of means": (
+        lambda o, t: F.cross_entropy(o.mT, t, reduction="none").mean(1).mean(),
+        SEQUENCE,
+        AIMED,
+        Rule("samples"),
+    ),
+    "focal": (Focal(), FEW, KINDS, Rule("samples")),
+    "squares": (lambda o, t: (o - t).square().mean(), VALUES, WANTED, Rule("samples")),
+    "a sum": (lambda o, t: (o - t).square().sum(), VALUES, WANTED, Rule("sum")),
+    "two terms": (
+        lambda o, t: F.cross_entropy(o["a"], t) + o["b"].mean(),
+        {"a": FEW, "b": VALUES},
+        KINDS,
+        Rule("samples"),
+    ),
+    "class weights": (lambda o, t: F.cross_entropy(o, t, weight=CLASS_WEIGHTS), FEW, KINDS, None),
+    "samples compared": (lambda o, t: F.cross_entropy(o @ t.T, torch.arange(len(o))), VALUES, WANTED, None),
+    "a mask": (lambda o, t: ((o - t).square() * (t > 0)).sum() / (t > 0).sum(), VALUES, WANTED, None),
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_a_function_is_tried_on_parts_of_a_batch(kind: str) -> None:
+    loss_fn, outputs, target, expected = FOUND[kind]
+    evidence = try_function(loss_fn, outputs, target, RULES)
+    assert evidence is not None
+    left = [rule for rule, refuted in zip(RULES, evidence.refuted, strict=True) if not refuted]
+    assert (left[0] if left else None) == expected
+
+
+def test_a_trial_does_not_move_what_a_loss_keeps() -> None:
+    calls = 0
+
+    def counting(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return (outputs - target).square().mean() * min(1.0, calls / 10)
+
+    try_function(counting, VALUES, WANTED, RULES)
+    assert calls == 0
+
+
+TOTAL = [0.0]
+
+
+def remembers(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    TOTAL[0] += 1
+    return (outputs - target).square().mean()
+
+
+def test_a_loss_that_cannot_be_tried_unseen_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"TOTAL\[0\] changes"):
+        try_function(remembers, VALUES, WANTED, RULES)
+
+
+@pytest.mark.parametrize("kind", ["targets", "shifted"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_models_own_loss_is_known_by_its_value(kind: str, dtype: torch.dtype) -> None:
+    logits, labels = SEQUENCE.to(dtype), AIMED.clone()
+    labels[:, 4:] = -100
+    exact = logits if dtype == torch.float64 else logits.float()
+    seen, aimed = (exact, labels) if kind == "targets" else (exact[:, :-1], labels[:, 1:])
+    loss = F.cross_entropy(seen.flatten(0, 1), aimed.flatten())
+    evidence = know_by_value(Outcome(loss, {"logits": logits}, labels, is_own=True), RULES)
+    assert evidence is not None
+    assert next(rule for rule, out in zip(RULES, evidence.refuted, strict=True) if not out) == Rule(kind, -100)  # type: ignore[arg-type]
+    assert know_by_value(Outcome(1.01 * loss, {"logits": logits}, labels, is_own=True), RULES) is None
+
+
+def alone(matters: bool = True) -> Trial:
+    return Trial(lambda votes: votes, matters, nn.Linear(1, 1), None, is_rough=False)
+
+
+def test_an_ignored_target_stops_a_step_of_several_parts() -> None:
+    target = KINDS.clone()
+    target[3] = -100
+    for loss_fn in (nn.CrossEntropyLoss(), F.cross_entropy):
+        task = Task(nn.Identity(), loss_fn)
+        outcome = task.run(task.model, (FEW, KINDS))
+        settled = task.settle(outcome, (FEW, KINDS), 8, alone())
+        assert settled is not None
+        assert settled.weight is None
+        with pytest.raises(TaskError, match="in this step, which is not taken"):
+            task.run(task.model, (FEW, target))
+        with torch.no_grad():
+            assert float(task.run(task.model, (FEW, target)).weight) == 7  # type: ignore[arg-type]
+    task = Task(nn.Identity(), nn.CrossEntropyLoss())
+    task.settle(task.run(task.model, (FEW, target)), (FEW, target), 8, alone(matters=False))
+    assert task.run(task.model, (FEW, target)).weight is None  # one part: no weight is needed
+
+
+def test_what_is_not_known_is_refused_only_where_it_matters() -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.square().mean()
+
+    task = Task(Own())
+    outcome = task.run(task.model, VALUES)
+    assert task.settle(outcome, VALUES, 8, alone(matters=False)) == outcome
+    with pytest.raises(TaskError, match="the model's own loss is a mean over is not known"):
+        task.settle(outcome, VALUES, 8, alone())
+    run = alone()._replace(run=lambda batch: task.run(task.model, batch))
+    settled = task.settle(outcome, VALUES, 8, run)
+    assert settled is not None
+    assert settled.weight is None
+
+
+def test_a_loss_that_does_not_add_up_is_refused() -> None:
+    for loss_fn, weighting in ((FOUND["samples compared"][0], "auto"), (FOUND["squares"][0], "targets")):
+        task = Task(nn.Identity(), loss_fn, loss_weighting=weighting)
+        outcome = task.run(task.model, (VALUES, WANTED))
+        with pytest.raises(TaskError, match="is not"):
+            task.settle(outcome, (VALUES, WANTED), 8, alone())
+    declared = Task(nn.Identity(), FOUND["samples compared"][0], loss_weighting="samples")
+    assert declared.settle(outcome, (VALUES, WANTED), 8, alone()) == outcome
+
+
+def test_a_tuple_that_is_no_loss_and_weight_is_refused() -> None:
+    adaptive = nn.AdaptiveLogSoftmaxWithLoss(5, 11, cutoffs=[4]).double()
+    with pytest.raises(TaskError, match="ASMoutput"):
+        Task(nn.Identity(), adaptive).run(nn.Identity(), (FEW, KINDS))
+    weighed = Task(nn.Identity(), lambda o, t: (F.cross_entropy(o, t), 8)).run(nn.Identity(), (FEW, KINDS))
+    assert float(weighed.weight) == 8  # type: ignore[arg-type]
+
+
+def measured(outputs: Any, target: torch.Tensor, loss_fn: Any = None, **outcome: Any) -> float | None:
+    found = Task(nn.Identity(), loss_fn).measure(Outcome(torch.zeros(()), outputs, target, **outcome), len(target))
+    return float(found["accuracy"].total) / float(found["accuracy"].weight) if "accuracy" in found else None
+
+
+def test_accuracy_has_its_classes_where_the_loss_has_them() -> None:
+    y = classes(10, 6, 10)
+    last = F.one_hot(y, 10).double()  # as many classes as positions
+    assert measured(last.mT, y, nn.CrossEntropyLoss()) == 1.0
+    assert measured(last.mT, y, functools.partial(F.cross_entropy, label_smoothing=0.1)) == 1.0
+    assert measured({"logits": last}, y, is_own=True) == 1.0
+    assert measured(last, y, lambda outputs, target: 0.0) is None  # nobody knows
+    assert measured(last[..., :9], y, lambda outputs, target: 0.0) is not None
+
+
+def test_accuracy_leaves_out_what_the_loss_ignores() -> None:
+    y = classes(5, 8, 4, 4)
+    outputs = F.one_hot(y, 5).permute(0, 3, 1, 2).double()
+    y[:, :2] = 255
+    assert measured(outputs, y, nn.CrossEntropyLoss(ignore_index=255)) == 1.0
+    assert measured(outputs, y, nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=255)) == 1.0
+    single = KINDS.clone()
+    single[::2] = -100
+    assert measured(F.one_hot(KINDS, 5).double(), single, nn.CrossEntropyLoss()) == 1.0
+
+
+def test_accuracy_of_a_language_model_is_of_the_next_token() -> None:
+    hits = class_hits(F.one_hot(AIMED.roll(-1, 1), 11).double(), AIMED, class_dim=-1, is_shifted=True)
+    assert hits is not None
+    assert hits.total == hits.weight == 8 * 5
