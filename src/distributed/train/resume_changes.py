@@ -35,8 +35,8 @@ _HARMLESS = """
     expandable_segments keep_freed_memory fusion_threshold_mb cycle_time_ms timeline find_unused_parameters
     static_graph collective_timeout_s max_restarts min_nodes max_nodes min_gpus hang_timeout_s warm_start
     requeue_exit_code iterable_split checkpoint_dir checkpoint_frequency checkpoint_async keep_last keep_every keep_best
-    certificate_steps sample_ledger resume_from_checkpoint resume_hyperparameters allow_change run_dir tensorboard
-    tensorboard_dir mlflow_tracking mlflow_experiment mlflow_tracking_uri log_every_n_steps progress
+    certificate_steps sample_ledger sample_check check_replicas share_gpus resume_from_checkpoint
+    resume_hyperparameters allow_change run_dir tensorboard tensorboard_dir mlflow_tracking mlflow_experiment mlflow_tracking_uri log_every_n_steps progress
 """
 _DIFFERS = """
     virtual_ranks loss_weighting deepspeed_config lora bf16_parameters mixed_precision gradient_accumulation_steps
