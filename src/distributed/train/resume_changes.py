@@ -36,7 +36,8 @@ _HARMLESS = """
     static_graph collective_timeout_s max_restarts min_nodes max_nodes min_gpus hang_timeout_s warm_start
     requeue_exit_code iterable_split checkpoint_dir checkpoint_frequency checkpoint_async keep_last keep_every keep_best
     certificate_steps sample_ledger sample_check check_replicas share_gpus resume_from_checkpoint
-    resume_hyperparameters allow_change run_dir tensorboard tensorboard_dir mlflow_tracking mlflow_experiment mlflow_tracking_uri log_every_n_steps progress
+    resume_hyperparameters allow_change run_dir tensorboard tensorboard_dir mlflow_tracking mlflow_experiment
+    mlflow_tracking_uri log_every_n_steps progress
 """
 _DIFFERS = """
     virtual_ranks loss_weighting deepspeed_config lora bf16_parameters mixed_precision gradient_accumulation_steps
