@@ -56,6 +56,7 @@ def train(steps: int, folder: str, device: str) -> dict[str, float]:
         checkpoint_dir=f"{folder}/checkpoints",
         checkpoint_frequency=f"{10 * steps} steps",
         device=device,
+        share_gpus=device != "cpu",
     )
     begun = time.perf_counter()
     trainer.fit(DataLoader(data, batch_size=BATCH, shuffle=True))
@@ -72,7 +73,7 @@ def main() -> None:
     asked = parser.parse_args()
     before = os.getloadavg()[0]
     folder = Path(os.environ.get("TMPDIR", "/tmp"), f"replica-check-{os.getpid()}")
-    ranks = run_ranks(train, asked.ranks, asked.steps, str(folder), asked.device)
+    ranks = run_ranks(train, asked.ranks, asked.steps, str(folder), asked.device, device=asked.device)
     worst = max(ranks, key=lambda row: row["compare"] / row["loop"])
     record = {
         "benchmark": "replica-check",
