@@ -1,6 +1,6 @@
 """What comparing ranks costs: time in the replica check over the time of all steps, in one and the same run.
 
-python benchmarks/replica_check.py --steps 1000 --json benchmarks/replica-check.json
+python benchmarks/suite/replica_check.py --steps 1000 --json benchmarks/suite/replica-check.json
 """
 
 from __future__ import annotations
