@@ -76,7 +76,8 @@ def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
 
 def _begin(generator: torch.Generator, rank: int) -> _State:
     if generator.device.type == "cpu":
-        number = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+        number = int(drawn) if type(drawn) is torch.Tensor else 0  # in a dry run tensors hold nothing
         before = _State(generator.get_state())
     else:  # nothing is drawn: the host would wait for it
         seed, offset = generator.initial_seed(), generator.get_offset()  # type: ignore[attr-defined]
