@@ -82,6 +82,7 @@ def train(where, **offload):
             batch_size=BATCH,
             max_steps=arguments.steps,
             loss_fn=report,
+            loss_weighting="samples",  # every sample has as many bytes; a loss that counts its calls is not tried out
             optimizer=report.make_optimizer,
             progress=False,
             **offload,
