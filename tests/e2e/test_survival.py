@@ -136,8 +136,8 @@ def test_the_launcher_is_killed(tmp_path: Path, undisturbed: Undisturbed) -> Non
 
 
 def test_a_model_with_buffers_of_its_own(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Only rank 0 has those that count."""
-    options = {"own_buffer": True}
+    """Only rank 0 has those that count, which the run must be told."""
+    options = {"own_buffer": True, "settings": {"check_replicas": "parameters"}}
     faults = fault("training", rank=1, step=20), fault("training", rank=0, step=33)
     result = start(tmp_path, 2, *faults, options=options).end()
     result.assert_same_as(undisturbed(2, options))

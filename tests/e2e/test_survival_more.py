@@ -72,8 +72,8 @@ def test_a_run_that_went_back_does_not_jump_ahead(tmp_path: Path) -> None:
     ).end()
     assert again.code == 0, again.shown
     ((source, lost),) = again.recoveries
-    assert source in ("step-000010", "step-000015", "step-000020")
-    assert lost == 20 - int(source.removeprefix("step-"))
+    assert source.startswith(("step-000010", "step-000015", "step-000020"))  # with its run behind it
+    assert lost == 20 - int(source.split("-")[1])
     assert again.ledger.is_exact
     assert again.bytes == expected
 

@@ -251,19 +251,22 @@ class LockFile:
             return None
 
     def take(self, seen: Seen, text: bytes) -> bool:
-        aside = self._partial()
+        """One at a time, and by a name that is never free in between: nobody can create a lock meanwhile."""
+        guard = self.folder / f".{FILE}.taking"
         try:
-            os.rename(self._path, aside)
-        except FileNotFoundError:
+            os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            with suppress(OSError):
+                if self._now() - guard.stat().st_mtime >= STALE_S:  # whoever made it died within an instant
+                    guard.unlink()
             return False
         try:
-            if aside.read_bytes() != seen.text:  # somebody was faster: it goes back
-                with suppress(OSError):
-                    os.link(aside, self._path)
+            if self.read() != seen.text:  # somebody was faster
                 return False
+            os.replace(self._write(text), self._path)
+            return True
         finally:
-            os.unlink(aside)
-        return self.create(text)
+            guard.unlink(missing_ok=True)
 
     def renew(self, text: bytes) -> None:
         os.utime(self._path)

@@ -6,6 +6,7 @@ fails in the same way at the same step will do so for ever, so it gets no second
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ _MACHINE_ERROR = re.compile(
     re.IGNORECASE,
 )
 _MEMORY_ERROR = re.compile(r"(?:\w+\.)*(MemoryError|OutOfMemoryError)\b|CUDA out of memory")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FRAME = re.compile(r"^\s*File \"")
 _PASSING = (  # what differs between two occurrences of one error
     (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
@@ -180,13 +182,27 @@ def signature(fault: Fault) -> str:
     >>> signature(Fault("code", 0, "n1", 5, "OSError: <Socket at 0x7f31> of pid 4242"))
     'OSError: <Socket at 0x…> of pid …'
     """
-    text = fault.traceback or fault.message
+    text = _without_ours(fault.traceback) or fault.message
     for pattern, stand_in in _PASSING:
         text = pattern.sub(stand_in, text)
     if _MEMORY_ERROR.search(fault.message):  # how much was asked for and free is never twice the same
         lines = (line if _FRAME.match(line) else re.sub(r"\d+(\.\d+)?", "…", line) for line in text.splitlines())
         text = "\n".join(lines)
     return text
+
+
+def _without_ours(traceback: str) -> str:
+    """Without the frames of this library: the first step of a world goes other ways in it than later ones."""
+    kept: list[str] = []
+    is_ours = False
+    for line in traceback.splitlines():
+        if _FRAME.match(line):
+            is_ours = _OURS in line
+        elif not line.startswith(" "):
+            is_ours = False
+        if not is_ours:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _spent(faults: int, allowed: int, is_script: bool) -> str:

@@ -111,7 +111,7 @@ def _refuted(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequ
         given = tree_map(lambda leaf, to=dtype: _cast(leaf, to), outputs)
         aimed = tree_map(lambda leaf, to=dtype: _cast(leaf, to), target)
         try:
-            tried = _copied(loss_fn, dtype)
+            tried = _fresh(loss_fn, dtype)
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 whole = [float(tried(given, aimed)) for _ in range(2)]
                 parts = [
@@ -151,6 +151,21 @@ def _error(rule: Rule, logits: torch.Tensor, target: torch.Tensor, value: float)
         ).sum()
     mean = float(total / counted.sum())
     return abs(mean - value) / max(abs(value), 1e-12) if mean == mean else float("inf")
+
+
+def _fresh(loss_fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A copy whose every call begins with the state that the loss has now: one that counts its calls may use that."""
+    if not isinstance(loss_fn, nn.Module) or next(loss_fn.parameters(), None) is None:
+        return lambda *given: _copied(loss_fn, dtype)(*given)
+    made = _copied(loss_fn, dtype)
+    kept = [(buffer, buffer.clone()) for buffer in made.buffers()]  # type: ignore[attr-defined]
+
+    def call(*given: Any) -> Any:
+        for buffer, value in kept:
+            buffer.copy_(value)
+        return made(*given)
+
+    return call
 
 
 def _copied(loss_fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
