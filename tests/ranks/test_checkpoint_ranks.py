@@ -77,7 +77,7 @@ def test_each_rank_writes_its_part_and_any_number_of_ranks_reads_it(tmp_path: Pa
     assert not verify(path).problems
     loaded = load(path)
     assert loaded.manifest.world_size == 3
-    assert loaded.manifest.meta == {"step": 2}
+    assert loaded.manifest.meta == {"step": 2, "sequence": 2}
     assert [loaded.own[rank]["rng"]["words"][0].item() for rank in range(3)] == [0, 1, 2]
     assert LocalStorage(tmp_path).list("parts") == []
 

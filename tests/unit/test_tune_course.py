@@ -88,7 +88,7 @@ def test_a_trial_on_gpus_sees_its_own_where_the_environment_names_none(tmp_path,
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        nursery = Nursery(placement, str(tmp_path), os.devnull, ())
+        nursery = Nursery(placement, str(tmp_path), "", os.devnull, ())
         assert [nursery._devices(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == expected
         nursery.close()
 

@@ -59,7 +59,7 @@ def test_a_cluster_that_grows_is_taken_for_what_it_can_become():
 
 def test_a_place_whose_trials_cannot_be_started_says_so_and_closes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    place = _Place(Host(str(tmp_path / "gone"), str(tmp_path), str(tmp_path), (), "cpu", 1))
+    place = _Place(Host(str(tmp_path / "gone"), str(tmp_path), "", str(tmp_path), (), "cpu", 1))
     place.begin({"note": {"attempt": 1}})
     with pytest.raises(LaunchError, match="could not be started"):
         place.next()
