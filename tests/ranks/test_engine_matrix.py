@@ -120,6 +120,7 @@ class Normed(nn.Sequential):
 
 def make_work(feature: str) -> tuple[nn.Module, Any]:
     if feature == "batchnorm":
+        torch.manual_seed(0)  # the same data on every rank
         return Normed(), TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
     return make_model(), Stream() if feature == "stream" else make_data(16)
 
