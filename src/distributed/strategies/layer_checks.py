@@ -10,12 +10,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from distributed.core.errors import Problem, TaskError
 from distributed.core.plan import Plan
+from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.parameter_hooks import hooked_parameters
 from distributed.strategies.plain_modules import normalizes_by_function
 
 
 def check_layers(model: nn.Module, plan: Plan) -> None:
     """Raise everything that stands in the way of this model under this plan."""
+    refuse_parts(model)
     problems = [*_of_tables(model, plan), *_of_hooks(model, plan)]
     if plan.mesh.data_ranks > 1 and not plan.is_bitwise:
         problems += _of_frequencies(model)
