@@ -119,6 +119,7 @@ def fit(
         batch_size=GLOBAL_BATCH // ranks,
         gradient_accumulation_steps=case.accumulation,
         seed=SEED,
+        check_replicas="parameters",  # one of the models has a buffer of each rank's own samples
         progress=False,
         run_dir=run_dir,
         **settings | more,

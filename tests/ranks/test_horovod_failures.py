@@ -33,6 +33,7 @@ def fit(run_dir: str, in_second_step: Callable[[int], object] = lambda rank: Non
             in_second_step(worker_env().rank)
 
     model.register_forward_pre_hook(forward)
+    torch.manual_seed(0)  # the same data on every rank
     data = TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
     trainer = Trainer(
         model,
