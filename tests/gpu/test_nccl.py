@@ -14,6 +14,7 @@ from distributed import Trainer
 from distributed.core.errors import ReplicasDifferError
 from distributed.testing import run_ranks
 from tests.meshes import MESHES, Case, TrainedCases
+from tests.ranks.test_replica_check import Centered
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -48,20 +49,6 @@ def test_losses_are_those_of_one_process(name: str, trained: TrainedCases, alone
     assert found.losses == pytest.approx(plain.losses, rel=tolerance)
     assert found.norms == pytest.approx(plain.norms, rel=10 * tolerance)
     assert found.validation == pytest.approx(plain.validation, rel=tolerance)
-
-
-class Centered(nn.Module):
-    """Keeps a mean of what its own rank has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.register_buffer("center", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.center.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return self.layer(x - self.center)
 
 
 def centered(folder: str) -> str:

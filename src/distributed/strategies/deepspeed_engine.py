@@ -25,7 +25,6 @@ from distributed.strategies.deepspeed_state import ZeroState
 from distributed.strategies.deepspeed_unused import UseCheck
 from distributed.strategies.deepspeed_values import check_values
 from distributed.strategies.forward_changes import ForwardChanges
-from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.layer_checks import check_layers
 from distributed.strategies.optimizer_state import named_state
 from distributed.strategies.passes import Passes
@@ -54,7 +53,6 @@ class DeepSpeedEngine(Passes):
         deepspeed_ops.check_ops(deepspeed_ops.needed_ops(plan.engine["config"]))
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
-        refuse_parts(task.model)
         check_layers(task.model, plan)
         check_task(task, plan)
         self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []

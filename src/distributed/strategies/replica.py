@@ -18,7 +18,6 @@ from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.device_settings import device_settings
 from distributed.strategies.elementwise import refuse_closure
 from distributed.strategies.fused import fuse, why_not_fused
-from distributed.strategies.in_parts import refuse_parts
 from distributed.strategies.layer_checks import check_layers
 from distributed.strategies.low_parameters import LowParameters
 from distributed.strategies.memory_format import lay_out_state, to_channels_last
@@ -116,7 +115,6 @@ class Replica:
         self._has_shares = has_shares(plan)
         self._clip_norm = plan.optimizer.clip_norm
         self.module = task.model
-        refuse_parts(self.module)
         check_layers(self.module, plan)
         self._loans = ExitStack()
         if not session.is_dry:
@@ -301,8 +299,14 @@ class Replica:
         yield from optimizer_options(self.optimizer)
         if self._low is not None:
             yield from more_tensors("parameter in fp32, number", self._low.tensors())
-        if self._scaler is not None:
-            yield from more_tensors("optimizer loss scale, number", [self._scaler._scale, self._scaler._growth_tracker])
+        yield from self._loss_scale()
+
+    def _loss_scale(self) -> Named:
+        return more_tensors("optimizer loss scale, number", self._scaler_tensors())
+
+    def _scaler_tensors(self) -> list[torch.Tensor]:
+        made = () if self._scaler is None else (self._scaler._scale, self._scaler._growth_tracker)
+        return [tensor for tensor in made if tensor is not None]
 
     @torch.no_grad()
     def held_state(self) -> StateTree | None:
@@ -383,9 +387,7 @@ class Replica:
         tensors += [buffer for module in modules for buffer in module.buffers()]
         if self._low is not None:
             tensors += self._low.tensors()
-        if self._scaler is not None:
-            tensors += [t for t in (self._scaler._scale, self._scaler._growth_tracker) if t is not None]
-        return tensors
+        return tensors + self._scaler_tensors()
 
     def _finish_gradients(self, measure: bool) -> torch.Tensor | None:
         if self._clip_norm is None and not measure:

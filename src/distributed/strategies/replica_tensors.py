@@ -62,7 +62,6 @@ def _comparable(value: Any) -> torch.Tensor | str | None:
     return repr(value) if all(isinstance(part, (bool, int, float, str, type(None))) for part in parts) else None
 
 
-def more_tensors(kind: str, tensors: Iterable[torch.Tensor | None]) -> Named:
+def more_tensors(kind: str, tensors: Iterable[torch.Tensor]) -> Named:
     for index, tensor in enumerate(tensors):
-        if tensor is not None:
-            yield f"{kind} {index}", tensor
+        yield f"{kind} {index}", tensor

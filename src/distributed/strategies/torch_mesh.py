@@ -25,7 +25,7 @@ from distributed.strategies.in_parts import refuse_extra_state, refuse_parts
 from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.reduction_check import explain, reduction_check
-from distributed.strategies.replica_tensors import Named, more_tensors, optimizer_options
+from distributed.strategies.replica_tensors import Named, optimizer_options
 from distributed.strategies.replicated import buffers_can_differ, own_buffers, replicate
 from distributed.strategies.sparse_gradients import refuse_sparse
 from distributed.strategies.whole_batch import NoWholeBatch, WholeBatch
@@ -306,8 +306,7 @@ class TorchMesh(Passes):
             return
         yield from self._state.local(self._replicas)
         yield from optimizer_options(self.optimizer)
-        if self._scaler is not None:
-            yield from more_tensors("optimizer loss scale, number", [self._scaler._scale, self._scaler._growth_tracker])
+        yield from self._loss_scale()
 
     def held_state(self) -> StateTree | None:
         """Where ranks may have different buffers, only rank 0 has those that count, unless nothing changes them."""
