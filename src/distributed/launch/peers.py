@@ -187,8 +187,8 @@ class NodeTalk:
             if news is not None:
                 self._show(_IN)
                 return news
+        self.flush(_LEAVE_S)  # why is told before this node is seen to leave
         self._show(_GONE if ok else _LEFT)
-        self.flush(_LEAVE_S)
         deadline = time.monotonic() + _LEAVE_S
         while not self._stuck() and time.monotonic() < deadline:
             if self._shown() and not (self._keeps_store and self.alive() - {self._agent}):
@@ -320,8 +320,7 @@ class NodeTalk:
     def _judge(self) -> None:
         """Say once what became of the nodes of this round. A node that was cut off or killed says nothing itself."""
         newest = self._store.add(ROUND, 0)
-        if newest > self._round:
-            self._hear()  # why is said before the next round is opened
+        self._hear()  # a node tells why before it leaves, and before it opens the next round
         now = time.monotonic()
         with self._lock:
             for rank, agent in enumerate(self._agents):
