@@ -19,7 +19,7 @@ from distributed.checkpoint.tree import flatten
 from distributed.runtime.portions import Portion
 
 _FOLD = 1024
-_COLUMNS = 64  # of eight bytes each, which a fingerprint tells apart
+_COLUMNS = 128  # of eight bytes each, which a fingerprint tells apart
 _RAW_BYTES = 1 << 16  # up to this size a tensor's own bytes are hashed
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -67,9 +67,12 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     if raw.storage_offset() % 8:
         raw = raw.clone()
     sums = raw[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
-    rest = raw[whole:].to(torch.int64)
     factors = _factors(raw.device)
-    return (sums * factors[:_COLUMNS]).sum() + (rest * factors[: rest.numel()]).sum()
+    number = (sums * factors[:_COLUMNS]).sum()
+    if whole == raw.numel():
+        return number
+    rest = raw[whole:].to(torch.int64)
+    return number + (rest * factors[: rest.numel()]).sum()
 
 
 @functools.cache

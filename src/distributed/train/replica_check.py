@@ -9,6 +9,7 @@ GPU nothing waits for the device: they are read with the next losses, and always
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import zlib
@@ -151,6 +152,7 @@ class ReplicaCheck:
         )
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _number(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big") + 1  # 0: nothing
 
