@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from distributed.core.plan import Decision, Plan
 from distributed.data.transfer import to_device
@@ -230,15 +231,17 @@ class Replica:
         modes = [(module, module.training) for module in self.module.modules()]
         devices = [self._session.device] if self._session.device.type == "cuda" else []
         before = _keep(_buffer_places(self.module))
+        versions = tuple(kept.buffer for kept in before if kept.buffer is not None and not kept.buffer.is_inference())
         self.module.eval()
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=devices), self._loss_kept():
-                return self._forward(self.module, batch)
-        finally:
-            _take_back(before, _buffer_places(self.module))
-            for module, mode in modes:
-                module.training = mode
-            torch.clear_autocast_cache()  # casts made without gradients would be used again with them
+        with _unsafe_preserve_version_counter(versions):  # of what a pass before this one keeps for its gradients
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices=devices), self._loss_kept():
+                    return self._forward(self.module, batch)
+            finally:
+                _take_back(before, _buffer_places(self.module))
+                for module, mode in modes:
+                    module.training = mode
+                torch.clear_autocast_cache()  # casts made without gradients would be used again with them
 
     def train(self, mode: bool) -> None:
         """An evaluation leaves no trace in the loss: how many batches a rank sees of it depends on their number."""
