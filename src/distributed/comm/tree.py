@@ -128,6 +128,7 @@ def send_from_first(name: str, tensors: Sequence[torch.Tensor], session: Session
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)  # gloo sends permuted tensors wrongly, without an error
             dist.broadcast(flat.view(torch.uint8), 0)
-            tensor.detach().copy_(flat.view(tensor.shape))
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view(tensor.shape))
     except (RuntimeError, dist.DistError) as failed:
         raise CollectiveError(f"[r{session.rank}] in the collective {name!r}: {failed}") from failed
