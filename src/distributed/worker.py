@@ -200,7 +200,7 @@ def _live(
                 UtilizationSampler(session.device.type, session.device.index or 0).percent,
                 _teller(line, host, env.attempt),
                 host,
-                user=UserState(task, plan.mesh, session),
+                user=UserState(task, plan, session),
                 facts=describe(task, job.train, strategy.optimizer, schedule, total),
             )
             loop.begin(inherited)

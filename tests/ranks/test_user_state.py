@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
 from distributed.checkpoint.reading import load
-from distributed.core.errors import TaskError
+from distributed.core.errors import RankFailedError, TaskError
 from distributed.testing import run_ranks
 
 
@@ -117,6 +117,13 @@ def keep_a_share(folder: str) -> tuple[str, int]:
     with pytest.raises(TaskError) as refused:
         fit(f"{folder}/normed", 9, loss)
     return str(refused.value), loss.calls
+
+
+def test_what_each_call_changes_is_refused_where_a_pipeline_calls_more_often(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as refused:
+        fit(str(tmp_path / "model"), 9, nn.MSELoss(), **MODES["pipeline"] | {"pipeline_microbatches": 2})
+    assert "each call changes the buffer steps" in str(refused.value)
+    assert "set pipeline_microbatches=1" in str(refused.value)
 
 
 def test_a_loss_that_keeps_what_each_rank_has_seen_is_refused(tmp_path: Path) -> None:

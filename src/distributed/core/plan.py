@@ -37,6 +37,7 @@ class BatchPlan:
     whole: int = 0  # the global batch of a run whose number of ranks changed; 0: as the three numbers above say
     of_stream: bool = False
     leaves: int = 0  # virtual ranks among which a whole global batch is shared; 0: none, the ranks themselves share
+    parts: int = 1  # into which a pipeline cuts each micro-batch that was asked for
     least_leaf: int = 1  # samples of a leaf, where a step has that many; a short step then has fewer leaves
 
     @property

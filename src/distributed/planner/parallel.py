@@ -117,7 +117,7 @@ def cut_for_pipeline(
     idle = (stages - 1) / (total + stages - 1)
     reason = f"{total} follow each other through {stages} stages, which then stand idle {idle:.0%} of the time"
     decisions.append(Decision(f"micro-batches of {size // parts}", reason, "pipeline_microbatches"))
-    return replace(batch, per_device=size // parts, accumulation=total)
+    return replace(batch, per_device=size // parts, accumulation=total, parts=parts)
 
 
 def _fill(size: int, stages: int, accumulation: int) -> int:

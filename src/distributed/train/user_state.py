@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed.core.mesh import MeshSpec
+from distributed.core.plan import Plan
 from distributed.runtime.session import Session
+from distributed.train.call_check import CallCheck
 from distributed.train.digest import digest
 from distributed.train.nonpersistent import NonPersistent, take
 from distributed.train.sharing import send_tree
@@ -27,13 +28,15 @@ _OF_MODEL, _OF_LOSS = "model", "loss_fn"  # in BUFFERS
 class UserState:
     """Of one rank. Made when the strategy has made the model ready."""
 
-    def __init__(self, task: Task, mesh: MeshSpec, session: Session) -> None:
-        self._task, self._mesh, self._session, self._modules = task, mesh, session, _modules(task)
+    def __init__(self, task: Task, plan: Plan, session: Session) -> None:
+        self._task, self._mesh, self._session, self._modules = task, plan.mesh, session, _modules(task)
+        self._calls = CallCheck(task, plan.batch.parts)
         self._loose = {name: NonPersistent(module) for name, module in self._modules.items()}
         self._loss = task.watch_loss()
 
     def here(self) -> dict[str, Any]:
         """As this rank has it, asking nobody."""
+        self._calls.look()
         loss = self._loss.changed()
         changed = {name: loose.changed() for name, loose in self._loose.items()}
         buffers = {name: found for name, found in changed.items() if found}
@@ -76,6 +79,7 @@ class UserState:
 
     def replicated(self) -> Iterator[tuple[str, torch.Tensor | str]]:
         """What the loss keeps: the same on all ranks that call it."""
+        self._calls.look()
         place = self._mesh.coordinates(self._session.rank)["pp"]
         where = f" on stage {place}" if self._mesh.pp > 1 else ""
         for name, value in self._task.loss_state().items():
