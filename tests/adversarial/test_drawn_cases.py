@@ -10,7 +10,8 @@ from tests.adversarial.case import draw
 from tests.adversarial.runner import Runner
 from tests.adversarial.script import script_of
 
-FIRST, CASES = 100_000, 36
+FIRST, CASES = 100_000, 34
+FOUND = [20362, 21145]  # that a long draw has found: a column of one sent in place, a state in another order
 MOST_REFUSED = 0.15
 
 
@@ -33,7 +34,7 @@ def runner() -> Iterator[Runner]:
         yield made
 
 
-@pytest.mark.parametrize("seed", in_quick_worlds())
+@pytest.mark.parametrize("seed", [*FOUND, *in_quick_worlds()])
 def test_a_drawn_case_agrees_with_one_process(seed: int, runner: Runner) -> None:
     verdict = runner.run(seed)
     told = f"{verdict.why}\n{verdict.detail}\n\n{script_of(draw(seed), verdict)}"

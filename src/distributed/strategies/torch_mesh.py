@@ -22,6 +22,7 @@ from distributed.strategies.elementwise import Cut, refuse_closure, refuse_uncut
 from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.gradient_sums import local
 from distributed.strategies.in_parts import refuse_extra_state, refuse_parts
+from distributed.strategies.memory_format import lay_out_state
 from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.passes import Passed, Passes
 from distributed.strategies.reduction_check import explain, reduction_check
@@ -93,6 +94,7 @@ class TorchMesh(Passes):
                 self._model = replicate(self.module, plan.replicate, session.device, self._buffers_differ, group)
         if isinstance(self._model, DistributedDataParallel):
             self._check_reduced = reduction_check(self._model, session.rank)
+            lay_out_state(self.optimizer)  # for DDP the parameters may have been laid out anew
 
     def _share_batch(self, plan: Plan, session: Session) -> WholeBatch | None:
         """What gives functions of a whole micro-batch the samples of all ranks; None where each rank has them all."""
