@@ -113,6 +113,20 @@ def test_a_function_is_tried_on_parts_of_a_batch(kind: str) -> None:
     assert (left[0] if left else None) == expected
 
 
+def test_a_mark_that_the_first_batch_has_not_is_tried_too() -> None:
+    unpadded = AIMED.clamp(min=1)
+    for mark in (0, 2):
+        evidence = try_function(
+            lambda o, t, mark=mark: F.cross_entropy(o.flatten(0, 1), t.flatten(), ignore_index=mark),
+            SEQUENCE,
+            unpadded,
+            RULES,
+        )
+        assert evidence is not None
+        left = [rule for rule, refuted in zip(RULES, evidence.refuted, strict=True) if not refuted]
+        assert left == [Rule("targets", mark)]
+
+
 def test_a_trial_does_not_move_what_a_loss_keeps() -> None:
     calls = 0
 
@@ -172,6 +186,36 @@ def test_an_ignored_target_stops_a_step_of_several_parts() -> None:
     task = Task(nn.Identity(), nn.CrossEntropyLoss())
     task.settle(task.run(task.model, (FEW, target)), (FEW, target), 8, alone(matters=False))
     assert task.run(task.model, (FEW, target)).weight is None  # one part: no weight is needed
+
+
+class Owning(nn.Module):
+    """Returns its loss and its logits, as language models do."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self.ignored = ignored
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=self.ignored),
+            "logits": logits,
+        }
+
+
+def test_a_target_that_comes_later_is_counted_as_the_models_own_loss_counts_it() -> None:
+    first = {"logits": SEQUENCE, "labels": AIMED.clamp(min=1)}
+    later = {"logits": SEQUENCE, "labels": AIMED.clone()}
+    later["labels"][:, 4:] = 0
+    for ignored in (-100, 0):
+        task = Task(Owning(ignored))
+        settled = task.settle(task.run(task.model, first), first, 8, alone())
+        assert settled is not None
+        assert float(settled.weight) == 48  # type: ignore[arg-type]
+        if ignored == 0:  # no batch had told
+            with pytest.raises(TaskError, match="some targets are 0, which the loss ignores"):
+                task.run(task.model, later)
+        else:
+            assert float(task.run(task.model, later).weight) == 48  # type: ignore[arg-type]
 
 
 def test_what_is_not_known_is_refused_only_where_it_matters() -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from distributed.core.errors import TaskError
 from distributed.strategies.base import Outcome
-from distributed.train.loss_rules import Evidence, Part, Rule, compare
+from distributed.train.loss_rules import Evidence, Part, Rule, compare, marks_of
 from distributed.train.reachable import changes, look
 
 _ROWS = 4  # samples that a loss is tried on
@@ -30,7 +30,7 @@ _SAME = 1e-5  # of the value of a cross entropy, if the model's loss is one
 
 
 def try_function(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequence[Rule]) -> Evidence | None:
-    """What a loss function tells on copies of some samples, and of the same with targets left out."""
+    """What a loss function tells on copies of some samples, and of the same with targets left out by any mark."""
     count = _count((outputs, target))
     if not count:
         return None
@@ -42,20 +42,26 @@ def try_function(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: 
         outputs = tree_map(lambda leaf: torch.cat([leaf, -leaf]) if isinstance(leaf, torch.Tensor) else leaf, outputs)
         target = tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) else leaf, target)
     before = look({"loss": loss_fn})
-    tried = [_refuted(loss_fn, outputs, given, rules) for given in (target, _with_ignored(target, rules[2].ignored))]
+    marked = {mark: _refuted(loss_fn, outputs, _with_ignored(target, mark), rules) for mark in marks_of(rules)}
+    natural = _refuted(loss_fn, outputs, target, rules)
     if moved := changes(before, look({"loss": loss_fn})):
         raise TaskError(
             "what the loss is a mean over cannot be found out by trying it",
             why=f"it keeps state that a call changes: {moved[0]}",
             do="return (loss, weight) from it, or set loss_weighting='samples' if it is a mean over the samples",
         )
-    natural, ignoring = tried
-    if natural is None or ignoring is None:  # what cannot take an ignored target at all is settled by the first
-        return None if natural is None else Evidence(natural, is_whole=True)
-    both = tuple(a or b for a, b in zip(natural, ignoring, strict=True))
-    if all(both):  # several terms, of which one leaves targets out: it adds up as long as there are none
-        return Evidence(natural, is_whole=False)
-    return Evidence(both, is_whole=True)
+    if natural is None:
+        return None
+    refuted, watched = natural, []
+    for mark, found in marked.items():
+        if found is None:  # it does not take such a target at all
+            continue
+        both = tuple(a or b for a, b in zip(refuted, found, strict=True))
+        if all(both):  # several terms, of which one leaves targets out: it adds up as long as there are none
+            watched.append(mark)
+        else:
+            refuted = both
+    return Evidence(refuted, tuple(watched))
 
 
 def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:
@@ -73,7 +79,7 @@ def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:
         return None
     refuted = tuple(not error <= max(10 * best, 1e-7) for error in errors)
     kinds = {rule.kind for rule, is_out in zip(rules, refuted, strict=True) if not is_out}
-    return Evidence(refuted, is_whole=True) if len(kinds) == 1 else None
+    return Evidence(refuted, is_by_value=True) if len(kinds) == 1 else None
 
 
 def try_model(
@@ -92,7 +98,7 @@ def try_model(
         outcome = run(_slice(batch, int(rows[0]), int(rows[-1]) + 1))
         parts.append(Part(float(outcome.loss), len(rows), outcome.target))
     refuted = compare(rules, whole, parts, tolerance)
-    return None if refuted is None else Evidence(refuted, is_whole=False)
+    return None if refuted is None else Evidence(refuted, (rules[2].ignored,))
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:

@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-IGNORED = (-100, -1, 0, 255)  # that people mark targets with which do not count; also 0, of padding
+# That people mark targets with which do not count; the classes among them are what tokenizers pad with.
+IGNORED = (-100, -1, 0, 255, 1, 2, 3, 50256)
 
 Kind = Literal["samples", "sum", "targets", "shifted"]
 
@@ -48,6 +49,10 @@ def rules_for(ignored: int) -> list[Rule]:
     return [Rule("samples"), Rule("sum"), *counts]
 
 
+def marks_of(rules: Sequence[Rule]) -> list[int]:
+    return list(dict.fromkeys(rule.ignored for rule in rules if rule.kind == "targets"))
+
+
 class Part(NamedTuple):
     """Of a batch: the loss of some samples."""
 
@@ -60,7 +65,8 @@ class Evidence(NamedTuple):
     """What one rank has found out."""
 
     refuted: tuple[bool, ...]  # of each rule
-    is_whole: bool  # whether it would have shown that targets are left out
+    watched: tuple[int, ...] = ()  # marks of targets with which the rules that are left may not hold
+    is_by_value: bool = False  # it tells nothing of marks that the batch has not
 
 
 def compare(rules: Sequence[Rule], whole: float, parts: Sequence[Part], tolerance: float) -> tuple[bool, ...] | None:

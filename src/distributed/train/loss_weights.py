@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from distributed.core.errors import TaskError
 from distributed.strategies.base import Outcome, Trial
 from distributed.train.loss_probe import know_by_value, try_function, try_model
-from distributed.train.loss_rules import Evidence, Rule, rules_for
+from distributed.train.loss_rules import Evidence, Rule, marks_of, rules_for
 from distributed.train.losses import Entropy, adds_up, entropy_of, is_even
 from distributed.train.reachable import changes, look
 
@@ -25,7 +26,8 @@ class Votes(NamedTuple):
     known: float  # whose loss says what it is a mean over
     own: float  # whose model returned it
     opinions: float  # that have found something out
-    whole: float  # and would have seen that targets are left out
+    by_value: float  # and that by the value of one batch
+    watched: tuple[float, ...]  # who would have each mark of targets watched for
     refuted: tuple[float, ...]  # of each rule
 
 
@@ -38,7 +40,10 @@ class LossWeights:
     rule: Rule | None = None  # of a loss that is not torch's own; None: nothing is known, it is taken for a mean
     _matters: bool = False  # whether a step has several parts, which are weighted
     _is_sure: bool = False  # whether the rule also holds where targets are left out
-    _watched: int | None = None  # a mark of targets, which would make the mean go over less than it is weighted for
+    _watched: tuple[int, ...] = ()  # marks of targets that make the mean go over less than it is weighted for
+    _open: tuple[int, ...] = ()  # marks that no batch had yet: whether the loss counts such targets is not known
+    _met: torch.Tensor | None = field(default=None, repr=False)  # on a device: whether there was one of them
+    _looks_closer: bool = False  # because there was
     _found: torch.Tensor | None = field(default=None, repr=False)  # on a device: whether there was one
 
     @property
@@ -66,6 +71,8 @@ class LossWeights:
             if not self.rule.fits(target):
                 raise self._changed(target)
             is_needed = self._matters or not trains
+            if self._open and trains:
+                self._check_open(outcome)
             return self._seen(outcome._replace(weight=self.rule.weigh(target) if is_needed else None))
         return self._seen(outcome._replace(is_sum=loss_fn is not None and adds_up(loss_fn)))
 
@@ -75,7 +82,7 @@ class LossWeights:
         `trial.matters`: whether a wrong weight would show in the gradients. Raises TaskError where it would, and what
         the loss is a mean over is not to be found out. None: this rank has no loss; `size` 0: that of a stand-in.
         """
-        self._watched, self._matters = None, trial.matters
+        self._watched, self._open, self._matters = (), (), trial.matters
         if self.weighting == "samples" or adds_up(self.loss_fn) or is_even(self.loss_fn):
             return outcome
         if self.loss_fn is not None and entropy_of(self.loss_fn) is not None:
@@ -94,8 +101,6 @@ class LossWeights:
             found = self._try_model(trial, batch, size, rules) if size else None
             votes = _add_up(found, rules, trial, is_known=False, is_own=is_own)
         self._decide(votes, rules, trial)
-        if trial.matters and not self._is_sure:
-            self._watched = self.ignored
         return None if outcome is None else self.of(outcome._replace(weight=None, is_sum=False), None)
 
     def _watch(self, outcome: Outcome | None, trial: Trial) -> Outcome | None:
@@ -104,7 +109,7 @@ class LossWeights:
         if outcome is None or entropy is None or entropy.reduction != "mean":
             return outcome
         if trial.matters and self.weighting == "auto" and self._is_by_samples(entropy, outcome.target):
-            self._watched = self.ignored
+            self._watched = (self.ignored,)
         return self._seen(outcome)
 
     def _is_by_samples(self, entropy: Entropy, target: torch.Tensor) -> bool:
@@ -130,12 +135,37 @@ class LossWeights:
             left = [rule for rule in left if rule.kind in ("targets", "shifted")]
         if not left:
             raise self._fits_none(votes.own > 0)
-        self.rule, self._is_sure = left[0], votes.whole > 0 or left[0].kind in ("targets", "shifted")
+        self.rule = left[0]
+        counts = self.rule.kind in ("targets", "shifted")
+        watched = tuple(mark for mark, count in zip(marks_of(rules), votes.watched, strict=True) if count)
+        self._is_sure = counts or not watched
+        if trial.matters and counts and votes.by_value:
+            self._open = tuple(r.ignored for r in left if r.kind == self.rule.kind and r != self.rule)
+        elif trial.matters and not self._is_sure:
+            self._watched = watched
+
+    def _check_open(self, outcome: Outcome) -> None:
+        """A target that no batch had until now: the value of the loss tells whether it counts."""
+        met = _has(outcome.target, self._open)
+        if outcome.target.device.type != "cpu" and not self._looks_closer:  # a look at it would wait: see check
+            self._met = met if self._met is None else self._met.logical_or_(met)
+            return
+        if not bool(met):
+            return
+        here = [mark for mark in self._open if bool((outcome.target == mark).any())]
+        rules = rules_for(self.ignored)
+        found = know_by_value(outcome, rules)
+        assert self.rule is not None
+        if found is None or found.refuted[rules.index(self.rule)]:
+            raise self._ignores(here, "in this step, which is not taken", is_late=self._looks_closer)
+        self._open = tuple(mark for mark in self._open if mark not in here)
 
     def check(self) -> None:
         """Raise what was seen on a device since the last look; waits for it."""
+        if self._met is not None and bool(self._met):
+            self._met, self._looks_closer = None, True
         if self._found is not None and bool(self._found):
-            raise self._ignores("in a step since the last one that was logged", is_late=True)
+            raise self._ignores(self._watched, "in a step since the last one that was logged", is_late=True)
 
     def check_evaluated(self, outcome: Outcome) -> None:
         """In an evaluation values are looked at anyway."""
@@ -147,7 +177,7 @@ class LossWeights:
             and Rule("targets").fits(outcome.target)
             and bool((outcome.target == self.ignored).any())
         ):
-            raise self._ignores("in the validation data")
+            raise self._ignores([self.ignored], "in the validation data")
 
     def _try_model(self, trial: Trial, batch: Any, size: int, rules: list[Rule]) -> Evidence | None:
         assert trial.run is not None
@@ -165,26 +195,27 @@ class LossWeights:
     def _seen(self, outcome: Outcome) -> Outcome:
         """Look for targets that are left out, where that would matter: at once on the host, on a device later."""
         target = outcome.target
-        if self._watched is None or outcome.weight is not None or not torch.is_grad_enabled():
+        if not self._watched or outcome.weight is not None or not torch.is_grad_enabled():
             return outcome
         if not Rule("targets").fits(target):
             return outcome
-        found = (target == self._watched).any()
+        found = _has(target, self._watched)
         if target.device.type == "cpu":
             if bool(found):
-                raise self._ignores("in this step, which is not taken")
+                raise self._ignores(self._watched, "in this step, which is not taken")
         elif self._found is None:
             self._found = found
         else:
             self._found.logical_or_(found)
         return outcome
 
-    def _ignores(self, where: str, *, is_late: bool = False) -> TaskError:
-        back = "resume from the last checkpoint with " if is_late else "set "
+    def _ignores(self, marks: Sequence[int], where: str, *, is_late: bool = False) -> TaskError:
+        back = "resume from the last checkpoint, " if is_late else ""
+        how = _RETURN if self.rule is not None else "set loss_weighting='targets' (exact)"
         return TaskError(
-            f"some targets are {self.ignored}, which the loss ignores, {where}",
-            why="its mean then goes over fewer samples than the batch has, and the ranks' parts do not add up",
-            do=f"{back}loss_weighting='targets' (exact), or 'samples' to weight by samples all the same",
+            f"some targets are {' or '.join(map(str, marks))}, which the loss ignores, {where}",
+            why="its mean then goes over fewer targets than the parts of a step are weighted by, so they do not add up",
+            do=f"{back}{how}, or with loss_weighting='samples' to weight by samples all the same",
         )
 
     def _unknown(self, is_own: bool) -> TaskError:
@@ -221,9 +252,16 @@ class LossWeights:
         )
 
 
+def _has(target: torch.Tensor, marks: Sequence[int]) -> torch.Tensor:
+    """Whether some target is one of these marks, on its device."""
+    return functools.reduce(torch.logical_or, ((target == mark).any() for mark in marks))
+
+
 def _add_up(found: Evidence | None, rules: list[Rule], trial: Trial, *, is_known: bool, is_own: bool) -> Votes:
-    mine = [float(is_known), float(is_own), 0.0, 0.0, *(0.0 for _ in rules)]
+    marks = marks_of(rules)
+    mine = [float(is_known), float(is_own), 0.0, 0.0, *(0.0 for _ in marks), *(0.0 for _ in rules)]
     if found is not None:
-        mine[2:] = [1.0, float(found.is_whole), *map(float, found.refuted)]
-    known, own, opinions, whole, *refuted = trial.agree(torch.tensor(mine, dtype=torch.float64)).tolist()
-    return Votes(known, own, opinions, whole, tuple(refuted))
+        watched = [float(mark in found.watched) for mark in marks]
+        mine[2:] = [1.0, float(found.is_by_value), *watched, *map(float, found.refuted)]
+    known, own, opinions, by_value, *rest = trial.agree(torch.tensor(mine, dtype=torch.float64)).tolist()
+    return Votes(known, own, opinions, by_value, tuple(rest[: len(marks)]), tuple(rest[len(marks) :]))
