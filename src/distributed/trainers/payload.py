@@ -19,7 +19,9 @@ import torch
 
 from distributed.core.errors import Problem, TaskError
 from distributed.core.private_files import Sealed, create_private, seal
-from distributed.trainers.parametrized import describe, is_parametrized
+from distributed.trainers import carried_hooks, parametrized
+from distributed.trainers.carried_hooks import has_hooks
+from distributed.trainers.parametrized import is_parametrized
 from distributed.worker import PICKLE, Job
 
 _MAPPED_BYTES = 1 << 16  # arrays from this size on travel as tensors, which the ranks map
@@ -38,7 +40,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             writable = obj if obj.flags.writeable else obj.copy()
             return _as_array, (torch.from_numpy(writable),)
         if is_parametrized(obj):
-            return describe(obj)
+            return parametrized.describe(obj)
+        if has_hooks(obj):
+            return carried_hooks.describe(obj)
         return super().reducer_override(obj)
 
 
