@@ -163,7 +163,9 @@ def test_a_models_own_loss_is_known_by_its_value(kind: str, dtype: torch.dtype) 
     evidence = know_by_value(Outcome(loss, {"logits": logits}, labels, is_own=True), RULES)
     assert evidence is not None
     assert next(rule for rule, out in zip(RULES, evidence.refuted, strict=True) if not out) == Rule(kind, -100)  # type: ignore[arg-type]
-    assert know_by_value(Outcome(1.01 * loss, {"logits": logits}, labels, is_own=True), RULES) is None
+    other = know_by_value(Outcome(1.01 * loss, {"logits": logits}, labels, is_own=True), RULES)
+    assert other is not None
+    assert all(other.refuted)
 
 
 def alone(matters: bool = True) -> Trial:
@@ -235,13 +237,83 @@ def test_what_is_not_known_is_refused_only_where_it_matters() -> None:
 
 
 def test_a_loss_that_does_not_add_up_is_refused() -> None:
-    for loss_fn, weighting in ((FOUND["samples compared"][0], "auto"), (FOUND["squares"][0], "targets")):
-        task = Task(nn.Identity(), loss_fn, loss_weighting=weighting)
-        outcome = task.run(task.model, (VALUES, WANTED))
-        with pytest.raises(TaskError, match="is not"):
-            task.settle(outcome, (VALUES, WANTED), 8, alone())
+    task = Task(nn.Identity(), FOUND["samples compared"][0])
+    outcome = task.run(task.model, (VALUES, WANTED))
+    with pytest.raises(TaskError, match="is not"):
+        task.settle(outcome, (VALUES, WANTED), 8, alone())
     declared = Task(nn.Identity(), FOUND["samples compared"][0], loss_weighting="samples")
     assert declared.settle(outcome, (VALUES, WANTED), 8, alone()) == outcome
+
+
+MEANS: dict[str, Any] = {
+    "torch's own": nn.MSELoss(),
+    "a function": lambda o, t: (o - t).square().mean(),
+    "the default": None,
+    "cross entropy": nn.CrossEntropyLoss(),
+    "of probabilities": lambda o, t: F.cross_entropy(o, t.softmax(1)),
+}
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_mean_over_rows_of_which_a_sample_has_several_is_weighted_by_them(kind: str) -> None:
+    """As a collate_fn makes them that puts graphs or boxes of all samples one after the other."""
+    task = Task(nn.Identity(), MEANS[kind])
+    batch = (FEW, KINDS) if kind == "cross entropy" else (VALUES, WANTED)
+    settled = task.settle(task.run(task.model, batch), batch, 3, halved_elsewhere())
+    assert settled is not None
+    per_row = 1 if kind == "cross entropy" else 3
+    for rows in (8, 5):
+        outcome = task.run(task.model, tuple(tensor[:rows] for tensor in batch))
+        assert float(outcome.weight) == rows * per_row  # type: ignore[arg-type]
+
+
+def halved_elsewhere() -> Trial:
+    """With another rank, whose samples have half as many elements each, and not one row a sample."""
+
+    def agree(votes: torch.Tensor) -> torch.Tensor:
+        if len(votes) == 4:
+            ranks, units, squares, alike = votes.tolist()
+            return torch.tensor([2 * ranks, 1.5 * units, 1.25 * squares, alike], dtype=torch.float64)
+        return 2 * votes
+
+    return alone()._replace(agree=agree)
+
+
+def test_a_step_whose_samples_are_no_weight_is_refused() -> None:
+    for loss_fn in (nn.MSELoss(), MEANS["a function"], None):
+        task = Task(nn.Identity(), loss_fn)
+        task.settle(task.run(task.model, (VALUES, WANTED)), (VALUES, WANTED), 8, alone())
+        task.check_share(task.run(task.model, (VALUES[:4], WANTED[:4])), 4)
+        with pytest.raises(TaskError, match="loss_weighting='targets'"):
+            task.check_share(task.run(task.model, (VALUES, WANTED)), 4)
+        with pytest.raises(TaskError, match="pad all samples to one length"):
+            task.check_share(task.run(task.model, (VALUES[:, :2], WANTED[:, :2])), 8)
+
+
+def test_later_samples_show_what_the_first_did_not() -> None:
+    first = torch.zeros(8, dtype=torch.int64)
+    weights = torch.ones(64).double()
+    weights[50] = 9.0  # of a class that is not among those tried
+    task = Task(nn.Identity(), lambda o, t: F.cross_entropy(o, t, weight=weights))
+    outputs = random(8, 64)
+    task.settle(task.run(task.model, (outputs, first)), (outputs, first), 8, alone())
+    later = first.clone()
+    later[::2] = 50
+    with pytest.raises(TaskError, match="is not the mean of the losses of its parts"):
+        task.run(task.model, (outputs, later))
+
+
+def test_a_loss_that_calls_itself_a_sum_is_tried() -> None:
+    class Claims(nn.Module):
+        reduction = "sum"
+
+        def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(outputs, target)
+
+    task = Task(nn.Identity(), Claims())
+    settled = task.settle(task.run(task.model, (VALUES, WANTED)), (VALUES, WANTED), 8, alone())
+    assert settled is not None
+    assert not settled.is_sum
 
 
 def test_a_tuple_that_is_no_loss_and_weight_is_refused() -> None:

@@ -90,8 +90,11 @@ class StepTask(Protocol):
     def check_targets(self) -> None:
         """Raise what the targets since the last look were found to be; a device must be waited for."""
 
+    def check_share(self, outcome: Outcome, size: int) -> None:
+        """Raise if the samples of a part of a step are no weight for its loss. Reads shapes only."""
+
     def check_evaluated(self, outcome: Outcome) -> None:
-        """The same for a batch of an evaluation."""
+        """The same as `check_targets` for a batch of an evaluation."""
 
     def make_optimizer(self, model: nn.Module, plan: Plan) -> torch.optim.Optimizer: ...
 

@@ -124,8 +124,10 @@ class BitwiseReplicas(Replica):
             part = unless_empty(part, outcome.weight) * outcome.weight
             self._scalars[_WEIGHT] = outcome.weight.detach()
             self._scalars[_WEIGHTED] = 1.0
-        elif not outcome.is_sum and micro.weight != 1.0:
-            part = part * micro.weight
+        elif not outcome.is_sum:
+            if micro.size:
+                self._task.check_share(outcome, micro.size)
+            part = part if micro.weight == 1.0 else part * micro.weight
         if self._checks_loss and not math.isfinite(value := part.item()):
             raise NonFiniteLoss(value)
         self._backward(part)

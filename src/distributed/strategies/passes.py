@@ -133,8 +133,10 @@ class Passes(Replica):
             part = unless_empty(part, outcome.weight) * (outcome.weight * factor)
         elif outcome.is_sum:
             part = part * (self._ranks if micro.size else 0)
-        elif micro.weight != 1.0:
-            part = part * micro.weight
+        else:
+            if micro.size:
+                self._task.check_share(outcome, micro.size)
+            part = part if micro.weight == 1.0 else part * micro.weight
         return part if micro.size else part.nan_to_num(0.0)  # a stand-in's loss has weight 0, whatever it is
 
     @contextmanager

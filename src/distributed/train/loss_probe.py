@@ -7,6 +7,7 @@ expect is an error like any other. A model's own loss is known by its value, or 
 from __future__ import annotations
 
 import copy
+import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from distributed.core.errors import TaskError
 from distributed.strategies.base import Outcome
-from distributed.train.loss_rules import Evidence, Part, Rule, compare, marks_of
+from distributed.train.loss_rules import Evidence, Mark, Part, Rule, compare, marks_of
 from distributed.train.reachable import changes, look
 
 _ROWS = 4  # samples that a loss is tried on
@@ -26,15 +27,23 @@ _HOST_BYTES = 2 << 30  # of outputs that are copied for it
 _EXACT = {torch.float64: 1e-7, torch.float32: 2e-4}  # of a model's losses of parts; those in 16 bits: see below
 _ROUGH = 2e-2
 _TRIED = 1e-5  # of a function's losses, which may compute in fp32 whatever it is given
-_SAME = 1e-5  # of the value of a cross entropy, if the model's loss is one
+_SAME = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the value of a cross entropy, if the model's loss is one
+_CLASSES, _CLASS_BYTES = 32, 64 << 20  # samples with targets that run through the classes, and the size of them
 
 
-def try_function(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequence[Rule]) -> Evidence | None:
-    """What a loss function tells on copies of some samples, and of the same with targets left out by any mark."""
+def try_function(
+    loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequence[Rule], *, first: int | None = None
+) -> Evidence | None:
+    """What a loss function tells on copies of some samples, and of the same with other targets.
+
+    These are left out by any mark, or run through the classes. `first`: only the samples from there on as they are.
+    """
     count = _count((outputs, target))
     if not count:
         return None
     rows = torch.linspace(0, count - 1, min(count, _ROWS)).round().long()
+    if first is not None:
+        rows = (torch.arange(min(count, _ROWS)) + first) % count
     if sum(tensor[:1].numel() for tensor in _tensors(outputs)) * len(rows) * 8 > _HOST_BYTES:
         return None
     outputs, target = _take((outputs, target), rows)
@@ -42,30 +51,34 @@ def try_function(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: 
         outputs = tree_map(lambda leaf: torch.cat([leaf, -leaf]) if isinstance(leaf, torch.Tensor) else leaf, outputs)
         target = tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) else leaf, target)
     before = look({"loss": loss_fn})
-    marked = {mark: _refuted(loss_fn, outputs, _with_ignored(target, mark), rules) for mark in marks_of(rules)}
     natural = _refuted(loss_fn, outputs, target, rules)
-    if moved := changes(before, look({"loss": loss_fn})):
-        raise TaskError(
-            "what the loss is a mean over cannot be found out by trying it",
-            why=f"it keeps state that a call changes: {moved[0]}",
-            do="return (loss, weight) from it, or set loss_weighting='samples' if it is a mean over the samples",
-        )
-    if natural is None:
-        return None
-    refuted, watched = natural, []
+    marked = {}
+    if first is None:
+        marked = {mark: _refuted(loss_fn, outputs, _with_mark(target, mark), rules) for mark in marks_of(rules)}
+    refuted, watched = natural, list[Mark]()
     for mark, found in marked.items():
-        if found is None:  # it does not take such a target at all
+        if refuted is None or found is None:  # it does not take such a target at all
             continue
         both = tuple(a or b for a, b in zip(refuted, found, strict=True))
         if all(both):  # several terms, of which one leaves targets out: it adds up as long as there are none
             watched.append(mark)
         else:
             refuted = both
-    return Evidence(refuted, tuple(watched))
+    for given in _of_all_classes(outputs, target) if first is None else ():
+        found = _refuted(loss_fn, *given, rules)
+        if refuted is not None and found is not None:  # classes that count less than others, or not at all
+            refuted = tuple(a or b for a, b in zip(refuted, found, strict=True))
+    if moved := changes(before, look({"loss": loss_fn})):
+        raise TaskError(
+            "what the loss is a mean over cannot be found out by trying it",
+            why=f"it keeps state that a call changes: {moved[0]}",
+            do="return (loss, weight) from it, or set loss_weighting='samples' if it is a mean over the samples",
+        )
+    return None if refuted is None else Evidence(refuted, tuple(watched))
 
 
 def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:
-    """Whether a model's own loss is the cross entropy of the logits that it returned beside it."""
+    """Whether a model's own loss is the cross entropy of the logits that it returned beside it; None: none to see."""
     logits, target, loss = logits_of(outcome.outputs), outcome.target, outcome.loss
     if logits is None or not isinstance(target, torch.Tensor) or not Rule("targets").fits(target):
         return None
@@ -74,9 +87,8 @@ def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:
     value = loss.detach().item()
     errors = [_error(rule, logits.detach(), target, value) for rule in rules]
     best = min(errors)
-    limit = _SAME if loss.dtype in _EXACT else _ROUGH / 5
-    if not best <= limit:
-        return None
+    if not best <= _SAME.get(loss.dtype, _ROUGH / 5):
+        return Evidence((True,) * len(rules), is_by_value=True)
     refuted = tuple(not error <= max(10 * best, 1e-7) for error in errors)
     kinds = {rule.kind for rule, is_out in zip(rules, refuted, strict=True) if not is_out}
     return Evidence(refuted, is_by_value=True) if len(kinds) == 1 else None
@@ -130,15 +142,35 @@ def _refuted(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequ
     return None
 
 
-def _with_ignored(target: Any, ignored: int) -> Any:
-    """The same with half of the first sample's targets left out; None: that cannot be."""
-    if not isinstance(target, torch.Tensor) or not Rule("targets").fits(target):
+def _with_mark(target: Any, mark: Mark) -> Any:
+    """The same with half of the first sample's targets marked; None: that cannot be."""
+    if not isinstance(target, torch.Tensor) or target.is_complex() or not target.dim():
+        return None
+    if target.is_floating_point() != isinstance(mark, float):
         return None
     changed = target.clone()
     first = changed[0].reshape(-1)
-    first[: max(1, first.numel() // 2)] = ignored
+    first[: max(1, first.numel() // 2)] = mark
     changed[0] = first.reshape(changed[0].shape)
     return changed
+
+
+def _of_all_classes(outputs: Any, target: Any) -> list[tuple[Any, Any]]:
+    """Outputs and targets that run through the classes, wherever these may lie in the outputs."""
+    if not isinstance(outputs, torch.Tensor) or not isinstance(target, torch.Tensor) or outputs.dim() < 2:
+        return []
+    if not Rule("targets").fits(target) or outputs.dim() != target.dim() + 1:
+        return []
+    found = []
+    for count in dict.fromkeys((outputs.shape[1], outputs.shape[-1])):
+        most = min(_CLASSES, _CLASS_BYTES // (outputs[0].numel() * 8))
+        if most < 2:
+            continue
+        rows = torch.arange(min(most, max(len(target), count))) % len(target)
+        shape = (len(rows), *target.shape[1:])
+        through = (torch.arange(math.prod(shape)) % count).reshape(shape).to(target.dtype)
+        found.append((outputs[rows], through))
+    return found
 
 
 def _error(rule: Rule, logits: torch.Tensor, target: torch.Tensor, value: float) -> float:

@@ -14,12 +14,16 @@ import torch
 
 # That people mark targets with which do not count; the classes among them are what tokenizers pad with.
 IGNORED = (-100, -1, 0, 255, 1, 2, 3, 50256)
+FLOAT_MARKS = (math.nan, -1.0, 0.0)  # of targets that are no classes
 
-Kind = Literal["samples", "sum", "targets", "shifted"]
+Mark = int | float
+
+Kind = Literal["samples", "sum", "targets", "shifted", "elements"]
 
 
 class Rule(NamedTuple):
-    """`targets`: those that are not `ignored`; `shifted`: without the first of each sequence, as language models do."""
+    """`targets`: those that are not `ignored`; `shifted`: without the first of each sequence, as language models do;
+    `elements`: of outputs with another number of rows than samples."""
 
     kind: Kind
     ignored: int = 0
@@ -36,7 +40,7 @@ class Rule(NamedTuple):
         return (target[..., 1:] != self.ignored).sum() if self.kind == "shifted" else None
 
     def fits(self, target: object) -> bool:
-        if self.kind in ("samples", "sum"):
+        if self.kind in ("samples", "sum", "elements"):
             return True
         has_classes = isinstance(target, torch.Tensor) and not target.is_floating_point() and not target.is_complex()
         return has_classes and target.dim() >= (1 if self.kind == "targets" else 2)  # type: ignore[attr-defined]
@@ -49,8 +53,9 @@ def rules_for(ignored: int) -> list[Rule]:
     return [Rule("samples"), Rule("sum"), *counts]
 
 
-def marks_of(rules: Sequence[Rule]) -> list[int]:
-    return list(dict.fromkeys(rule.ignored for rule in rules if rule.kind == "targets"))
+def marks_of(rules: Sequence[Rule]) -> list[Mark]:
+    """By which targets may be left out."""
+    return [*dict.fromkeys(rule.ignored for rule in rules if rule.kind == "targets"), *FLOAT_MARKS]
 
 
 class Part(NamedTuple):
@@ -65,7 +70,7 @@ class Evidence(NamedTuple):
     """What one rank has found out."""
 
     refuted: tuple[bool, ...]  # of each rule
-    watched: tuple[int, ...] = ()  # marks of targets with which the rules that are left may not hold
+    watched: tuple[Mark, ...] = ()  # marks of targets with which the rules that are left may not hold
     is_by_value: bool = False  # it tells nothing of marks that the batch has not
 
 

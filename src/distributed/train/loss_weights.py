@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from distributed.core.errors import TaskError
 from distributed.strategies.base import Outcome, Trial
 from distributed.train.loss_probe import know_by_value, try_function, try_model
-from distributed.train.loss_rules import Evidence, Rule, marks_of, rules_for
+from distributed.train.loss_rules import Evidence, Mark, Rule, marks_of, rules_for
 from distributed.train.losses import Entropy, adds_up, entropy_of, is_even
 from distributed.train.reachable import changes, look
 
@@ -27,6 +28,7 @@ class Votes(NamedTuple):
     own: float  # whose model returned it
     opinions: float  # that have found something out
     by_value: float  # and that by the value of one batch
+    denied: float  # which is no cross entropy
     watched: tuple[float, ...]  # who would have each mark of targets watched for
     refuted: tuple[float, ...]  # of each rule
 
@@ -40,10 +42,14 @@ class LossWeights:
     rule: Rule | None = None  # of a loss that is not torch's own; None: nothing is known, it is taken for a mean
     _matters: bool = False  # whether a step has several parts, which are weighted
     _is_sure: bool = False  # whether the rule also holds where targets are left out
-    _watched: tuple[int, ...] = ()  # marks of targets that make the mean go over less than it is weighted for
+    _watched: tuple[Mark, ...] = ()  # marks of targets that make the mean go over less than it is weighted for
     _open: tuple[int, ...] = ()  # marks that no batch had yet: whether the loss counts such targets is not known
     _met: torch.Tensor | None = field(default=None, repr=False)  # on a device: whether there was one of them
     _looks_closer: bool = False  # because there was
+    _unit: float | None = None  # elements a sample, where samples are weight enough
+    _by_elements: bool = False  # they are not: outputs have more or fewer rows than there are samples
+    _is_tried: bool = False  # whether the rule is one that a few samples have shown
+    _calls: int = 0  # of a loss whose rule is one
     _found: torch.Tensor | None = field(default=None, repr=False)  # on a device: whether there was one
 
     @property
@@ -67,13 +73,21 @@ class LossWeights:
             return outcome._replace(weight=entropy.divisor(target))
         if self.rule is not None:
             if self.rule.kind == "sum":
+                if self._is_tried and trains:
+                    self._try_again(outcome)
                 return outcome._replace(is_sum=True)
+            if self.rule.kind == "elements":
+                return self._seen(outcome._replace(weight=_elements_on_device(outcome)))
             if not self.rule.fits(target):
                 raise self._changed(target)
             is_needed = self._matters or not trains
             if self._open and trains:
                 self._check_open(outcome)
+            if self._is_tried and trains:
+                self._try_again(outcome)
             return self._seen(outcome._replace(weight=self.rule.weigh(target) if is_needed else None))
+        if not trains and is_even(loss_fn) and self.weighting != "samples" and _looked_at(outcome) is not None:
+            return outcome._replace(weight=_elements_on_device(outcome))
         return self._seen(outcome._replace(is_sum=loss_fn is not None and adds_up(loss_fn)))
 
     def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: Trial) -> Outcome | None:
@@ -83,8 +97,13 @@ class LossWeights:
         the loss is a mean over is not to be found out. None: this rank has no loss; `size` 0: that of a stand-in.
         """
         self._watched, self._open, self._matters = (), (), trial.matters
-        if self.weighting == "samples" or adds_up(self.loss_fn) or is_even(self.loss_fn):
+        self._is_tried, self._unit, self._by_elements = False, None, False
+        if self.weighting == "samples" or adds_up(self.loss_fn):
             return outcome
+        if trial.matters:
+            self._agree_on_units(outcome, size, trial)
+        if is_even(self.loss_fn):
+            return self._by_their_number(outcome)
         if self.loss_fn is not None and entropy_of(self.loss_fn) is not None:
             return self._watch(outcome, trial)
         if self.loss_fn is not None and not trial.matters:
@@ -97,26 +116,103 @@ class LossWeights:
         votes = _add_up(found, rules, trial, is_known=is_known, is_own=is_own)
         if votes.known:
             return self._watch(outcome, trial)
-        if not votes.opinions and votes.own and trial.matters and trial.run is not None:
+        if trial.matters and 0 < votes.denied < votes.by_value:  # of some samples only it is a cross entropy
+            raise self._fits_none(votes.own > 0)
+        is_tried = votes.opinions > 0 and not votes.denied
+        if not is_tried and votes.own and trial.matters and trial.run is not None:
             found = self._try_model(trial, batch, size, rules) if size else None
             votes = _add_up(found, rules, trial, is_known=False, is_own=is_own)
         self._decide(votes, rules, trial)
-        return None if outcome is None else self.of(outcome._replace(weight=None, is_sum=False), None)
+        settled = None if outcome is None else self.of(outcome._replace(weight=None, is_sum=False), None)
+        self._is_tried, self._calls = is_tried and trial.matters, 0
+        return settled
+
+    def _agree_on_units(self, outcome: Outcome | None, size: int, trial: Trial) -> None:
+        """Whether samples are weight enough: each has as many elements in the outputs as any other of the ranks'."""
+        count = None if outcome is None or not size else _elements(outcome)
+        mine = [0.0] * 4
+        if count is not None:
+            unit = count / size
+            mine = [1.0, unit, unit * unit, float(_rows(outcome) == size)]
+            self._unit = unit
+        ranks, units, squares, alike = trial.agree(torch.tensor(mine, dtype=torch.float64)).tolist()
+        is_one = abs(ranks * squares - units * units) <= 1e-9 * max(units * units, 1.0)
+        if self.weighting == "targets" or not is_one:
+            if alike == ranks and not is_one and self._is_over_elements(outcome):
+                raise self._padded()
+            self._by_elements, self._unit = self.weighting == "targets" or alike < ranks, None
+
+    def check_share(self, outcome: Outcome, size: int) -> None:
+        """Raise if samples are no weight for this part of a step, as they were for the first one. Reads shapes only."""
+        if self._unit is None:
+            return
+        count = _elements(outcome)
+        if count is None or count == self._unit * size:
+            return
+        if _rows(outcome) == size and self._is_over_elements(outcome):
+            raise self._padded()
+        raise TaskError(
+            f"the outputs of {size} samples have {count} elements; those of the first step had {self._unit:g} a sample",
+            why="the loss is a mean over them, and the parts of a step are weighted by samples",
+            do="set loss_weighting='targets' (exact), or 'samples' to weight by samples all the same",
+        )
+
+    def _is_over_elements(self, outcome: Outcome | None) -> bool:
+        """Not over the targets, of which padding is left out, and not the model's own, which may be anything."""
+        loss_fn = self.loss_fn or (None if outcome is None else outcome.fitted)
+        return loss_fn is not None and entropy_of(loss_fn) is None
+
+    def _by_their_number(self, outcome: Outcome | None) -> Outcome | None:
+        """A mean of torch's own, over the elements of the outputs: also where they are not so many a sample."""
+        self.rule = Rule("elements") if self._by_elements else None
+        if outcome is None or self.rule is None:
+            return outcome
+        return outcome._replace(weight=_elements_on_device(outcome))
+
+    def _padded(self) -> TaskError:
+        return TaskError(
+            "the parts of a step have outputs of different shapes, with one row a sample",
+            why="the loss is a mean over all elements, padding among them: one process pads the whole batch to one "
+            "length, and each part of a step has its own",
+            do=f"pad all samples to one length; or {_RETURN} (without padding); or {_SAMPLES}",
+        )
+
+    def _try_again(self, outcome: Outcome) -> None:
+        """After 1, 2, 4, 8 … calls: whether other samples show what the first ones did not."""
+        self._calls += 1
+        if self._calls & (self._calls - 1) or self.rule is None or self.rule.kind == "elements":
+            return
+        rules = rules_for(self.ignored)
+        if outcome.is_own:
+            found = know_by_value(outcome, rules)
+        elif self.loss_fn is not None:
+            found = try_function(self.loss_fn, outcome.outputs, outcome.target, rules, first=self._calls)
+        else:
+            return
+        if found is not None and found.refuted[rules.index(self.rule)]:
+            raise self._fits_none(outcome.is_own)
 
     def _watch(self, outcome: Outcome | None, trial: Trial) -> Outcome | None:
         """torch's cross entropy with one target a sample is weighted by samples, as long as none is left out."""
         entropy = None if outcome is None else entropy_of(self.loss_fn or outcome.fitted)
         if outcome is None or entropy is None or entropy.reduction != "mean":
-            return outcome
+            is_mean = outcome is not None and is_even(outcome.fitted)
+            return self._by_their_number(outcome) if is_mean else outcome
+        if self._by_elements:
+            return outcome._replace(weight=entropy.divisor(outcome.target))
         if trial.matters and self.weighting == "auto" and self._is_by_samples(entropy, outcome.target):
             self._watched = (self.ignored,)
         return self._seen(outcome)
 
     def _is_by_samples(self, entropy: Entropy, target: torch.Tensor) -> bool:
         """Whether a step weights a cross entropy by its samples, which saves it a collective."""
-        if entropy.class_weights is not None or self.weighting == "targets":
+        if self.weighting == "samples":
+            return True
+        if self._by_elements or self.weighting == "targets":
             return False
-        return target.dim() == 1 or self.weighting == "samples"
+        if target.is_floating_point():  # probabilities of classes
+            return target.dim() == 2
+        return entropy.class_weights is None and target.dim() == 1
 
     def _first_evidence(self, outcome: Outcome, rules: list[Rule]) -> Evidence | None:
         """What is to be had without another pass through the model."""
@@ -131,8 +227,12 @@ class LossWeights:
                 raise self._unknown(votes.own > 0)
             return
         left = [rule for rule, count in zip(rules, votes.refuted, strict=True) if not count]
+        if not left and not trial.matters:
+            return
+        if self._by_elements:
+            left = [Rule("elements") if rule.kind == "samples" else rule for rule in left]
         if self.weighting == "targets":
-            left = [rule for rule in left if rule.kind in ("targets", "shifted")]
+            left = [rule for rule in left if rule.kind in ("targets", "shifted", "elements")]
         if not left:
             raise self._fits_none(votes.own > 0)
         self.rule = left[0]
@@ -141,7 +241,7 @@ class LossWeights:
         self._is_sure = counts or not watched
         if trial.matters and counts and votes.by_value:
             self._open = tuple(r.ignored for r in left if r.kind == self.rule.kind and r != self.rule)
-        elif trial.matters and not self._is_sure:
+        if trial.matters:
             self._watched = watched
 
     def _check_open(self, outcome: Outcome) -> None:
@@ -195,9 +295,9 @@ class LossWeights:
     def _seen(self, outcome: Outcome) -> Outcome:
         """Look for targets that are left out, where that would matter: at once on the host, on a device later."""
         target = outcome.target
-        if not self._watched or outcome.weight is not None or not torch.is_grad_enabled():
+        if not self._watched or not torch.is_grad_enabled():
             return outcome
-        if not Rule("targets").fits(target):
+        if not isinstance(target, torch.Tensor) or not target.dim():
             return outcome
         found = _has(target, self._watched)
         if target.device.type == "cpu":
@@ -209,7 +309,7 @@ class LossWeights:
             self._found.logical_or_(found)
         return outcome
 
-    def _ignores(self, marks: Sequence[int], where: str, *, is_late: bool = False) -> TaskError:
+    def _ignores(self, marks: Sequence[Mark], where: str, *, is_late: bool = False) -> TaskError:
         back = "resume from the last checkpoint, " if is_late else ""
         how = _RETURN if self.rule is not None else "set loss_weighting='targets' (exact)"
         return TaskError(
@@ -252,16 +352,42 @@ class LossWeights:
         )
 
 
-def _has(target: torch.Tensor, marks: Sequence[int]) -> torch.Tensor:
+def _has(target: torch.Tensor, marks: Sequence[Mark]) -> torch.Tensor:
     """Whether some target is one of these marks, on its device."""
-    return functools.reduce(torch.logical_or, ((target == mark).any() for mark in marks))
+    found = (target.isnan() if math.isnan(mark) else target == mark for mark in marks)
+    return functools.reduce(torch.logical_or, (one.any() for one in found))
+
+
+def _looked_at(outcome: Outcome) -> torch.Tensor | None:
+    """What has a number of elements that follows that of what the loss is a mean over."""
+    for value in (outcome.outputs, outcome.target):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value
+    return None
+
+
+def _elements(outcome: Outcome) -> int | None:
+    found = _looked_at(outcome)
+    return None if found is None else found.numel()
+
+
+def _rows(outcome: Outcome | None) -> int | None:
+    found = None if outcome is None else _looked_at(outcome)
+    return None if found is None else len(found)
+
+
+def _elements_on_device(outcome: Outcome) -> torch.Tensor:
+    count = _elements(outcome)
+    assert count is not None
+    return torch.full((), count, device=outcome.loss.device)
 
 
 def _add_up(found: Evidence | None, rules: list[Rule], trial: Trial, *, is_known: bool, is_own: bool) -> Votes:
     marks = marks_of(rules)
-    mine = [float(is_known), float(is_own), 0.0, 0.0, *(0.0 for _ in marks), *(0.0 for _ in rules)]
+    mine = [float(is_known), float(is_own), 0.0, 0.0, 0.0, *(0.0 for _ in marks), *(0.0 for _ in rules)]
     if found is not None:
         watched = [float(mark in found.watched) for mark in marks]
-        mine[2:] = [1.0, float(found.is_by_value), *watched, *map(float, found.refuted)]
-    known, own, opinions, by_value, *rest = trial.agree(torch.tensor(mine, dtype=torch.float64)).tolist()
-    return Votes(known, own, opinions, by_value, tuple(rest[: len(marks)]), tuple(rest[len(marks) :]))
+        denied = float(found.is_by_value and all(found.refuted))
+        mine[2:] = [1.0, float(found.is_by_value), denied, *watched, *map(float, found.refuted)]
+    known, own, opinions, by_value, denied, *rest = trial.agree(torch.tensor(mine, dtype=torch.float64)).tolist()
+    return Votes(known, own, opinions, by_value, denied, tuple(rest[: len(marks)]), tuple(rest[len(marks) :]))

@@ -44,15 +44,17 @@ class Entropy(NamedTuple):
     class_weights: torch.Tensor | None
     reduction: str
 
-    def divisor(self, target: torch.Tensor) -> torch.Tensor | None:
-        """What its mean divides by; None: by the samples. Looks at no value.
+    def divisor(self, target: torch.Tensor) -> torch.Tensor:
+        """What its mean divides by. Looks at no value.
 
         >>> target = torch.tensor([0, 1, 255])
         >>> Entropy(255, torch.tensor([1.0, 3.0]), "mean").divisor(target)
         tensor(4.)
         """
         if target.is_floating_point():  # probabilities of classes
-            return None
+            return torch.full(
+                (), target.numel() // max(1, target.shape[1] if target.dim() > 1 else 1), device=target.device
+            )
         counted = target != self.ignore_index
         if self.class_weights is None:
             return counted.sum()
@@ -69,22 +71,33 @@ def entropy_of(loss_fn: Any) -> Entropy | None:
     return None
 
 
+def squared_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The default of targets that are no classes."""
+    return F.mse_loss(outputs, target.view_as(outputs))
+
+
 def is_even(loss_fn: Any) -> bool:
     """Whether every sample has the same part in a loss of torch's own, which is a mean."""
     if type(loss_fn) in _EVEN:
         return loss_fn.reduction in _MEANS
     function, options = _without_partial(loss_fn)
-    return function in _EVEN.values() and options is not None and options.get("reduction", "mean") in _MEANS
+    return (
+        function in (squared_error, *_EVEN.values())
+        and options is not None
+        and options.get("reduction", "mean") in _MEANS
+    )
 
 
 def adds_up(loss_fn: Any) -> bool:
-    """Whether a loss says of itself that it is a sum.
+    """Whether a loss of torch's own is a sum.
 
     >>> adds_up(functools.partial(F.mse_loss, reduction="sum")), adds_up(F.mse_loss)
     (True, False)
     """
-    _, options = _without_partial(loss_fn)
-    return (options or {}).get("reduction", getattr(loss_fn, "reduction", "mean")) == "sum"
+    if type(loss_fn) in (*_ENTROPIES, *_EVEN):
+        return bool(loss_fn.reduction == "sum")
+    function, options = _without_partial(loss_fn)
+    return function in (*_ENTROPY_FUNCTIONS, *_EVEN.values()) and (options or {}).get("reduction") == "sum"
 
 
 def _without_partial(loss_fn: Any) -> tuple[Callable[..., Any], dict[str, Any] | None]:

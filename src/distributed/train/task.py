@@ -15,7 +15,7 @@ from distributed.strategies.base import MetricSum, Outcome, Trial
 from distributed.train.loss_probe import logits_of
 from distributed.train.loss_state import LossState, holder_of, load_loss, refuse_trained_loss, state_of
 from distributed.train.loss_weights import LossWeights
-from distributed.train.losses import entropy_of
+from distributed.train.losses import entropy_of, squared_error
 from distributed.train.metrics import Metric, binary_accuracy, class_hits, sum_metrics
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -140,6 +140,9 @@ class Task:
     def check_targets(self) -> None:
         self._weights.check()
 
+    def check_share(self, outcome: Outcome, size: int) -> None:
+        self._weights.check_share(outcome, size)
+
     def check_evaluated(self, outcome: Outcome) -> None:
         self._weights.check_evaluated(outcome)
 
@@ -214,16 +217,12 @@ def _fitting_loss(outputs: Any, target: Any) -> Callable[[Any, Any], torch.Tenso
         if not target.is_floating_point() and outputs.dim() > target.dim():
             return _CROSS_ENTROPY
         if target.is_floating_point() and outputs.numel() == target.numel():
-            return _squared_error
+            return squared_error
     raise TaskError(
         f"no loss: the model returned a {type(outputs).__name__}, and the target is a {type(target).__name__}",
         why="no loss_fn is given, and none can be guessed from these",
         do="pass loss_fn=…, or let the model return its loss",
     )
-
-
-def _squared_error(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(outputs, target.view_as(outputs))
 
 
 def check_task(task: Task) -> None:
