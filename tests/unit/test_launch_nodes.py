@@ -135,6 +135,37 @@ def test_a_node_whose_store_hangs_is_told_that_it_is_cut_off(connect):
     talks[0].leave(ok=False)
 
 
+class KilledStore:
+    """The store of a node that is killed after some more requests; None: it lives."""
+
+    def __init__(self, store: StoreClient) -> None:
+        self._store, self.left = store, None
+        self.cut = store.cut
+
+    def __getattr__(self, name: str) -> Any:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("killed")
+        return getattr(self._store, name)
+
+
+def test_a_node_killed_while_it_tells_does_not_silence_others(connect):
+    talks = talk(connect, ["a", "b"])
+    for requests in range(8):
+        store = KilledStore(connect())
+        killed = NodeTalk(store, connect().add(ARRIVED, 1))
+        wait_for(lambda killed=killed: killed.has_looked)
+        store.left = requests
+        killed.tell(News(2, "c", "regroup", "never heard"))
+        assert wait_for(killed.news).kind == "cut off"
+        killed.close()
+    talks[0].tell(News(0, "a", "failed", "boom"))
+    assert wait_for(talks[1].news).message == "boom"
+    for each in reversed(talks):
+        each.leave(ok=False)
+
+
 def test_those_who_stay_keep_their_order_and_the_world_its_legal_size():
     before = RoundRecord(agents=(7, 3, 5), hosts=("a", "b", "c"), ranks=(2, 2, 2), attempt=4)
     again = [replace(CARD, agent=agent, attempt=attempt) for agent, attempt in ((9, 1), (5, 0), (7, 2))]
