@@ -1,6 +1,6 @@
 """StoreServer: the run's key-value store, kept by a thread of a launcher; only who shows the run's secret is heard.
 
-Strangers cost little: their connections are few, short, and read 64 bytes of at most; a flood of them drops the oldest.
+Strangers cost little: their connections are short, and read 64 bytes of at most; a flood of them drops the oldest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from distributed.core.store_wire import (
     unpack,
 )
 
-_MOST_STRANGERS = 64  # connections that have not shown the secret yet; one more drops the oldest
+_MOST_STRANGERS = 1024  # connections that have not shown the secret yet: ranks too, which all come at once
 _STRANGER_S = 5.0  # for which they may take to do so
 _BACKLOG = 1024
 _READ_BYTES = 1 << 16
@@ -54,10 +54,10 @@ class _Guest:
 
 
 class StoreServer:
-    """Keeps the store from the moment it is made until `close`."""
+    """Keeps the store from the moment it is made until `close`. One more than `most_strangers` drops the oldest."""
 
-    def __init__(self, listener: socket.socket, secret: str) -> None:
-        self._listener, self._secret = listener, secret
+    def __init__(self, listener: socket.socket, secret: str, *, most_strangers: int = _MOST_STRANGERS) -> None:
+        self._listener, self._secret, self._most_strangers = listener, secret, most_strangers
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, set[_Guest]] = {}  # by one of the keys that each waits for
         self._strangers: dict[_Guest, None] = {}  # the oldest first
@@ -102,7 +102,7 @@ class StoreServer:
         if peer_is_other_user(line):
             line.close()
             return
-        if len(self._strangers) >= _MOST_STRANGERS:
+        if len(self._strangers) >= self._most_strangers:
             self._drop_oldest_stranger()
         line.setblocking(False)
         if line.family != socket.AF_UNIX:
