@@ -185,6 +185,31 @@ def test_a_client_that_was_dropped_among_many_comes_again():
     server.close()
 
 
+class FirstIsBroken(socket.socket):
+    """A listener whose first connection is no use any more when it is accepted."""
+
+    has_accepted = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        line, peer = super().accept()
+        if not self.has_accepted:
+            self.has_accepted = True
+            line.close()
+        return line, peer
+
+
+def test_a_broken_connection_does_not_end_the_store():
+    listener = FirstIsBroken()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    address = listener.getsockname()
+    server = StoreServer(listener, SECRET)
+    with socket.create_connection(address, 5) as broken:
+        assert broken.recv(1) == b""
+    assert StoreClient(f"tcp:127.0.0.1:{address[1]}", SECRET, connect_s=5.0).check([])
+    server.close()
+
+
 def test_what_an_authenticated_peer_gets_wrong_ends_its_connection_alone(tcp):
     client, odd = StoreClient(tcp.address, tcp.secret), StoreClient(tcp.address, tcp.secret)
     for request in ([b"exec", b"x"], [], [b"set", b"key"], [b"add", b"key", b"x"], [b"delete"]):

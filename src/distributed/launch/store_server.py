@@ -74,7 +74,8 @@ class StoreServer:
         """Hang up on everyone."""
         if not self._is_closed:
             self._is_closed = True
-            self._wake.send(b"x")
+            with contextlib.suppress(BrokenPipeError):  # the thread was awake, and has ended
+                self._wake.send(b"x")
             self._thread.join()
             self._wake.close()
 
@@ -99,9 +100,14 @@ class StoreServer:
                 self._drop_oldest_stranger()
                 time.sleep(_PAUSE_S)
             return
-        if peer_is_other_user(line):
+        try:
+            self._greet(line)
+        except (OSError, ValueError):  # it is of another user, or went away again
             line.close()
-            return
+
+    def _greet(self, line: socket.socket) -> None:
+        if peer_is_other_user(line):
+            raise ConnectionRefusedError
         if len(self._strangers) >= self._most_strangers:
             self._drop_oldest_stranger()
         line.setblocking(False)
@@ -109,8 +115,8 @@ class StoreServer:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         guest = _Guest(line, new_nonce(), time.monotonic())
-        self._strangers[guest] = None
         self._selector.register(line, selectors.EVENT_READ, guest)
+        self._strangers[guest] = None
         self._send(guest, HELLO + guest.nonce)
 
     def _tend(self, guest: _Guest, events: int) -> None:
