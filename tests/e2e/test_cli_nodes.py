@@ -42,7 +42,7 @@ def node(folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
         "--master-port",
         str(port),
     ]
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     return subprocess.Popen(
         [sys.executable, "-m", "distributed.cli", "train", *arguments, *more],
         cwd=folder,
@@ -112,3 +112,19 @@ def test_nodes_that_cannot_be_one_world_say_why(tmp_path):
         assert "different numbers of ranks" in shown
         assert "never" not in shown
     assert [running.returncode for running in nodes] == [3, 3]
+
+
+def test_a_node_whose_run_directory_holds_another_run_refuses_it(tmp_path):
+    (tmp_path / "train.py").write_text("print('never')")
+    log = tmp_path / "b" / "mine" / "attempts" / "0" / "rank-1.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("of another run")
+    port = free_port()
+    nodes = [
+        node(tmp_path / name, port, "--gpus-per-node", "1", "--node-rank", rank, "--run-dir", "mine")
+        for name, rank in (("a", "0"), ("b", "1"))
+    ]
+    shown = finish(*nodes)
+    assert [running.returncode for running in nodes] == [3, 3], shown
+    assert all("holds another run" in text for text in shown)
+    assert log.read_text() == "of another run"

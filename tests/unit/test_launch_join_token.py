@@ -22,6 +22,7 @@ def test_a_token_is_found_by_its_own_user_alone(tmp_path: Path) -> None:
     shared, other = tmp_path / "run" / "join-token", tmp_path / "cache" / "n0"
     assert leave_token(TOKEN, [shared, other]) == [shared, other]
     assert shared.stat().st_mode & 0o777 == 0o600
+    assert shared.parent.stat().st_mode & 0o777 == 0o700  # it may be the first to make the run's folder
     assert find_tokens([shared, other, tmp_path / "none"]) == [TOKEN, TOKEN]
     other.chmod(0o644)
     assert find_tokens([other]) == []

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributed.core.errors import LaunchError
 from distributed.core.store_client import StoreClient
-from distributed.launch.elastic import elastic_nodes
+from distributed.core.store_wire import StoreLostError
+from distributed.launch.elastic import StoreMeetingPoint, elastic_nodes
+from distributed.launch.membership import Membership
 from distributed.launch.nodes import News
 from distributed.launch.peers import ARRIVED, ROUND, NodeTalk
 from distributed.launch.ports import free_port
@@ -135,6 +138,37 @@ def test_a_node_whose_store_hangs_is_told_that_it_is_cut_off(connect):
     talks[0].leave(ok=False)
 
 
+class KilledStore:
+    """The store of a node that is killed after some more requests; None: it lives."""
+
+    def __init__(self, store: StoreClient) -> None:
+        self._store, self.left = store, None
+        self.cut = store.cut
+
+    def __getattr__(self, name: str) -> Any:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("killed")
+        return getattr(self._store, name)
+
+
+def test_a_node_killed_while_it_tells_does_not_silence_others(connect):
+    talks = talk(connect, ["a", "b"])
+    for requests in range(8):
+        store = KilledStore(connect())
+        killed = NodeTalk(store, connect().add(ARRIVED, 1))
+        wait_for(lambda killed=killed: killed.has_looked)
+        store.left = requests
+        killed.tell(News(2, "c", "regroup", "never heard"))
+        assert wait_for(killed.news).kind == "cut off"
+        killed.close()
+    talks[0].tell(News(0, "a", "failed", "boom"))
+    assert wait_for(talks[1].news).message == "boom"
+    for each in reversed(talks):
+        each.leave(ok=False)
+
+
 def test_those_who_stay_keep_their_order_and_the_world_its_legal_size():
     before = RoundRecord(agents=(7, 3, 5), hosts=("a", "b", "c"), ranks=(2, 2, 2), attempt=4)
     again = [replace(CARD, agent=agent, attempt=attempt) for agent, attempt in ((9, 1), (5, 0), (7, 2))]
@@ -152,6 +186,45 @@ def test_a_rendezvous_that_is_not_complete_says_how_many_came():
     request = replace(REQUEST, master_port=free_port())
     with pytest.raises(LaunchError, match="only 1 of 2 nodes"):
         elastic_nodes(request, timeout_s=1).gather(0)
+
+
+class StallingPoint(StoreMeetingPoint):
+    """Its first connection stalls until it is told to go on."""
+
+    def __init__(self, request: LaunchRequest, cache: Path) -> None:
+        super().__init__(request, run_dir=None, cache=cache)
+        self.goes_on = threading.Event()
+        self.stalled: list[Any] = []  # the connections of the thread that stalled
+        self._staller = 0
+
+    def connect(self, *, may_keep_store: bool) -> Any:
+        self._staller = self._staller or threading.get_ident()
+        if threading.get_ident() != self._staller:
+            return super().connect(may_keep_store=may_keep_store)
+        self.goes_on.wait()
+        self.stalled.append(super().connect(may_keep_store=False))
+        return self.stalled[-1]
+
+
+def is_cut(store: StoreClient) -> bool:
+    try:
+        return not store.check([])
+    except StoreLostError:
+        return True
+
+
+def test_a_connection_that_came_too_late_does_not_speak_for_the_node(tmp_path):
+    request = replace(REQUEST, node_rank=0, min_nodes=1, max_nodes=3, master_port=free_port())
+    point = StallingPoint(request, tmp_path)
+    node = Membership(request, point, first_call_s=0.1, last_call_s=0.1, try_s=0.5)
+    deadline = time.monotonic() + 30
+    assert node.gather(0, is_stopped=lambda: time.monotonic() > deadline).attempt == 0
+    point.goes_on.set()
+    wait_for(lambda: len(point.stalled) == 2)
+    wait_for(lambda: all(map(is_cut, point.stalled)))
+    assert node.gather(1, is_stopped=lambda: time.monotonic() > deadline).attempt == 1
+    node.leave(ok=False)
+    node.close()
 
 
 def test_a_meeting_point_where_nobody_is():

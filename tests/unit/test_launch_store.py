@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,15 @@ import torch.distributed as dist
 
 from distributed.core.env import StoreDoor
 from distributed.core.store_client import StoreClient
-from distributed.core.store_wire import HELLO, NONCE_BYTES, StoreLateError, StoreLostError, StoreRefusedError, pack
+from distributed.core.store_wire import (
+    CLIENT_BYTES,
+    HELLO,
+    NONCE_BYTES,
+    StoreLateError,
+    StoreLostError,
+    StoreRefusedError,
+    pack,
+)
 from distributed.launch.store_server import LocalStore, StoreServer
 from distributed.runtime.rank_store import RankStore
 
@@ -119,8 +128,9 @@ def test_a_client_of_a_store_that_ends_hears_of_it():
     store = LocalStore()
     client = StoreClient(store.door.address, store.door.secret)
     store.close()
-    with pytest.raises(StoreLostError):
-        client.get("a")
+    for _ in range(2):  # the second time there is nobody to connect to
+        with pytest.raises(StoreLostError):
+            client.get("a")
 
 
 def test_strangers_read_and_set_nothing_and_the_run_goes_on(tcp):
@@ -146,13 +156,58 @@ def test_strangers_read_and_set_nothing_and_the_run_goes_on(tcp):
     assert client.get("asked") == b"no"
 
 
-def test_a_flood_of_strangers_keeps_nobody_out(tcp):
-    client = StoreClient(tcp.address, tcp.secret)
-    strangers = [socket.create_connection(("127.0.0.1", port_of(tcp)), 5) for _ in range(300)]
+def test_a_flood_of_strangers_keeps_nobody_out():
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    server = StoreServer(listener, SECRET, most_strangers=20)
+    client = StoreClient(f"tcp:127.0.0.1:{address[1]}", SECRET)
+    strangers = [socket.create_connection(address, 5) for _ in range(100)]
     client.set("a", "1")
-    assert StoreClient(tcp.address, tcp.secret).get("a") == b"1"
+    assert StoreClient(f"tcp:127.0.0.1:{address[1]}", SECRET).get("a") == b"1"
     for stranger in strangers:
         stranger.close()
+    server.close()
+
+
+def test_a_client_that_was_dropped_among_many_comes_again():
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(10)
+    address = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+    with ThreadPoolExecutor(1) as pool:
+        client = pool.submit(StoreClient, address, SECRET)
+        for _ in range(2):
+            line, _ = listener.accept()
+            line.sendall(HELLO + bytes(NONCE_BYTES))
+            line.recv(CLIENT_BYTES)
+            line.close()
+        server = StoreServer(listener, SECRET)
+        assert client.result(30).check([])
+    server.close()
+
+
+class FirstIsBroken(socket.socket):
+    """A listener whose first connection is no use any more when it is accepted."""
+
+    has_accepted = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        line, peer = super().accept()
+        if not self.has_accepted:
+            self.has_accepted = True
+            line.close()
+        return line, peer
+
+
+def test_a_broken_connection_does_not_end_the_store():
+    listener = FirstIsBroken()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    address = listener.getsockname()
+    server = StoreServer(listener, SECRET)
+    with socket.create_connection(address, 5) as broken:
+        assert broken.recv(1) == b""
+    assert StoreClient(f"tcp:127.0.0.1:{address[1]}", SECRET, connect_s=5.0).check([])
+    server.close()
 
 
 def test_what_an_authenticated_peer_gets_wrong_ends_its_connection_alone(tcp):

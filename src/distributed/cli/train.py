@@ -426,8 +426,9 @@ def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
             held.enter_context(owned(first.run_dir, resume=bool(job.config.resume_from_checkpoint)))
         except LaunchError as used:
             problems = list(used.problems)
-    if place.node_rank == 0 and not first.restarts and problems:
-        nodes.tell(News(0, first.hosts[0], "failed", problems[0].what, exit_code=LaunchError.exit_code))
+    if problems and not first.restarts:  # on any node: each writes the logs of its ranks
+        host = first.hosts[place.node_rank]
+        nodes.tell(News(place.node_rank, host, "failed", problems[0].what, exit_code=LaunchError.exit_code))
         nodes.leave(ok=False)
         raise LaunchError(problems)
     ranks = f"ranks {place.rank_offset} to {place.rank_offset + place.ranks - 1} of {place.world_size}"

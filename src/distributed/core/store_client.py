@@ -18,7 +18,7 @@ from distributed.core.store_wire import (
     unpack,
 )
 
-_CONNECT_S = 5.0
+_CONNECT_S = 30.0  # the store may have thousands of ranks to greet at once
 
 
 class StoreClient:
@@ -91,7 +91,10 @@ class StoreClient:
 
     def _ask(self, *request: bytes, timeout_s: float | None = None) -> list[bytes]:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        line = self._borrow()
+        try:
+            line = self._borrow()
+        except OSError as failed:
+            raise StoreLostError(f"the run's store does not answer any more: {failed}") from None
         try:
             line.settimeout(max(limit_s, 0.001))
             line.sendall(pack(request))

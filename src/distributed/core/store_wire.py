@@ -18,6 +18,7 @@ import secrets
 import socket
 import struct
 import sys
+import time
 from collections.abc import Sequence
 
 HELLO = b"distsv1\n"
@@ -26,6 +27,8 @@ PROOF_BYTES = 32
 CLIENT_BYTES = NONCE_BYTES + PROOF_BYTES  # all that is read of a client which has not shown the secret yet
 LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28  # of a frame: what is longer is no request of ours
+
+_AGAIN_AFTER_S = (0.05, 0.15, 0.5)  # when a store hangs up on a proof
 
 _COUNT = struct.Struct(">I")
 
@@ -43,6 +46,10 @@ class StoreLateError(StoreLostError):
 
 class StoreRefusedError(StoreLostError):
     """Whoever listens there has another secret, or is no store of ours."""
+
+
+class _HungUpError(StoreRefusedError):
+    """Whoever listens there hung up on a proof: it has another secret, or too many to greet at once."""
 
 
 def new_nonce() -> bytes:
@@ -104,8 +111,18 @@ def receive(line: socket.socket, count: int) -> bytes:
 def dial(address: str, secret: str, timeout_s: float) -> socket.socket:
     """A connection to the store at `unix:name` (`@name`: without a file) or `tcp:host:port`, the handshake done.
 
-    Raises OSError when nobody answers, and StoreRefusedError when who does has another secret.
+    Raises OSError when nobody answers, and StoreRefusedError when who does has another secret: such a store hangs up,
+    but so does one that too many connect to at once, and that one lets this side in when it comes again.
     """
+    for pause_s in _AGAIN_AFTER_S:
+        try:
+            return _dial_once(address, secret, timeout_s)
+        except _HungUpError:
+            time.sleep(pause_s)
+    return _dial_once(address, secret, timeout_s)
+
+
+def _dial_once(address: str, secret: str, timeout_s: float) -> socket.socket:
     line = _connect(address, timeout_s)
     try:
         _shake_hands(line, address, secret)
@@ -141,11 +158,11 @@ def _shake_hands(line: socket.socket, address: str, secret: str) -> None:
     if not hello.startswith(HELLO):
         raise StoreRefusedError(f"what listens at {address} is no launcher of this version of distributed-training")
     theirs, mine = hello[len(HELLO) :], new_nonce()
-    line.sendall(mine + proof(secret, "client", theirs, mine))
     try:
+        line.sendall(mine + proof(secret, "client", theirs, mine))
         shown = receive(line, PROOF_BYTES)
     except (StoreLostError, ConnectionError):
-        raise StoreRefusedError(f"the run at {address} has another join token") from None
+        raise _HungUpError(f"the run at {address} has another join token") from None
     if not is_proof(shown, secret, "server", theirs, mine):
         raise StoreRefusedError(f"what listens at {address} does not know this run's join token")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from distributed.core.env import JOIN_TOKEN
 from distributed.core.errors import ConfigError
+from distributed.core.private_files import make_private, write_private
 
 FILE = "join-token"  # in the run directory
 SHORTEST = 16  # characters: who reaches the port may guess
@@ -63,11 +64,8 @@ def leave_token(token: str, files: Sequence[Path]) -> list[Path]:
     written = []
     for path in files:
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(token + "\n")
-            os.replace(partial, path)
+            make_private(path.parent)
+            write_private(path, token + "\n")
             written.append(path)
     return written
 

@@ -26,7 +26,6 @@ from distributed.launch.rounds import Rounds
 from distributed.launch.seats import NodeCard, RoundRecord
 
 _POLL_S = 0.02
-_TRY_S = 8.0  # to connect; then it hangs half open
 _RETRY_S = 0.2
 _REFUSED_S = 10.0  # that a token which the user gave may be refused
 _FLUSH_S = 1.0  # for the news that makes the others come
@@ -76,7 +75,7 @@ class Membership:
     """See Nodes. `timeout_s` is for the first meeting, `rejoin_timeout_s` for all later ones.
 
     Once `min_nodes` are there, the first meeting waits `first_call_s` for the rest, and later ones `last_call_s` for
-    those that were heard of lately.
+    those that were heard of lately. `try_s` is for one try to connect; one that takes longer hangs half open.
     """
 
     def __init__(
@@ -91,6 +90,7 @@ class Membership:
         cut_off_after_s: float = 8.0,
         first_call_s: float = 30.0,
         last_call_s: float = 3.0,
+        try_s: float = 8.0,
     ) -> None:
         self._request = request
         self._point = point
@@ -100,6 +100,7 @@ class Membership:
         self._rejoin_timeout_s = rejoin_timeout_s
         self._lost_after_s = lost_after_s
         self._cut_off_after_s = cut_off_after_s
+        self._try_s = try_s
         self._rounds = Rounds(request, rendezvous, first_call_s=first_call_s, last_call_s=last_call_s)
         self._line: _Line | None = None
         self._members = 0  # of the round that this node is in; 0: of none
@@ -225,9 +226,14 @@ class Membership:
         refused_since: float | None = None
         while True:
             errand = _Errand(partial(self._open, before))
-            if errand.wait(_TRY_S):
-                if not isinstance(errand.error, OSError | RuntimeError):
-                    return errand.result()
+            if not errand.wait(self._try_s):
+                errand.give_up(_Line.drop)
+            elif not isinstance(errand.error, OSError | RuntimeError):
+                line = errand.result()
+                if before is None or before.identity != line.identity:
+                    self._rounds.forget()
+                return line
+            else:
                 why = str(errand.error).partition("\n")[0]
             now = time.monotonic()
             is_refused = isinstance(errand.error, StoreRefusedError)
@@ -256,13 +262,10 @@ class Membership:
         )
 
     def _open(self, before: _Line | None) -> _Line:
+        """In a thread that may be given up on: it changes nothing of this node."""
         store = self._point.connect(may_keep_store=before is None)
         identity = store.compare_set("identity", "", uuid.uuid4().hex).decode()
-        if before is not None and before.identity == identity:
-            agent = before.agent
-        else:
-            self._rounds.forget()
-            agent = store.add(ARRIVED, 1)
+        agent = before.agent if before is not None and before.identity == identity else store.add(ARRIVED, 1)
         talk = NodeTalk(
             self._point.connect(may_keep_store=False),
             agent,
@@ -293,6 +296,16 @@ class _Errand(Generic[T]):
 
     def wait(self, timeout_s: float) -> bool:
         return self._ended.wait(timeout_s)
+
+    def give_up(self, dispose: Callable[[T], None]) -> None:
+        """Nobody waits for it any more; what still comes of it is disposed of."""
+
+        def await_result() -> None:
+            self._ended.wait()
+            for result in self._results:
+                dispose(result)
+
+        threading.Thread(target=await_result, name="node-errand-end", daemon=True).start()
 
     def result(self) -> T:
         if self.error is not None:

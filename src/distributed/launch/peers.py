@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
 from distributed.launch.nodes import News
 
@@ -37,7 +37,7 @@ class KeyValueStore(Protocol):
 
     def check(self, keys: list[str], /) -> bool: ...
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str, /) -> bytes: ...
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes, /) -> bytes: ...
 
     def cut(self) -> None: ...
 
@@ -274,17 +274,17 @@ class NodeTalk:
         self._shown_status = status
 
     def _send(self) -> None:
+        """At the end of the list of news, in one request each: a node that is killed meanwhile leaves no gap in it."""
         while not self._outbox.empty():
             of_round, news = self._outbox.get()
-            number = self._store.add("news", 1)
-            entry: dict[str, Any] = {"agent": self._agent, "round": of_round, "news": asdict(news)}
-            self._store.set(f"news/{number}", json.dumps(entry))
+            entry = json.dumps({"agent": self._agent, "round": of_round, "news": asdict(news)}).encode()
+            while self._store.compare_set(f"news/{self._heard + 1}", "", entry) != entry:
+                self._hear()
             self._sent += 1
 
     def _hear(self) -> None:
-        said = self._store.add("news", 0)
-        while self._heard < said:
-            entry = json.loads(self._store.get(f"news/{self._heard + 1}"))
+        while (text := self._store.read([f"news/{self._heard + 1}"])[0]) is not None:
+            entry = json.loads(text)
             self._heard += 1
             if entry["agent"] != self._agent:
                 with self._lock:

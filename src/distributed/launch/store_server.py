@@ -1,6 +1,6 @@
 """StoreServer: the run's key-value store, kept by a thread of a launcher; only who shows the run's secret is heard.
 
-Strangers cost little: their connections are few, short, and read 64 bytes of at most; a flood of them drops the oldest.
+Strangers cost little: their connections are short, and read 64 bytes of at most; a flood of them drops the oldest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from distributed.core.store_wire import (
     unpack,
 )
 
-_MOST_STRANGERS = 64  # connections that have not shown the secret yet; one more drops the oldest
+_MOST_STRANGERS = 1024  # connections that have not shown the secret yet: ranks too, which all come at once
 _STRANGER_S = 5.0  # for which they may take to do so
 _BACKLOG = 1024
 _READ_BYTES = 1 << 16
@@ -54,10 +54,10 @@ class _Guest:
 
 
 class StoreServer:
-    """Keeps the store from the moment it is made until `close`."""
+    """Keeps the store from the moment it is made until `close`. One more than `most_strangers` drops the oldest."""
 
-    def __init__(self, listener: socket.socket, secret: str) -> None:
-        self._listener, self._secret = listener, secret
+    def __init__(self, listener: socket.socket, secret: str, *, most_strangers: int = _MOST_STRANGERS) -> None:
+        self._listener, self._secret, self._most_strangers = listener, secret, most_strangers
         self._values: dict[bytes, bytes] = {}
         self._waiting: dict[bytes, set[_Guest]] = {}  # by one of the keys that each waits for
         self._strangers: dict[_Guest, None] = {}  # the oldest first
@@ -74,7 +74,8 @@ class StoreServer:
         """Hang up on everyone."""
         if not self._is_closed:
             self._is_closed = True
-            self._wake.send(b"x")
+            with contextlib.suppress(BrokenPipeError):  # the thread was awake, and has ended
+                self._wake.send(b"x")
             self._thread.join()
             self._wake.close()
 
@@ -99,18 +100,23 @@ class StoreServer:
                 self._drop_oldest_stranger()
                 time.sleep(_PAUSE_S)
             return
-        if peer_is_other_user(line):
+        try:
+            self._greet(line)
+        except (OSError, ValueError):  # it is of another user, or went away again
             line.close()
-            return
-        if len(self._strangers) >= _MOST_STRANGERS:
+
+    def _greet(self, line: socket.socket) -> None:
+        if peer_is_other_user(line):
+            raise ConnectionRefusedError
+        if len(self._strangers) >= self._most_strangers:
             self._drop_oldest_stranger()
         line.setblocking(False)
         if line.family != socket.AF_UNIX:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         guest = _Guest(line, new_nonce(), time.monotonic())
-        self._strangers[guest] = None
         self._selector.register(line, selectors.EVENT_READ, guest)
+        self._strangers[guest] = None
         self._send(guest, HELLO + guest.nonce)
 
     def _tend(self, guest: _Guest, events: int) -> None:

@@ -283,12 +283,17 @@ def _loopback_listener(env: WorkerEnv) -> socket.socket | None:
 def _await_all(store: dist.Store, env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> None:
     """Until every rank has come to the store: a wait that can be ended, and that knows who is missing."""
     deadline, pause = time.monotonic() + timeout_s, 0.002
+    most_pause = max(0.05, env.world_size / 10_000)  # so that the store has at most 20,000 looks a second to answer
     store.set(f"here/{env.rank}", "")
-    missing = list(range(env.world_size))
-    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+    if store.add("here", 1) == env.world_size:
+        store.set("all-here", "")
+    while not store.check(["all-here"]):
         if is_over():
             raise CollectiveError(f"[r{env.rank}] the world ended while its ranks met")
         if time.monotonic() > deadline:
+            missing = [rank for rank in range(env.world_size) if not store.check([f"here/{rank}"])]
+            if not missing:
+                return
             who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
             raise LaunchError(
                 f"{who} did not come within {timeout_s:.0f} s",
@@ -296,7 +301,7 @@ def _await_all(store: dist.Store, env: WorkerEnv, timeout_s: float, is_over: Cal
                 do="see their logs; if they only need longer before `fit`, set collective_timeout_s",
             )
         time.sleep(pause)
-        pause = min(0.05, pause * 1.5)
+        pause = min(most_pause, pause * 1.5)
 
 
 def _set_timeout(seconds: float) -> None:
