@@ -237,7 +237,8 @@ class LossWeights:
             raise self._fits_none(votes.own > 0)
         self.rule = left[0]
         counts = self.rule.kind in ("targets", "shifted")
-        watched = tuple(mark for mark, count in zip(marks_of(rules), votes.watched, strict=True) if count)
+        marks = zip(marks_of(rules), votes.watched, strict=True)
+        watched = tuple(mark for mark, count in marks if count and not (counts and mark == self.rule.ignored))
         self._is_sure = counts or not watched
         if trial.matters and counts and votes.by_value:
             self._open = tuple(r.ignored for r in left if r.kind == self.rule.kind and r != self.rule)

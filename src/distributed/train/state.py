@@ -72,7 +72,10 @@ class RunState:
         self._folder = CheckpointFolder(plan, session)
         self._witness = Witness(session, self._folder.put_record, steps=plan.checkpoint.certificate)
         self._saver: Saver | None = None
-        self._saved_at = -1
+        self._saved_at, self._saved_in = -1, 0  # a step, and an epoch, which may end after its last step was saved
+            -1,
+            0,
+        )  # a step, and the epoch: of a stream its end is known after its last step
         self.path = ""  # of the newest checkpoint
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
         self.is_watched = self._witness.wants
@@ -96,6 +99,7 @@ class RunState:
         if restored is not None:
             self._load(restored)
             self.source = restored.path
+        self._saved_in = self.progress.epoch
         lineage = self._folder.agree_on_lineage(restored, self.path)
         self._saver = Saver(
             self._folder.storage,
@@ -226,9 +230,9 @@ class RunState:
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """The state after this step; nothing when it is saved already, except to wait for it."""
         assert self._saver is not None, "restore comes first"
-        if self._saved_at != self.progress.step:
+        if (self._saved_at, self._saved_in) != (self.progress.step, self.progress.epoch):
             self._outlive(self._saver.wait)  # at most one is in flight, and all ranks hear the same of it
-            self._saved_at = self.progress.step
+            self._saved_at, self._saved_in = self.progress.step, self.progress.epoch
             best = self._plan.checkpoint.best
             metric = (metrics or {}).get(best.partition(":")[2]) if best else None
             parts = self._shared(), self._own(), self._meta()
