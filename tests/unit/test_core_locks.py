@@ -13,15 +13,20 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from distributed.checkpoint.ownership import hold_folder
+from distributed.checkpoint.ownership import FolderTakenError, check_held, hold_folder
+from distributed.checkpoint.saving import Saver
 from distributed.checkpoint.storage import open_storage
+from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError, LaunchError
 from distributed.core.locks import FILE, STALE_S, InUse, Lock, LockFile, Owner
 from distributed.launch.run_lock import owned
+from distributed.runtime.session import Session
 from tests.conftest import clean_environ
 
 HOLD = """
@@ -138,3 +143,50 @@ def test_a_checkpoint_folder_has_one_writer(tmp_path: Path, make: Callable[[Path
     storage.write(FILE, replace(Owner.me("theirs"), started="0").to_text())
     hold_folder(storage, "mine", resume=False).release()
     assert storage.size(FILE) is None
+
+
+@pytest.mark.parametrize("make", [lambda path: str(path), lambda path: f"memory://{uuid.uuid4().hex}"])
+@pytest.mark.parametrize("left", [of_another_host().to_text(), None], ids=["taken", "taken and released"])
+@pytest.mark.parametrize("when", ["chunk written", "manifest written"])
+def test_a_save_in_flight_ends_where_another_run_took_the_folder(
+    tmp_path: Path, make: Callable[[Path], str], left: bytes | None, when: str
+) -> None:
+    storage = open_storage(make(tmp_path / "checkpoints"))
+    held, taken_at = hold_folder(storage, "mine", resume=False), ""
+
+    def at(point: str) -> None:
+        if point == taken_at:
+            storage.write(FILE, left) if left is not None else storage.delete(FILE)
+
+    session = Session(WorkerEnv(), torch.device("cpu"), None)
+    saver = Saver(storage, session, keep_last=1, check_held=partial(check_held, held), at=at)
+    saver.save(1, {"model": {"w": torch.ones(3)}}, {}, wait=True)
+    taken_at = when
+    saver.save(2, {"model": {"w": torch.zeros(3)}}, {})
+    with pytest.raises(FolderTakenError, match="taken by another run"):
+        saver.wait()
+    found = {name for name in storage.list() if name.endswith("manifest.json")}
+    before = {"step-000002/manifest.json"} if when == "manifest written" else set()
+    assert found == {"step-000001/manifest.json", *before}
+    held.release()
+    assert (storage.read(FILE) if storage.size(FILE) is not None else None) == left
+
+
+def test_a_run_that_lost_its_directory_says_so_and_is_not_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.core.locks.BEAT_S", 0.01)
+    stopped = threading.Event()
+
+    def run() -> None:
+        with owned(tmp_path, resume=False):
+            leave(tmp_path, of_another_host())
+            assert stopped.wait(60)
+            raise SystemExit(75)  # what a stop by SIGTERM ends with
+
+    before = signal.signal(signal.SIGTERM, lambda *signalled: stopped.set())
+    try:
+        with pytest.raises(LaunchError, match="was taken by another run"):
+            run()
+    finally:
+        signal.signal(signal.SIGTERM, before)

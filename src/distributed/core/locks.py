@@ -129,6 +129,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _ask_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 @dataclass
 class Lock:
     """Held from `acquire` to `release`, by this process alone and not by forks of it."""
@@ -136,6 +140,8 @@ class Lock:
     place: LockPlace
     owner: Owner
     say: Callable[[str], None] = _say
+    on_lost: Callable[[], None] = _ask_to_stop  # from the thread of the heartbeat
+    is_lost: bool = field(default=False, init=False)  # another run has taken it
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
@@ -184,6 +190,10 @@ class Lock:
             if self._is_ours(self.place.read()):
                 self.place.remove()
 
+    def is_held(self) -> bool:
+        """A fresh look: a process that was suspended may have lost it. A lock that is gone was taken and released."""
+        return self._thread is not None and not self.is_lost and self._is_ours(self.place.read())
+
     def __enter__(self) -> Lock:
         return self
 
@@ -205,8 +215,9 @@ class Lock:
                 if self._is_ours(text):
                     self.place.renew(replace(self.owner, beat=beats).to_text())
                 elif other is not None and other.token != self.owner.token:
+                    self.is_lost = True
                     self.say(f"{self.place.name} was taken by {other}, to whom this run looked dead: it stops")
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    self.on_lost()
                     return
 
 

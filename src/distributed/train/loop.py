@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -101,6 +102,7 @@ class Loop:
             self._telling.not_saved,
             user,
             facts,
+            lambda: stop.request(signal.SIGTERM),
         )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
