@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.checkpoint.ownership import FolderTakenError, check_held, hold_folder
+from distributed.checkpoint.ownership import FolderTakenError, LockObject, check_held, hold_folder
+from distributed.checkpoint.remote import RemoteStorage
 from distributed.checkpoint.saving import Saver
 from distributed.checkpoint.storage import open_storage
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError, LaunchError
-from distributed.core.locks import FILE, STALE_S, InUse, Lock, LockFile, Owner
+from distributed.core.locks import FILE, STALE_S, InUse, Lock, LockFile, Owner, Seen
 from distributed.launch.run_lock import owned
 from distributed.runtime.session import Session
 from tests.conftest import clean_environ
@@ -128,6 +130,31 @@ def test_of_many_who_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
             thread.join()
         assert len(got) == 1
         got[0].release()
+
+
+class Watched(RemoteStorage):
+    """Whoever reads first waits until the other has read, too."""
+
+    def __init__(self, url: str, both_read: threading.Barrier) -> None:
+        super().__init__(url)
+        self.first_look = both_read.wait
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        text = super().read(name, start, length)
+        self.first_look(60)
+        self.first_look = lambda timeout=None: 0
+        return text
+
+
+def test_of_two_who_take_a_stale_object_one_gets_it() -> None:
+    url, stale = f"memory://{uuid.uuid4().hex}", of_another_host().to_text()
+    open_storage(url).write(FILE, stale)
+    both_read, both_wrote = threading.Barrier(2), threading.Barrier(2)
+    places = [LockObject(Watched(url, both_read), sleep=lambda _: both_wrote.wait(60)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(lambda place, text: place.take(Seen(stale, 0.0), text), places, [b"one", b"two"]))
+    assert sorted(got) == [False, True]
+    assert open_storage(url).read(FILE) == (b"one" if got[0] else b"two")
 
 
 @pytest.mark.parametrize("make", [lambda path: str(path), lambda path: f"memory://{uuid.uuid4().hex}"])

@@ -14,6 +14,7 @@ from distributed.core.errors import CheckpointError
 from distributed.core.locks import FILE, REQUEUE_S, STALE_S, InUse, Lock, LockFile, LockPlace, Owner, Seen
 
 _LONG_AGO_S = 3600.0  # by two clocks that nobody compares
+_SETTLE_S = 1.0  # in which others who take a stale lock at the same time have written
 
 
 class FolderTakenError(CheckpointError):
@@ -59,9 +60,11 @@ def _place(storage: Storage) -> LockPlace:
 @dataclass
 class LockObject:
     """A lock in an object store. Most stores create an object only where there is none; where one does not, two runs
-    that begin within the same second may both believe to have it."""
+    that begin within the same second may both believe to have it. Of several who take a stale one, the last to write
+    has it; whoever lost it finds that out before a checkpoint is written."""
 
     storage: RemoteStorage
+    sleep: Callable[[float], None] = time.sleep
 
     @property
     def name(self) -> str:
@@ -86,8 +89,9 @@ class LockObject:
     def take(self, seen: Seen, text: bytes) -> bool:
         if self.read() != seen.text:
             return False
-        self.storage.delete(FILE)
-        return self.create(text)
+        self.storage.write(FILE, text)
+        self.sleep(_SETTLE_S)
+        return self.read() == text
 
     def renew(self, text: bytes) -> None:
         self.storage.write(FILE, text)
