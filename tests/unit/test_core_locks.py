@@ -112,7 +112,7 @@ def test_another_host_is_known_by_its_heartbeat(tmp_path: Path) -> None:
 
 
 def test_of_many_who_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
-    for _ in range(20):
+    for _ in range(8):
         leave(tmp_path, replace(Owner.me("theirs"), started="0"))
         locks = [lock(tmp_path, f"run-{number}") for number in range(4)]
         got: list[Lock] = []
@@ -130,6 +130,43 @@ def test_of_many_who_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
             thread.join()
         assert len(got) == 1
         got[0].release()
+
+
+def test_a_guard_that_was_left_over_is_removed_and_waited_for_without_haste(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+    leave(tmp_path, replace(Owner.me("theirs"), started="0"))
+    guard = tmp_path / f".{FILE}.taking"
+    guard.touch()
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2:
+            os.utime(guard, (time.time() - STALE_S - 1,) * 2)
+
+    monkeypatch.setattr(time, "sleep", nap)
+    with lock(tmp_path).acquire():
+        assert len(naps) == 3, "twice while somebody may be at work, once after it was removed"
+        assert os.listdir(tmp_path) == [FILE]
+
+
+class Guarded(LockFile):
+    """Another one makes its guard right after the one that was left over is looked at."""
+
+    def _now(self) -> float:
+        now = super()._now()
+        os.utime(next(self.folder.glob("*.taking"), self.folder))
+        return now
+
+
+def test_the_guard_of_another_who_is_at_work_stays(tmp_path: Path) -> None:
+    guard = tmp_path / f".{FILE}.taking"
+    leave(tmp_path, of_another_host())
+    guard.touch()
+    os.utime(guard, (time.time() - STALE_S - 1,) * 2)
+    assert not Guarded(tmp_path).take(Seen(of_another_host().to_text(), 0.0), b"mine")
+    assert sorted(os.listdir(tmp_path)) == [guard.name, FILE]
 
 
 class Watched(RemoteStorage):

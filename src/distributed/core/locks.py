@@ -169,6 +169,7 @@ class Lock:
                     if not is_same:
                         self.say(f"{self.place.name} was left locked by {other or 'a run'}, which is gone; it is taken")
                     break
+                time.sleep(_LOOK_EVERY_S)  # somebody else is taking it, or died in that instant
                 continue
             if (lives or is_gone is False) and now - begun >= patience_s:
                 raise InUse(other, self.place.name)
@@ -267,9 +268,7 @@ class LockFile:
         try:
             os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
-            with suppress(OSError):
-                if self._now() - guard.stat().st_mtime >= STALE_S:  # whoever made it died within an instant
-                    guard.unlink()
+            self._remove_left_over(guard)
             return False
         try:
             if self.read() != seen.text:  # somebody was faster
@@ -278,6 +277,20 @@ class LockFile:
             return True
         finally:
             guard.unlink(missing_ok=True)
+
+    def _remove_left_over(self, guard: Path) -> None:
+        """Of somebody who died within an instant. It is moved away and looked at again: by then it may be another's."""
+        with suppress(OSError):
+            if self._is_stale(guard):
+                moved = guard.rename(self._partial())
+                if self._is_stale(moved):
+                    moved.unlink()
+                else:
+                    moved.rename(guard)
+
+    def _is_stale(self, guard: Path) -> bool:
+        modified = guard.stat().st_mtime
+        return self._now() - modified >= STALE_S
 
     def renew(self, text: bytes) -> None:
         os.utime(self._path)
