@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -149,6 +150,20 @@ def test_a_guard_that_was_left_over_is_removed_and_waited_for_without_haste(
     with lock(tmp_path).acquire():
         assert len(naps) == 3, "twice while somebody may be at work, once after it was removed"
         assert os.listdir(tmp_path) == [FILE]
+
+
+def test_a_hidden_process_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    living, gone = replace(Owner.me("theirs"), pid=1), replace(Owner.me("theirs"), pid=ended.pid)
+    ended.wait()
+    for says in (psutil.NoSuchProcess, psutil.AccessDenied):  # of others' processes, with hidepid=2 and hidepid=1
+
+        def hide(pid: int, says: type[psutil.Error] = says) -> None:
+            raise (psutil.NoSuchProcess if pid == ended.pid else says)(pid)
+
+        monkeypatch.setattr(psutil, "Process", hide)
+        assert living.is_gone is None
+        assert gone.is_gone is True
 
 
 class Guarded(LockFile):

@@ -70,7 +70,10 @@ class Owner:
         """None: it cannot be told from here."""
         if (self.host, self.machine) != (socket.gethostname(), _machine()):
             return None
-        return _started(self.pid) != self.started
+        try:
+            return _started(self.pid) != self.started
+        except PermissionError:
+            return None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {datetime.fromtimestamp(self.since):%Y-%m-%d %H:%M:%S}"
@@ -338,13 +341,22 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started, in whatever units tell it from another one; None: it has ended."""
+    """When a process was started, in whatever units tell it from another one; None: it has ended. Raises
+    PermissionError where other users' processes are hidden (/proc with hidepid) and this is one."""
     try:
         if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return None
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[19]
-    except (psutil.NoSuchProcess, ProcessLookupError):
-        return None
+    except psutil.AccessDenied as hidden:
+        raise PermissionError(str(hidden)) from hidden
+    except (psutil.NoSuchProcess, ProcessLookupError) as missing:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        raise PermissionError(f"process {pid} is there, and hidden") from missing
+    except PermissionError:
+        raise
     except OSError:
         return f"{psutil.Process(pid).create_time():.0f}" if psutil.pid_exists(pid) else None
