@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from distributed.core.errors import ReplicasDifferError
+from distributed.runtime.fingerprint import fingerprint
 from distributed.runtime.session import Session
-from distributed.train.digest import fingerprint
 
 Held = Callable[[], Iterator[tuple[str, torch.Tensor | str]]]
 
