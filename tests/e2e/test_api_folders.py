@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,25 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from distributed import History, Trainer
-from distributed.core.errors import CheckpointError, LaunchError
-from distributed.core.locks import FILE
+from distributed.core.errors import CheckpointError, LaunchError, RankFailedError
+from distributed.core.locks import FILE, Owner
 from distributed.launch.run_lock import owned
 
 
-def fit(place: Path, name: str, steps: int, **more: Any) -> History:
+class Taken(TensorDataset):
+    """Another run takes the checkpoint folder once something is there."""
+
+    def __init__(self, folder: Path, awaited: str) -> None:
+        super().__init__(torch.randn(160, 3), torch.randn(160, 1))
+        self.folder, self.awaited = folder, awaited
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if (self.folder / self.awaited).exists():
+            (self.folder / FILE).write_bytes(replace(Owner.me("theirs"), host="another").to_text())
+        return super().__getitem__(index)
+
+
+def fit(place: Path, name: str, steps: int, data: TensorDataset | None = None, **more: Any) -> History:
     torch.manual_seed(0)
     options = {
         "num_gpus": 1,
@@ -29,7 +44,7 @@ def fit(place: Path, name: str, steps: int, **more: Any) -> History:
         "device": "cpu",
         "certificate_steps": 0,
     }
-    data = TensorDataset(torch.randn(160, 3), torch.randn(160, 1))
+    data = data or TensorDataset(torch.randn(160, 3), torch.randn(160, 1))
     return Trainer(nn.Linear(3, 1), loss_fn=nn.MSELoss(), max_steps=steps, **options | more).fit(data)
 
 
@@ -73,6 +88,26 @@ def test_a_folder_that_another_run_holds_is_refused_before_anything_is_written(t
         fit(tmp_path, "run", 3)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == []
     assert not list(tmp_path.rglob(FILE))
+
+
+def test_a_run_whose_folder_was_taken_saves_nothing_and_is_not_restarted(tmp_path: Path) -> None:
+    data = Taken(tmp_path / "kept", "step-000005/manifest.json")
+    with pytest.raises(RankFailedError, match="taken by another run") as ended:
+        fit(tmp_path, "run", 200, data, num_gpus=2, keep_last=1, checkpoint_async=False)
+    assert ended.value.exit_code == CheckpointError.exit_code
+    assert [path.name for path in (tmp_path / "run" / "attempts").iterdir()] == ["0"]
+    assert kept(tmp_path) == ["step-000005"]
+    assert json.loads((tmp_path / "kept" / FILE).read_text())["token"] == "theirs"
+
+
+def test_a_run_whose_folder_was_taken_stops_before_its_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.core.locks.BEAT_S", 0.01)
+    data, endless = Taken(tmp_path / "kept", FILE), 10**9
+    with pytest.raises(CheckpointError, match="taken by another run"):
+        fit(tmp_path, "run", endless, data, epochs=endless, checkpoint_frequency=f"{endless} steps")
+    assert kept(tmp_path) == []
 
 
 def test_no_secret_is_written_and_files_are_private(tmp_path: Path) -> None:

@@ -70,19 +70,35 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class Measured(Centered):
+    """Keeps a mean of what its own rank was evaluated on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            self.center.copy_(x.detach().mean(0))
+        return self.layer(x)
+
+
+def rank_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    """From the second epoch on, another rate on each rank."""
+    rank = dist.get_rank()
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 + epoch * rank)
+
+
 def rank_rates(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1 * (1 + dist.get_rank()))
 
 
-def found(model: nn.Module, folder: str, **more: Any) -> tuple[str, list[str]]:
-    """What a run of 40 steps over two passes each ended with, and the checkpoints that it left."""
+def found(model: nn.Module, folder: str, samples: int = 320, **more: Any) -> tuple[str, list[str]]:
+    """What a run ended with, and the checkpoints that it left."""
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(320, 4), torch.randn(320, 2))
+    data = TensorDataset(torch.randn(samples, 4), torch.randn(samples, 2))
+    evaluation = DataLoader(TensorDataset(*data[:16]), batch_size=4)
     settings: dict[str, Any] = {"batch_size": 4, "loss_fn": nn.MSELoss(), "progress": False}
     settings |= {"checkpoint_dir": folder, "checkpoint_frequency": "6 steps", "max_steps": 20}
     told = ""
     try:
-        Trainer(model, **(settings | more)).fit(DataLoader(data, batch_size=4))
+        Trainer(model, **(settings | more)).fit(DataLoader(data, batch_size=4), evaluation)
     except ReplicasDifferError as error:
         told = str(error)
     return told, sorted(path.name for path in Path(folder).glob("step-*"))
@@ -98,6 +114,8 @@ def apart(folder: str) -> dict[str, tuple[str, list[str]]]:
         "off": found(Flipped(10, 1), f"{folder}/off", check_replicas=False, **double),
         "rates": found(nn.Linear(4, 2), f"{folder}/rates", optimizer=rank_rates),
         "tensor": found(Blocks(3), f"{folder}/tensor", **blocks),
+        "evaluation": found(Measured(), f"{folder}/evaluation"),
+        "schedule": found(nn.Linear(4, 2), f"{folder}/schedule", samples=64, epochs=1, scheduler=rank_schedule),
     }
 
 
@@ -135,3 +153,15 @@ def test_rates_that_differ_are_refused_before_a_step(told: dict[str, tuple[str, 
 def test_norm_that_tensor_parallel_ranks_share_is_compared(told: dict[str, tuple[str, list[str]]]) -> None:
     text, _ = told["tensor"]
     assert "after step 4: parameter blocks.1.norm.bias" in text
+
+
+def test_buffer_that_evaluation_changes_is_not_saved(told: dict[str, tuple[str, list[str]]]) -> None:
+    text, saved = told["evaluation"]
+    assert "after step 20: buffer center" in text
+    assert saved == ["step-000006", "step-000012", "step-000018"]
+
+
+def test_rates_that_differ_after_an_epoch_are_not_saved(told: dict[str, tuple[str, list[str]]]) -> None:
+    text, saved = told["schedule"]
+    assert "after step 8: optimizer option lr of group 0" in text
+    assert saved == ["step-000006"]

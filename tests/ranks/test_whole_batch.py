@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import batch_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
@@ -217,12 +218,35 @@ def change(how: str, *, is_sharded: bool) -> str:
     return ""
 
 
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that an operation gives."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.nbytes = max(self.nbytes, output.nbytes)
+        return output
+
+
+def memory_of_a_look() -> float:
+    """The most that the comparison of a changed parameter takes at once, in sizes of the parameter."""
+    torch.manual_seed(4)
+    model = Changing(512, 256)
+    model.how = "itself"
+    with Largest() as largest, ForwardChanges(model, (None,), is_sharded=False).watching():
+        model(torch.ones(2, 512))
+    return largest.nbytes / model.weight.nbytes
+
+
 def layers_in_two_ranks() -> dict[str, Any]:
     return {
         **{name: compare(name) for name in MODELS},
         "bf16": in_low_precision(),
         "outside": outside_of_a_pass(),
         "changes": [change(how, is_sharded=False) for how in ("no", "itself", "samples")],
+        "memory": memory_of_a_look(),
         "lost": [change(how, is_sharded=True) for how in ("no", "samples")],
     }
 
@@ -237,6 +261,7 @@ def test_layers_of_two_ranks_compute_what_one_process_does() -> None:
         assert found["outside"]
         assert found["changes"][:2] == ["", ""]
         assert "0.weight" in found["changes"][2]
+        assert found["memory"] <= 1
         assert found["lost"][0] == ""
         assert "0.weight" in found["lost"][1]
 

@@ -12,16 +12,24 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
-from distributed.checkpoint.ownership import hold_folder
+from distributed.checkpoint.ownership import FolderTakenError, LockObject, check_held, hold_folder
+from distributed.checkpoint.remote import RemoteStorage
+from distributed.checkpoint.saving import Saver
 from distributed.checkpoint.storage import open_storage
+from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError, LaunchError
-from distributed.core.locks import FILE, STALE_S, InUse, Lock, LockFile, Owner
+from distributed.core.locks import FILE, STALE_S, InUse, Lock, LockFile, Owner, Seen
 from distributed.launch.run_lock import owned
+from distributed.runtime.session import Session
 from tests.conftest import clean_environ
 
 HOLD = """
@@ -105,7 +113,7 @@ def test_another_host_is_known_by_its_heartbeat(tmp_path: Path) -> None:
 
 
 def test_of_many_who_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
-    for _ in range(20):
+    for _ in range(8):
         leave(tmp_path, replace(Owner.me("theirs"), started="0"))
         locks = [lock(tmp_path, f"run-{number}") for number in range(4)]
         got: list[Lock] = []
@@ -125,6 +133,82 @@ def test_of_many_who_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
         got[0].release()
 
 
+def test_a_guard_that_was_left_over_is_removed_and_waited_for_without_haste(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+    leave(tmp_path, replace(Owner.me("theirs"), started="0"))
+    guard = tmp_path / f".{FILE}.taking"
+    guard.touch()
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 2:
+            os.utime(guard, (time.time() - STALE_S - 1,) * 2)
+
+    monkeypatch.setattr(time, "sleep", nap)
+    with lock(tmp_path).acquire():
+        assert len(naps) == 3, "twice while somebody may be at work, once after it was removed"
+        assert os.listdir(tmp_path) == [FILE]
+
+
+def test_a_hidden_process_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    living, gone = replace(Owner.me("theirs"), pid=1), replace(Owner.me("theirs"), pid=ended.pid)
+    ended.wait()
+    for says in (psutil.NoSuchProcess, psutil.AccessDenied):  # of others' processes, with hidepid=2 and hidepid=1
+
+        def hide(pid: int, says: type[psutil.Error] = says) -> None:
+            raise (psutil.NoSuchProcess if pid == ended.pid else says)(pid)
+
+        monkeypatch.setattr(psutil, "Process", hide)
+        assert living.is_gone is None
+        assert gone.is_gone is True
+
+
+class Guarded(LockFile):
+    """Another one makes its guard right after the one that was left over is looked at."""
+
+    def _now(self) -> float:
+        now = super()._now()
+        os.utime(next(self.folder.glob("*.taking"), self.folder))
+        return now
+
+
+def test_the_guard_of_another_who_is_at_work_stays(tmp_path: Path) -> None:
+    guard = tmp_path / f".{FILE}.taking"
+    leave(tmp_path, of_another_host())
+    guard.touch()
+    os.utime(guard, (time.time() - STALE_S - 1,) * 2)
+    assert not Guarded(tmp_path).take(Seen(of_another_host().to_text(), 0.0), b"mine")
+    assert sorted(os.listdir(tmp_path)) == [guard.name, FILE]
+
+
+class Watched(RemoteStorage):
+    """Whoever reads first waits until the other has read, too."""
+
+    def __init__(self, url: str, both_read: threading.Barrier) -> None:
+        super().__init__(url)
+        self.first_look = both_read.wait
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        text = super().read(name, start, length)
+        self.first_look(60)
+        self.first_look = lambda timeout=None: 0
+        return text
+
+
+def test_of_two_who_take_a_stale_object_one_gets_it() -> None:
+    url, stale = f"memory://{uuid.uuid4().hex}", of_another_host().to_text()
+    open_storage(url).write(FILE, stale)
+    both_read, both_wrote = threading.Barrier(2), threading.Barrier(2)
+    places = [LockObject(Watched(url, both_read), sleep=lambda _: both_wrote.wait(60)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(lambda place, text: place.take(Seen(stale, 0.0), text), places, [b"one", b"two"]))
+    assert sorted(got) == [False, True]
+    assert open_storage(url).read(FILE) == (b"one" if got[0] else b"two")
+
+
 @pytest.mark.parametrize("make", [lambda path: str(path), lambda path: f"memory://{uuid.uuid4().hex}"])
 def test_a_checkpoint_folder_has_one_writer(tmp_path: Path, make: Callable[[Path], str]) -> None:
     url = make(tmp_path / "checkpoints")
@@ -138,3 +222,50 @@ def test_a_checkpoint_folder_has_one_writer(tmp_path: Path, make: Callable[[Path
     storage.write(FILE, replace(Owner.me("theirs"), started="0").to_text())
     hold_folder(storage, "mine", resume=False).release()
     assert storage.size(FILE) is None
+
+
+@pytest.mark.parametrize("make", [lambda path: str(path), lambda path: f"memory://{uuid.uuid4().hex}"])
+@pytest.mark.parametrize("left", [of_another_host().to_text(), None], ids=["taken", "taken and released"])
+@pytest.mark.parametrize("when", ["chunk written", "manifest written"])
+def test_a_save_in_flight_ends_where_another_run_took_the_folder(
+    tmp_path: Path, make: Callable[[Path], str], left: bytes | None, when: str
+) -> None:
+    storage = open_storage(make(tmp_path / "checkpoints"))
+    held, taken_at = hold_folder(storage, "mine", resume=False), ""
+
+    def at(point: str) -> None:
+        if point == taken_at:
+            storage.write(FILE, left) if left is not None else storage.delete(FILE)
+
+    session = Session(WorkerEnv(), torch.device("cpu"), None)
+    saver = Saver(storage, session, keep_last=1, check_held=partial(check_held, held), at=at)
+    saver.save(1, {"model": {"w": torch.ones(3)}}, {}, wait=True)
+    taken_at = when
+    saver.save(2, {"model": {"w": torch.zeros(3)}}, {})
+    with pytest.raises(FolderTakenError, match="taken by another run"):
+        saver.wait()
+    found = {name for name in storage.list() if name.endswith("manifest.json")}
+    before = {"step-000002/manifest.json"} if when == "manifest written" else set()
+    assert found == {"step-000001/manifest.json", *before}
+    held.release()
+    assert (storage.read(FILE) if storage.size(FILE) is not None else None) == left
+
+
+def test_a_run_that_lost_its_directory_says_so_and_is_not_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.core.locks.BEAT_S", 0.01)
+    stopped = threading.Event()
+
+    def run() -> None:
+        with owned(tmp_path, resume=False):
+            leave(tmp_path, of_another_host())
+            assert stopped.wait(60)
+            raise SystemExit(75)  # what a stop by SIGTERM ends with
+
+    before = signal.signal(signal.SIGTERM, lambda *signalled: stopped.set())
+    try:
+        with pytest.raises(LaunchError, match="was taken by another run"):
+            run()
+    finally:
+        signal.signal(signal.SIGTERM, before)

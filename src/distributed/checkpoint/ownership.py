@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.checkpoint.files import Entry, NotThere, Storage
 from distributed.checkpoint.remote import RemoteStorage
 from distributed.core.errors import CheckpointError
-from distributed.core.locks import FILE, REQUEUE_S, InUse, Lock, LockFile, LockPlace, Owner, Seen
+from distributed.core.locks import FILE, REQUEUE_S, STALE_S, InUse, Lock, LockFile, LockPlace, Owner, Seen
 
 _LONG_AGO_S = 3600.0  # by two clocks that nobody compares
+_SETTLE_S = 1.0  # in which others who take a stale lock at the same time have written
 
 
-def hold_folder(storage: Storage, token: str, *, resume: bool) -> Lock:
-    """The lock of a checkpoint folder; raises while another run writes there."""
+class FolderTakenError(CheckpointError):
+    """Another run has the checkpoint folder by now: this one must end, and write nothing there."""
+
+
+def hold_folder(storage: Storage, token: str, *, resume: bool, on_lost: Callable[[], None] | None = None) -> Lock:
+    """The lock of a checkpoint folder; raises while another run writes there. `on_lost`: else the process gets SIGTERM
+    when another run takes it."""
+    lock = Lock(_place(storage), Owner.me(token))
+    if on_lost is not None:
+        lock.on_lost = on_lost
     try:
-        return Lock(_place(storage), Owner.me(token)).acquire(REQUEUE_S if resume else 0.0)
+        return lock.acquire(REQUEUE_S if resume else 0.0)
     except InUse as used:
         raise CheckpointError([used.problem("checkpoint_dir", "checkpoint_dir")]) from None
     except OSError as failed:
@@ -27,6 +37,17 @@ def hold_folder(storage: Storage, token: str, *, resume: bool) -> Lock:
             why=failed.strerror or str(failed),
             do="check the permissions and the disk, or set checkpoint_dir to another place",
         ) from failed
+
+
+def check_held(lock: Lock) -> None:
+    """Right before something is written or removed that another run would miss."""
+    if not lock.is_held():
+        raise FolderTakenError(
+            f"the checkpoint folder {lock.place.name} was taken by another run; nothing more is saved there",
+            why=f"this run showed no sign of life for {STALE_S:.0f} s, as when its machine is suspended, or somebody "
+            f"removed its {FILE}; what it saves now would replace checkpoints of the run that took its place",
+            do="let that run go on; or wait for it to end, and resume with resume_from_checkpoint=true",
+        )
 
 
 def _place(storage: Storage) -> LockPlace:
@@ -39,9 +60,11 @@ def _place(storage: Storage) -> LockPlace:
 @dataclass
 class LockObject:
     """A lock in an object store. Most stores create an object only where there is none; where one does not, two runs
-    that begin within the same second may both believe to have it."""
+    that begin within the same second may both believe to have it. Of several who take a stale one, the last to write
+    has it; whoever lost it finds that out before a checkpoint is written."""
 
     storage: RemoteStorage
+    sleep: Callable[[float], None] = time.sleep
 
     @property
     def name(self) -> str:
@@ -66,8 +89,9 @@ class LockObject:
     def take(self, seen: Seen, text: bytes) -> bool:
         if self.read() != seen.text:
             return False
-        self.storage.delete(FILE)
-        return self.create(text)
+        self.storage.write(FILE, text)
+        self.sleep(_SETTLE_S)
+        return self.read() == text
 
     def renew(self, text: bytes) -> None:
         self.storage.write(FILE, text)

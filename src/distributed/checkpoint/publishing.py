@@ -35,6 +35,7 @@ from distributed.checkpoint.layout import ChunkPlan
 from distributed.checkpoint.lineage import NOBODY, RUN, SEQUENCE, Lineage, run_of
 from distributed.checkpoint.manifest import manifest_file, render, step_name
 from distributed.checkpoint.notes import Notes, Ranks
+from distributed.checkpoint.ownership import FolderTakenError
 from distributed.checkpoint.parsing import NewerFormat
 from distributed.checkpoint.retention import PARTS, Collector
 from distributed.core.errors import CheckpointError, DistributedError
@@ -85,6 +86,7 @@ class Publisher:
     at: Callable[[str], None]
     frameworks: Mapping[str, str]  # versions of what makes the state
     lineage: Lineage = NOBODY
+    check_held: Callable[[], None] = lambda: None  # on rank 0: raises where another run has the folder by now
     visible_s: float = 60.0  # how long a file that another host wrote may take to show here
     _sequence: int | None = None  # of the last save here, by whoever
 
@@ -146,8 +148,10 @@ class Publisher:
         manifest = assemble(job.step, job.shared, parts, meta, job.metric, self.frameworks)
         self._await_chunks(job, dict(manifest.chunks), parts)
         self.at("before the manifest")
+        self.check_held()
         self.storage.write(manifest_file(name), render(manifest))
         self.at("manifest written")
+        self.check_held()
         warning = self._tidy(job, name)
         return Saved(
             step=job.step,
@@ -248,7 +252,8 @@ class Publisher:
 
     def _tell_failure(self, job: Job, failed: Exception) -> None:
         error = _explain(job.step, self.session.rank, failed)
-        text = json.dumps({"error": [asdict(problem) for problem in error.problems]})
+        is_taken = isinstance(error, FolderTakenError)
+        text = json.dumps({"error": [asdict(problem) for problem in error.problems], "is_taken": is_taken})
         if self.session.is_main:
             self.notes.leave(f"{job.number}/outcome", text)
         else:
@@ -279,6 +284,8 @@ def _explain(step: int, rank: int, failed: Exception) -> CheckpointError:
 
 
 def _error_from(text: str) -> CheckpointError:
-    problems = json.loads(text)["error"]
-    first = problems[0]
-    return CheckpointError(str(first["what"]), why=str(first["why"]), do=str(first["do"]))
+    told = json.loads(text)
+    first = told["error"][0]
+    return (FolderTakenError if told["is_taken"] else CheckpointError)(
+        str(first["what"]), why=str(first["why"]), do=str(first["do"])
+    )

@@ -44,9 +44,10 @@ class Saver(Writer):
         timeout_s: float = 1800.0,
         guard_s: float = 3600.0,
         lineage: Lineage = NOBODY,
+        check_held: Callable[[], None] = lambda: None,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
-        """`known` are chunks that a restore has verified; `at` is called at each named point of a save, for tests."""
+        """As of Writer."""
         staging = TensorStaging(pinned=session.device.type == "cuda")
         super().__init__(
             url,
@@ -62,6 +63,7 @@ class Saver(Writer):
             timeout_s=timeout_s,
             guard_s=guard_s,
             lineage=lineage,
+            check_held=check_held,
             at=at,
         )
 

@@ -65,9 +65,11 @@ class Writer:
         timeout_s: float = 1800.0,
         guard_s: float = 3600.0,
         lineage: Lineage = NOBODY,
+        check_held: Callable[[], None] = lambda: None,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
-        """`known` are chunks that a restore has verified; `at` is called at each named point of a save, for tests."""
+        """`known` are chunks that a restore has verified. `check_held` raises on rank 0 where another run has the
+        folder by now. `at` is called at each named point of a save, for tests."""
         self._storage, self._session, self._asynchronous = open_storage(url), session, asynchronous
         retention = Retention(keep_last, keep_every, best, frozenset(pinned))
         self._publisher = Publisher(
@@ -80,6 +82,7 @@ class Writer:
             at,
             staging.frameworks,
             lineage,
+            check_held,
         )
         self._staging = staging
         self._on_saved, self._at = on_saved, at

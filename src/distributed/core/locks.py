@@ -70,7 +70,10 @@ class Owner:
         """None: it cannot be told from here."""
         if (self.host, self.machine) != (socket.gethostname(), _machine()):
             return None
-        return _started(self.pid) != self.started
+        try:
+            return _started(self.pid) != self.started
+        except PermissionError:
+            return None
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {datetime.fromtimestamp(self.since):%Y-%m-%d %H:%M:%S}"
@@ -129,6 +132,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _ask_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 @dataclass
 class Lock:
     """Held from `acquire` to `release`, by this process alone and not by forks of it."""
@@ -136,6 +143,8 @@ class Lock:
     place: LockPlace
     owner: Owner
     say: Callable[[str], None] = _say
+    on_lost: Callable[[], None] = _ask_to_stop  # from the thread of the heartbeat
+    is_lost: bool = field(default=False, init=False)  # another run has taken it
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
@@ -163,6 +172,7 @@ class Lock:
                     if not is_same:
                         self.say(f"{self.place.name} was left locked by {other or 'a run'}, which is gone; it is taken")
                     break
+                time.sleep(_LOOK_EVERY_S)  # somebody else is taking it, or died in that instant
                 continue
             if (lives or is_gone is False) and now - begun >= patience_s:
                 raise InUse(other, self.place.name)
@@ -183,6 +193,10 @@ class Lock:
         with suppress(OSError, DistributedError):
             if self._is_ours(self.place.read()):
                 self.place.remove()
+
+    def is_held(self) -> bool:
+        """A fresh look: a process that was suspended may have lost it. A lock that is gone was taken and released."""
+        return self._thread is not None and not self.is_lost and self._is_ours(self.place.read())
 
     def __enter__(self) -> Lock:
         return self
@@ -205,8 +219,9 @@ class Lock:
                 if self._is_ours(text):
                     self.place.renew(replace(self.owner, beat=beats).to_text())
                 elif other is not None and other.token != self.owner.token:
+                    self.is_lost = True
                     self.say(f"{self.place.name} was taken by {other}, to whom this run looked dead: it stops")
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    self.on_lost()
                     return
 
 
@@ -256,9 +271,7 @@ class LockFile:
         try:
             os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
-            with suppress(OSError):
-                if self._now() - guard.stat().st_mtime >= STALE_S:  # whoever made it died within an instant
-                    guard.unlink()
+            self._remove_left_over(guard)
             return False
         try:
             if self.read() != seen.text:  # somebody was faster
@@ -267,6 +280,20 @@ class LockFile:
             return True
         finally:
             guard.unlink(missing_ok=True)
+
+    def _remove_left_over(self, guard: Path) -> None:
+        """Of somebody who died within an instant. It is moved away and looked at again: by then it may be another's."""
+        with suppress(OSError):
+            if self._is_stale(guard):
+                moved = guard.rename(self._partial())
+                if self._is_stale(moved):
+                    moved.unlink()
+                else:
+                    moved.rename(guard)
+
+    def _is_stale(self, guard: Path) -> bool:
+        modified = guard.stat().st_mtime
+        return self._now() - modified >= STALE_S
 
     def renew(self, text: bytes) -> None:
         os.utime(self._path)
@@ -314,13 +341,22 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started, in whatever units tell it from another one; None: it has ended."""
+    """When a process was started, in whatever units tell it from another one; None: it has ended. Raises
+    PermissionError where other users' processes are hidden (/proc with hidepid) and this is one."""
     try:
         if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return None
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[19]
-    except (psutil.NoSuchProcess, ProcessLookupError):
-        return None
+    except psutil.AccessDenied as hidden:
+        raise PermissionError(str(hidden)) from hidden
+    except (psutil.NoSuchProcess, ProcessLookupError) as missing:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        raise PermissionError(f"process {pid} is there, and hidden") from missing
+    except PermissionError:
+        raise
     except OSError:
         return f"{psutil.Process(pid).create_time():.0f}" if psutil.pid_exists(pid) else None

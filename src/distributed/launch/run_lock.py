@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distributed.core.errors import LaunchError
-from distributed.core.locks import REQUEUE_S, InUse, Lock, LockFile, Owner
+from distributed.core.errors import DistributedError, LaunchError
+from distributed.core.locks import REQUEUE_S, STALE_S, InUse, Lock, LockFile, Owner
 from distributed.core.private_files import make_private
 
 
@@ -26,4 +26,21 @@ def owned(run_dir: str | os.PathLike[str], *, resume: bool, token: str = "") -> 
             f"the run directory {run_dir} cannot be locked", why=str(failed), do="choose another run_dir"
         ) from failed
     with lock:
-        yield
+        try:
+            yield
+        except DistributedError:  # it says what happened
+            raise
+        except BaseException as ended:
+            if not lock.is_lost:
+                raise
+            raise _taken(lock) from ended
+        if lock.is_lost:
+            raise _taken(lock)
+
+
+def _taken(lock: Lock) -> LaunchError:
+    return LaunchError(
+        f"the run directory {lock.place.name} was taken by another run",
+        why=f"this one showed no sign of life for {STALE_S:.0f} s, as when its machine is suspended",
+        do="let that run go on; or wait for it to end, and resume with resume_from_checkpoint=true",
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -59,7 +60,7 @@ class StopRequest(StopSignals):
         """What a signal does, for a rank whose process is another's, which hears signals in its place; from any
         thread."""
         if self.received is None:
-            self.received = signal.Signals(number)
+            self.received, self._received_at = signal.Signals(number), time.monotonic()
 
     @property
     def is_agreed(self) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from distributed.core.errors import TaskError
+from distributed.runtime.fingerprint import fingerprint
 
 _STEPS = 2  # that are looked at: a model that changes its parameters does so when it is called
 
@@ -54,7 +55,7 @@ class ForwardChanges:
         _max(flags, self._groups)
         for name, parameter, flag in zip(names, parameters, flags.tolist(), strict=True):
             if flag:
-                digest = _digest(parameter)
+                digest = fingerprint(parameter)
                 found = torch.stack([digest, -digest])
                 _max(found, self._groups)
                 largest, smallest = found.tolist()
@@ -83,18 +84,6 @@ def _refusing_changes(module: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@torch.no_grad()
-def _digest(parameter: torch.Tensor) -> torch.Tensor:
-    """A sum of its bits, in which a change of any of them shows."""
-    data = parameter.detach().contiguous()
-    return data.view(-1).view(torch.uint8).to(torch.int64).mul_(_places(data)).sum()
-
-
-def _places(data: torch.Tensor) -> torch.Tensor:
-    size = data.numel() * data.element_size()
-    return torch.arange(1, size + 1, device=data.device) % 65521
 
 
 def _max(values: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:

@@ -24,7 +24,7 @@ from distributed.checkpoint.chunks import ChunkStore, Damaged
 from distributed.checkpoint.fetching import StateTree, fetch_parts, read_manifest
 from distributed.checkpoint.lineage import Lineage, check_unused, choose_lineage
 from distributed.checkpoint.manifest import Manifest, line_of, manifest_file, step_name
-from distributed.checkpoint.ownership import hold_folder
+from distributed.checkpoint.ownership import FolderTakenError, check_held, hold_folder
 from distributed.checkpoint.publishing import Saved
 from distributed.checkpoint.storage import open_storage
 from distributed.checkpoint.writing import Writer
@@ -171,6 +171,10 @@ class Checkpoints:
         finally:
             self._release()
 
+    def _check_held(self) -> None:
+        if self._lock is not None:  # one that has restored nothing has claimed nothing
+            check_held(self._lock)
+
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
@@ -284,6 +288,7 @@ class Checkpoints:
             best=checkpoint.best.partition(":")[0] or None,
             known=self._verified,
             lineage=self._lineage,
+            check_held=self._check_held,
             on_saved=self._published,
         )
 
@@ -296,6 +301,8 @@ class Checkpoints:
         The last one of a run must be written."""
         try:
             save()
+        except FolderTakenError:
+            raise
         except CheckpointError as failed:
             self._saved_at = -1
             self._on_failed(failed)

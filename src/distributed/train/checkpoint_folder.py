@@ -9,7 +9,7 @@ from dataclasses import asdict
 from distributed.checkpoint.fetching import open_checkpoint, read_manifest
 from distributed.checkpoint.lineage import Lineage, check_unused, choose_lineage, whole_names
 from distributed.checkpoint.manifest import Manifest, line_of
-from distributed.checkpoint.ownership import hold_folder
+from distributed.checkpoint.ownership import check_held, hold_folder
 from distributed.checkpoint.restoring import Restored
 from distributed.checkpoint.storage import open_storage
 from distributed.core.errors import CheckpointError, Problem
@@ -22,8 +22,9 @@ from distributed.runtime.session import Session
 class CheckpointFolder:
     """Every rank makes one and makes every call; rank 0 looks and decides."""
 
-    def __init__(self, plan: Plan, session: Session) -> None:
-        self._plan, self._session = plan, session
+    def __init__(self, plan: Plan, session: Session, on_taken: Callable[[], None]) -> None:
+        """`on_taken`: called from another thread, on rank 0, when another run is found to have taken the folder."""
+        self._plan, self._session, self._on_taken = plan, session, on_taken
         self.storage = open_storage(plan.checkpoint.dir)
         self.launch = launch_id(plan.run_dir, session.env) if session.is_main else ""
         self._lineage = Lineage()
@@ -38,16 +39,21 @@ class CheckpointFolder:
             try:
                 if begins and not resumes and (problems := check_unused(self.storage)):
                     raise CheckpointError(problems)
-                self._lock = hold_folder(self.storage, self.launch, resume=resumes)
+                self._lock = hold_folder(self.storage, self.launch, resume=resumes, on_lost=self._on_taken)
             except CheckpointError as failed:
                 error = json.dumps([asdict(problem) for problem in failed.problems])
         if told := self._session.share_text(f"checkpoint-folder-{self._session.number()}", error):
             raise CheckpointError([Problem(**problem) for problem in json.loads(told)])
 
+    def check_held(self) -> None:
+        """Raises where another run has the folder by now."""
+        if self._session.is_main:
+            assert self._lock is not None, "claim comes first"
+            check_held(self._lock)
+
     def release(self) -> None:
         if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+            self._lock.release()  # kept: a save that goes on in its thread finds that it is not held
 
     def is_own(self, manifest: Manifest) -> bool:
         """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""

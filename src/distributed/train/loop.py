@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -101,6 +102,7 @@ class Loop:
             self._telling.not_saved,
             user,
             facts,
+            lambda: stop.request(signal.SIGTERM),
         )
         self._capture = None
         if plan.speed.capture != "off" and session.device.type == "cuda":
@@ -125,6 +127,7 @@ class Loop:
                 self._schedule.epoch_ended(metrics)
                 state.progress.begin_next_epoch()
             self._close_epoch(epoch, seconds, samples, metrics)
+            self._settle_replicas(anew=True)  # with what evaluation and the scheduler have changed since the last step
             self._reports.measured(state.progress, metrics)
             is_due = self._save_is_due("epochs", state.progress.epoch) or self._save_is_due(
                 "steps", state.progress.step
@@ -216,7 +219,6 @@ class Loop:
             raise explain_nonfinite(found, self._session.rank, epoch, step, indices) from None
         if not meter.is_empty:
             self._log(epoch, meter.read())
-        self._settle_replicas()
         self._samples.epoch_ended(step - before_epoch)  # all ranks together have taken every sample once
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
         return stopped, not stopped or step == last_step, seconds, trained
@@ -255,8 +257,8 @@ class Loop:
             self._state.save(metrics, wait=wait)
         self._reports.tell()
 
-    def _settle_replicas(self) -> None:
-        self._replicas.compare(self._state.progress.step)
+    def _settle_replicas(self, *, anew: bool = False) -> None:
+        self._replicas.compare(self._state.progress.step, anew=anew)
         self._replicas.settle()
 
     def _save_is_due(self, unit: str, count: int) -> bool:

@@ -3,8 +3,9 @@
 Ranks go apart without an error when a forward pass changes a parameter in place, a gradient is not reduced, a buffer is
 computed of a rank's own samples, a learning rate follows a rank's own metric, or a bit flips. Each rank digests what it
 holds under a name that says which part of which tensor it is; ranks with the same name must have the same digest. The
-digests meet in one collective: at the first steps (1, 2, 4, 8, …), at every save and at the end of every epoch. On a
-GPU nothing waits for the device: they are read with the next losses, and always before a checkpoint is written.
+digests meet in one collective: at the first steps (1, 2, 4, 8, …), at every save, and at the end of every epoch after
+its evaluation. On a GPU nothing waits for the device: they are read with the next losses, and always before a
+checkpoint is written.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import dataclass
 import torch
 
 from distributed.core.errors import ReplicasDifferError
+from distributed.runtime.fingerprint import fingerprint
 from distributed.runtime.session import Session
-from distributed.train.digest import fingerprint
 
 Held = Callable[[], Iterator[tuple[str, torch.Tensor | str]]]
 
@@ -80,9 +81,10 @@ class ReplicaCheck:
         done = step - self._begun
         return self._is_on and not done & (done - 1)
 
-    def compare(self, step: int) -> None:
-        """Begin a comparison of the state after `step`, unless there was one. Every rank comes here."""
-        if not self._is_on or self._compared_at == step:
+    def compare(self, step: int, *, anew: bool = False) -> None:
+        """Begin a comparison of the state after `step`, unless there was one and it is not to be `anew`. Every rank
+        comes here."""
+        if not self._is_on or (self._compared_at == step and not anew):
             return
         self._compared_at = step
         names, row = self._row()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from distributed.checkpoint.ownership import FolderTakenError
 from distributed.checkpoint.publishing import Saved
 from distributed.checkpoint.restoring import Restored, restore
 from distributed.checkpoint.rng import restore_rng, rng_state
@@ -61,21 +62,21 @@ class RunState:
         on_failed: Callable[[CheckpointError], None],
         user: UserState,
         facts: Mapping[str, Any],
+        on_taken: Callable[[], None],
     ) -> None:
-        """`facts`: what of the user's objects tells one run from another; see `train/facts.py`."""
+        """`facts`: what of the user's objects tells one run from another; see `train/facts.py`. `on_taken`: asks this
+        run to stop, as another one has taken the checkpoint folder."""
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._user, self._facts = user, facts
         self._meter, self._samples, self._on_saved, self._on_failed = meter, samples, on_saved, on_failed
         self._data = data
         self.progress = Progress()
         self.epochs: list[EpochRecord] = []
-        self._folder = CheckpointFolder(plan, session)
+        self._folder = CheckpointFolder(plan, session, on_taken)
         self._witness = Witness(session, self._folder.put_record, steps=plan.checkpoint.certificate)
         self._saver: Saver | None = None
         self._saved_at, self._saved_in = -1, 0  # a step, and an epoch, which may end after its last step was saved
-            -1,
-            0,
-        )  # a step, and the epoch: of a stream its end is known after its last step
+        self._taken: FolderTakenError | None = None  # raised by the next save: all ranks come there
         self.path = ""  # of the newest checkpoint
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
         self.is_watched = self._witness.wants
@@ -110,6 +111,7 @@ class RunState:
             best=checkpoint.best.partition(":")[0] or None,
             known=restored.verified if restored is not None else (),
             lineage=lineage,
+            check_held=self._folder.check_held,
             on_saved=self._published,
         )
         self._saver.prepare(self._shared(), self._own())
@@ -230,13 +232,15 @@ class RunState:
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """The state after this step; nothing when it is saved already, except to wait for it."""
         assert self._saver is not None, "restore comes first"
+        self._outlive(self._saver.wait)  # at most one is in flight, and all ranks hear the same of it
+        self._end_if_taken()
         if (self._saved_at, self._saved_in) != (self.progress.step, self.progress.epoch):
-            self._outlive(self._saver.wait)  # at most one is in flight, and all ranks hear the same of it
             self._saved_at, self._saved_in = self.progress.step, self.progress.epoch
             best = self._plan.checkpoint.best
             metric = (metrics or {}).get(best.partition(":")[2]) if best else None
             parts = self._shared(), self._own(), self._meta()
             self._outlive(partial(self._saver.save, self.progress.step, *parts, metric=metric))
+            self._end_if_taken()
             self._witness.saved(self.progress.step)
             self._look({})
         if wait:
@@ -258,7 +262,14 @@ class RunState:
             if is_collateral(failed):
                 raise
             self._saved_at = -1
-            self._on_failed(failed)
+            if isinstance(failed, FolderTakenError):
+                self._taken = failed
+            else:
+                self._on_failed(failed)
+
+    def _end_if_taken(self) -> None:
+        if self._taken is not None:
+            raise self._taken
 
     def witness(self, loss: Any, samples: list[int]) -> Verdict | None:
         """After each step: part of the resume certificate, where this step belongs to one."""
