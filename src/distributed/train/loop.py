@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from distributed.runtime.shutdown import StopRequest
 from distributed.strategies.base import NonFiniteLoss, Strategy
 from distributed.train.capture import StepCapture
 from distributed.train.explanations import explain_nonfinite
+from distributed.train.facts import Facts
 from distributed.train.handover import Held, Inherited
 from distributed.train.links import Links
 from distributed.train.loaders import Loader
@@ -65,7 +66,7 @@ class Loop:
         host: Host | None = None,
         *,
         user: UserState,
-        facts: Mapping[str, Any],
+        facts: Facts,
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
