@@ -106,6 +106,16 @@ def test_a_run_that_ends_early_says_how_much_was_compared(tmp_path: Path) -> Non
     assert (verdict["passed"], verdict["steps"]) == (True, 1)
 
 
+def test_a_run_says_what_it_goes_on_from_or_that_there_is_nothing(tmp_path: Path) -> None:
+    train(tmp_path, 2, resume=True)
+    train(tmp_path, 4, resume=True)
+    first, second = (event["decisions"] for event in told(tmp_path, "RunStarted"))
+    assert any(f"nothing to resume in {tmp_path}" in line and "[resume_from_checkpoint]" in line for line in first)
+    assert any(line.startswith("restored ") and "at step 2" in line for line in second)
+    assert not any("nothing to resume" in line for line in second)
+    assert not any(event["message"].startswith("restored") for event in told(tmp_path, "Warned")), "it is good news"
+
+
 class Drawn(Dataset):
     """Values that are drawn when it is made, a cache, and an augmentation that is never the same."""
 

@@ -37,7 +37,7 @@ from distributed.train.sample_check import SampleCheck
 from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
 from distributed.train.stragglers import Stragglers
-from distributed.train.telling import Telling
+from distributed.train.telling import Telling, nothing_to_resume
 from distributed.train.user_state import UserState
 from distributed.train.witness import Verdict
 
@@ -72,6 +72,7 @@ class Loop:
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
         self._stop, self._heartbeat, self._utilization = stop, heartbeat, utilization
         self._telling = Telling(plan, observer)
+        self._notes: list[str] = []  # of what this run goes on from
         keeps_ledger = plan.checkpoint.ledger and plan.mesh.is_first_of_replica(session.rank)
         self._ledger = Ledger(_ledger_dir(plan), session.data_rank) if keeps_ledger else None
         self._last_save = time.monotonic()
@@ -290,9 +291,13 @@ class Loop:
         if self._session.is_main:
             self._on_resumed(self._state.progress.step, self._state.source)
         if restored is None:
+            self._notes += [nothing_to_resume(self._plan)] if inherited is None and self._plan.checkpoint.resume else []
             return
-        for line in str(restored.report).splitlines():
-            self._telling.warn(line)
+        if restored.report.is_clean:
+            self._notes += str(restored.report).splitlines()
+        else:
+            for line in str(restored.report).splitlines():
+                self._telling.warn(line)
         if "imported" in restored.manifest.meta:
             came, anew = ("and optimizer ", "") if "optimizer" in restored.shared else ("", "optimizer, ")
             message = f"weights {came}of another program: {anew}schedule and position begin anew"
@@ -334,7 +339,8 @@ class Loop:
     def _announce(self) -> None:
         step = self._state.progress.step
         self._heartbeat.beat(step)
-        self._telling.run_started(self._plan.world_size, step, self._train.steps_per_epoch, self._strategy.notes)
+        notes = [*self._strategy.notes, *self._notes]
+        self._telling.run_started(self._plan.world_size, step, self._train.steps_per_epoch, notes)
 
     def _log(self, epoch: int, reading: Reading) -> None:
         self._state.poll()
