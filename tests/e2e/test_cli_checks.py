@@ -57,6 +57,21 @@ def test_a_port_in_use_and_a_used_run_directory_are_told_together(unstarted):
     assert "was started" not in done.stderr
 
 
+def test_a_path_without_checkpoints_is_told_before_anything_starts(unstarted):
+    (unstarted / "old" / "checkpoints" / "step-000004").mkdir(parents=True)
+    for path, hint in (
+        ("nowhere/step-000004", "does not exist"),
+        ("old/checkpoints/step-000005", "there is: step-000004"),
+        ("old", "resume_from_checkpoint=old/checkpoints"),
+        ("train.py", "it is a file"),
+    ):
+        done = cli(unstarted, "train", "--script", "train.py", f"resume_from_checkpoint={path}")
+        assert done.returncode == 3
+        assert f"no checkpoint at {path}" in done.stderr
+        assert hint in done.stderr
+    assert sorted(entry.name for entry in unstarted.iterdir()) == ["old", "train.py"]
+
+
 def test_a_dry_run_shows_all_and_does_nothing(unstarted):
     done = cli(
         unstarted, "train", "--script", "train.py", "--num-gpus", "2", "--dry-run", "epochs=2", "--", "--x", "a b"

@@ -37,7 +37,14 @@ from distributed.launch.join_token import read_join_token
 from distributed.launch.local import LocalLauncher
 from distributed.launch.nodes import News, Nodes, Round
 from distributed.launch.ports import free_port
-from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
+from distributed.launch.preflight import (
+    check_port,
+    check_resume,
+    check_run_dir,
+    check_script,
+    new_run_dir,
+    next_attempt,
+)
 from distributed.launch.request import LaunchRequest, NodePlace
 from distributed.launch.run_lock import owned
 from distributed.launch.stops import Stopped
@@ -250,6 +257,8 @@ def _prepare(
     request = replace(request, join_token=_join_token(join_token, request, problems))
     launch_problems = check_port(request)
     engine = ENGINES.entries[parallel.engine]
+    if not engine.spans:  # which reads on machines of its own
+        launch_problems += check_resume(config.resume_from_checkpoint)
     # Several nodes know only when they have met whether one of them begins a run.
     if request.most_nodes == 1 or engine.spans:
         launch_problems += check_run_dir(target, resume=bool(config.resume_from_checkpoint))

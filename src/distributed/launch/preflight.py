@@ -45,6 +45,34 @@ def _some(names: list[str], most: int = 6) -> str:
     return (", ".join(names[:most]) + (", …" if len(names) > most else "")) or "no Python file"
 
 
+def check_resume(resume: bool | str) -> list[Problem]:
+    """Whether there are checkpoints in the folder of this machine that a run is to go on from."""
+    if isinstance(resume, bool) or "::" in resume or ("://" in resume and not resume.startswith("file://")):
+        return []
+    path = Path(resume.removeprefix("file://"))
+    if path.is_dir() and (_is_step(path) or _steps_in(path)):
+        return []
+    what = f"there is no checkpoint at {resume} [resume_from_checkpoint]"
+    if path.is_dir() and (inner := path / "checkpoints").is_dir() and _steps_in(inner):
+        return [Problem(what, why="it is a run directory", do=f"set resume_from_checkpoint={inner}")]
+    if path.is_dir() or path.is_file():
+        why = "the folder holds none" if path.is_dir() else "it is a file"
+        return [Problem(what, why=why, do="name a checkpoint_dir, or the folder step-… of one checkpoint")]
+    beside = _steps_in(path.parent) if path.parent.is_dir() else []
+    do = (
+        f"in {path.parent} there is: {_some(beside)}" if beside else "distributed checkpoint ls shows what a folder has"
+    )
+    return [Problem(what, why=f"the folder does not exist, {_here()}", do=do)]
+
+
+def _is_step(path: Path) -> bool:
+    return path.name.startswith("step-")
+
+
+def _steps_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _is_step(entry))
+
+
 def check_port(request: LaunchRequest) -> list[Problem]:
     """Whether the port that this machine must open is free.
 
