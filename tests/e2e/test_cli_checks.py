@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from distributed.launch.preflight import check_run_dir
 from tests.conftest import clean_environ, cli, fresh_cli
 
 
@@ -55,6 +56,24 @@ def test_a_port_in_use_and_a_used_run_directory_are_told_together(unstarted):
     assert f"port {port} is in use" in done.stderr
     assert "another run" in done.stderr
     assert "was started" not in done.stderr
+
+
+def test_what_a_launch_left_that_never_began_is_no_other_run(tmp_path):
+    logs = tmp_path / "run" / "attempts" / "0"
+    logs.mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (logs / "rank-0.log").touch()
+    (logs / "parent.log").write_text("KeyboardInterrupt")
+    assert check_run_dir(str(tmp_path / "run"), resume=False) == []
+    assert check_run_dir(str(tmp_path / "run"), resume=False, may_reuse=False) != []
+    (logs / "rank-0.log").write_text("a step")
+    assert check_run_dir(str(tmp_path / "run"), resume=False) != []
+    (logs / "rank-0.log").write_text("")
+    (tmp_path / "run" / "plan.json").touch()
+    assert check_run_dir(str(tmp_path / "run"), resume=False) != []
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("somebody else's")
+    assert check_run_dir(str(tmp_path / "model"), resume=False) != []
 
 
 def test_a_path_without_checkpoints_is_told_before_anything_starts(unstarted):

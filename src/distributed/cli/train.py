@@ -388,7 +388,7 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
     else:
         held.enter_context(owned(request.run_dir, resume=resumes))
         _refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
-        request = replace(request, attempt=next_attempt(request.run_dir) if resumes else request.attempt)
+        request = replace(request, attempt=next_attempt(request.run_dir))
     attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
     typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
     make_private(request.run_dir)
@@ -427,7 +427,8 @@ def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
     typer.echo(f"waiting at {host}:{port} for {request.num_nodes} nodes", err=True)
     nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None)
     # Looked at before the others begin to write there; whether it matters is known once they have met.
-    problems = check_run_dir(request.run_dir, resume=bool(job.config.resume_from_checkpoint))
+    resumes = bool(job.config.resume_from_checkpoint)
+    problems = check_run_dir(request.run_dir, resume=resumes, may_reuse=False)  # the attempt's number is agreed on
     first = nodes.gather(request.attempt)
     place = first.place
     if place.node_rank == 0 and not first.restarts and not problems:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from distributed.core.errors import Problem
+from distributed.core.locks import FILE as LOCK
 from distributed.core.registry import nearest
 from distributed.launch.ports import free_port, port_in_use
 from distributed.launch.request import LaunchRequest
@@ -94,8 +95,11 @@ def check_port(request: LaunchRequest) -> list[Problem]:
     ]
 
 
-def check_run_dir(run_dir: str, resume: bool) -> list[Problem]:
-    """Whether the directory can be written, and holds no other run unless that one shall go on."""
+def check_run_dir(run_dir: str, resume: bool, *, may_reuse: bool = True) -> list[Problem]:
+    """Whether the directory can be written, and holds no other run unless that one shall go on.
+
+    `may_reuse` what a launch left whose ranks never began. One that is still starting holds the directory's lock.
+    """
     path = Path(run_dir)
     if path.exists() and not path.is_dir():
         return [Problem(f"the run directory {run_dir} is a file", do="choose another run_dir")]
@@ -108,7 +112,7 @@ def check_run_dir(run_dir: str, resume: bool) -> list[Problem]:
                 do="choose another run_dir",
             )
         ]
-    if resume or not holds_run(path):
+    if resume or not holds_run(path) or (may_reuse and _never_began(path)):
         return []
     return [
         Problem(
@@ -121,6 +125,14 @@ def check_run_dir(run_dir: str, resume: bool) -> list[Problem]:
 
 def holds_run(path: Path) -> bool:
     return any((path / name).exists() for name in _TRACES)
+
+
+def _never_began(path: Path) -> bool:
+    """Whether all that is there is a launch's own: no rank wrote a line, took a step or saved anything."""
+    if {entry.name for entry in path.iterdir()} - {"config.json", "attempts", LOCK} or not (path / "attempts").is_dir():
+        return False
+    left = [file for file in (path / "attempts").rglob("*") if file.is_file() and file.name != "parent.log"]
+    return all(file.match("rank-*.log") and not file.stat().st_size for file in left)
 
 
 def _when(path: Path) -> str:
