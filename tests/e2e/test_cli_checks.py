@@ -58,6 +58,22 @@ def test_a_port_in_use_and_a_used_run_directory_are_told_together(unstarted):
     assert "was started" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "hints"),
+    [
+        ("model.pt", b"PK\3\4\0\0\0", ["model.pt is not a Python script"]),
+        ("broken.py", b"x = 1\ny = (\n", ["broken.py:2", "never closed"]),
+        ("latin.py", b"x = '\xe9'\n", ["latin.py:1"]),
+    ],
+)
+def test_a_script_that_is_no_python_is_told_with_its_line(unstarted, name, content, hints):
+    (unstarted / name).write_bytes(content)
+    done = cli(unstarted, "train", "--script", name)
+    assert done.returncode == 2
+    assert all(hint in done.stderr for hint in hints), done.stderr
+    assert sorted(entry.name for entry in unstarted.iterdir()) == sorted([name, "train.py"])
+
+
 def test_what_a_launch_left_that_never_began_is_no_other_run(tmp_path):
     logs = tmp_path / "run" / "attempts" / "0"
     logs.mkdir(parents=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -16,12 +17,13 @@ from distributed.launch.ports import free_port, port_in_use
 from distributed.launch.request import LaunchRequest
 
 _TRACES = ("events.jsonl", "plan.json", "config.json", "attempts")  # of a run that used a directory
+_MOST_SOURCE = 4 * 2**20  # bytes of a script that are looked at
 
 
 def check_script(path: str) -> list[Problem]:
-    """Whether the script is there."""
+    """Whether the script is there, and is Python."""
     if os.path.isfile(path):
-        return []
+        return _check_source(path)
     if os.path.isdir(path):
         return [Problem(f"the script {path} is a directory", do=f"name a file in it: {_some(_scripts_in(Path(path)))}")]
     folder = Path(path).parent
@@ -32,6 +34,30 @@ def check_script(path: str) -> list[Problem]:
     close = [str(folder / by_stem[stem]) for stem in nearest(Path(path).stem, by_stem)]
     do = f"did you mean {' or '.join(close)}?" if close else f"in {folder.absolute()} there is: {_some(names)}"
     return [Problem(f"the script {path} does not exist", why=_here(), do=do)]
+
+
+def _check_source(path: str) -> list[Problem]:
+    """As a rank compiles it."""
+    try:
+        with open(path, "rb") as file:
+            source = file.read(_MOST_SOURCE)
+    except OSError as failed:
+        return [Problem(f"the script {path} cannot be read", why=failed.strerror or str(failed), do="mend that")]
+    if b"\0" in source:
+        return [Problem(f"{path} is not a Python script", why="it holds bytes that no text has", do="check --script")]
+    if len(source) == _MOST_SOURCE:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks show them
+            compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as wrong:
+        line = f"\n    {wrong.text.strip()}" if wrong.text else ""
+        why = f"{wrong.msg}{line}"
+        return [Problem(f"{path}:{wrong.lineno or 1} is not valid Python", why=why, do="mend that line, or --script")]
+    except (ValueError, RecursionError, MemoryError):  # whatever that is, a rank will say
+        return []
+    return []
 
 
 def _here() -> str:
