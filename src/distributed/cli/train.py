@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from distributed.cli.settings import gather
+from distributed.cli.words import ScriptCommand
 from distributed.core.config import DistributedConfig
 from distributed.core.engines import ENGINES, Engine
 from distributed.core.env import (
@@ -198,7 +198,7 @@ def train(
         _launch(job)
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(ScriptCommand):
     """`--dry-run` may have a value, and has none unless it is written with an equals sign."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
