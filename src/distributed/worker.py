@@ -201,7 +201,7 @@ def _live(
                 _teller(line, host, env.attempt),
                 host,
                 user=UserState(task, plan, session),
-                facts=describe(task, job.train, strategy.optimizer, schedule, total),
+                facts=describe(task, job.train, strategy.optimizer, schedule, total, compares_data=plan.sample_check),
             )
             loop.begin(inherited)
             held = inherited = None  # a second copy of the state on every rank that was given it

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from distributed.launch.preflight import check_run_dir
 from tests.conftest import clean_environ, cli, fresh_cli
 
 
@@ -22,7 +23,12 @@ from tests.conftest import clean_environ, cli, fresh_cli
         (["--script", "train.py", "--num-gpus", "many"], ["num_gpus", "many"]),
         (["--script", "train.py", "--num-gpus", "99999", "--device", "cuda"], ["99999"]),
         (["--script", "train.py", "--num-nodes", "2"], ["master_addr"]),
-        (["--script", "train.py", "--lr", "1"], ["--lr"]),
+        (["--script", "train.py", "--lr", "1"], ["learning_rate=1", "-- --lr 1"]),
+        (["--script", "train.py", "--epochs", "3"], ["epochs=3"]),
+        (["--script", "train.py", "--nonsense"], ["--nonsense"]),
+        (["--script", "train.py", "lr=1"], ["did you mean learning_rate"]),
+        (["--script", "train.py", "--backend", "ddp"], ["did you mean pytorch-ddp?"]),
+        (["train.py"], ["--script train.py"]),
         (["--script", "train.py", "stray"], ["stray", "-- stray"]),
         (["--script", "train.py", "--num-gpus", "2", "num_gpus=2"], ["num_gpus", "twice"]),
         (["--script", "train.py", "--config", "no.yaml"], ["no.yaml"]),
@@ -55,6 +61,55 @@ def test_a_port_in_use_and_a_used_run_directory_are_told_together(unstarted):
     assert f"port {port} is in use" in done.stderr
     assert "another run" in done.stderr
     assert "was started" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "hints"),
+    [
+        ("model.pt", b"PK\3\4\0\0\0", ["model.pt is not a Python script"]),
+        ("broken.py", b"x = 1\ny = (\n", ["broken.py:2", "never closed"]),
+        ("latin.py", b"x = '\xe9'\n", ["latin.py:1"]),
+    ],
+)
+def test_a_script_that_is_no_python_is_told_with_its_line(unstarted, name, content, hints):
+    (unstarted / name).write_bytes(content)
+    done = cli(unstarted, "train", "--script", name)
+    assert done.returncode == 2
+    assert all(hint in done.stderr for hint in hints), done.stderr
+    assert sorted(entry.name for entry in unstarted.iterdir()) == sorted([name, "train.py"])
+
+
+def test_what_a_launch_left_that_never_began_is_no_other_run(tmp_path):
+    logs = tmp_path / "run" / "attempts" / "0"
+    logs.mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (logs / "rank-0.log").touch()
+    (logs / "parent.log").write_text("KeyboardInterrupt")
+    assert check_run_dir(str(tmp_path / "run"), resume=False) == []
+    assert check_run_dir(str(tmp_path / "run"), resume=False, may_reuse=False) != []
+    (logs / "rank-0.log").write_text("a step")
+    assert check_run_dir(str(tmp_path / "run"), resume=False) != []
+    (logs / "rank-0.log").write_text("")
+    (tmp_path / "run" / "plan.json").touch()
+    assert check_run_dir(str(tmp_path / "run"), resume=False) != []
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("somebody else's")
+    assert check_run_dir(str(tmp_path / "model"), resume=False) != []
+
+
+def test_a_path_without_checkpoints_is_told_before_anything_starts(unstarted):
+    (unstarted / "old" / "checkpoints" / "step-000004").mkdir(parents=True)
+    for path, hint in (
+        ("nowhere/step-000004", "does not exist"),
+        ("old/checkpoints/step-000005", "there is: step-000004"),
+        ("old", "resume_from_checkpoint=old/checkpoints"),
+        ("train.py", "it is a file"),
+    ):
+        done = cli(unstarted, "train", "--script", "train.py", f"resume_from_checkpoint={path}")
+        assert done.returncode == 3
+        assert f"no checkpoint at {path}" in done.stderr
+        assert hint in done.stderr
+    assert sorted(entry.name for entry in unstarted.iterdir()) == ["old", "train.py"]
 
 
 def test_a_dry_run_shows_all_and_does_nothing(unstarted):

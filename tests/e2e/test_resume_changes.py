@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from distributed import Trainer
 from distributed.core.errors import CheckpointError, TaskError
@@ -53,11 +54,12 @@ def train(folder: Path, steps: int | None, *, resume: Any = False, shuffle: bool
     torch.manual_seed(0)
     model = more.pop("model", Warmed)()
     make = more.pop("make", lambda model: torch.optim.SGD(model.parameters(), lr=0.01))
+    data = more.pop("data", problem())
     options = {"loss_fn": Anneal(), "num_gpus": 1, "batch_size": 8, "progress": False, "device": "cpu"}
     options |= {"run_dir": str(folder), "max_steps": steps, "resume_from_checkpoint": resume, "sample_ledger": True}
     trainer = Trainer(model, optimizer=make(model), **options | more)
     validation = DataLoader(problem(), batch_size=10)
-    trainer.fit(DataLoader(problem(), batch_size=8, shuffle=shuffle), validation)
+    trainer.fit(DataLoader(data, batch_size=8, shuffle=shuffle), validation)
     return trainer
 
 
@@ -102,6 +104,42 @@ def test_a_run_that_ends_early_says_how_much_was_compared(tmp_path: Path) -> Non
     train(tmp_path / "b", 5, resume=str(tmp_path / "a/checkpoints/step-000004"))
     (verdict,) = told(tmp_path / "b", "ResumeCompared")
     assert (verdict["passed"], verdict["steps"]) == (True, 1)
+
+
+def test_a_run_says_what_it_goes_on_from_or_that_there_is_nothing(tmp_path: Path) -> None:
+    train(tmp_path, 2, resume=True)
+    train(tmp_path, 4, resume=True)
+    first, second = (event["decisions"] for event in told(tmp_path, "RunStarted"))
+    assert any(f"nothing to resume in {tmp_path}" in line and "[resume_from_checkpoint]" in line for line in first)
+    assert any(line.startswith("restored ") and "at step 2" in line for line in second)
+    assert not any("nothing to resume" in line for line in second)
+    assert not any(event["message"].startswith("restored") for event in told(tmp_path, "Warned")), "it is good news"
+
+
+class Drawn(Dataset):
+    """Values that are drawn when it is made, a cache, and an augmentation that is never the same."""
+
+    def __init__(self, seed: int) -> None:
+        self.values = torch.randn(64, 4, generator=torch.Generator().manual_seed(seed))
+        self.cache = [0.0] * 64
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.cache[index] += 1.0
+        return self.values[index] + os.urandom(1)[0] / 1000, self.values[index, :1]
+
+
+def test_other_values_of_as_many_samples_are_refused_unless_allowed(tmp_path: Path) -> None:
+    data = Drawn(0)
+    train(tmp_path, 8, data=data, epochs=2)
+    assert any(data.cache), "the cache is filled, and is not compared"
+    train(tmp_path, 10, resume=True, data=data, epochs=2)
+    train(tmp_path, 12, resume=True, data=Drawn(0), epochs=2)
+    with pytest.raises(CheckpointError, match=r"(?s)dataset\.values .*allow_change=data"):
+        train(tmp_path, 14, resume=True, data=Drawn(1))
+    train(tmp_path, 14, resume=True, data=Drawn(1), allow_change="data")
 
 
 @pytest.mark.parametrize(("change", "name"), [({"seed": 1}, "seed"), ({"shuffle": False}, "shuffle")])

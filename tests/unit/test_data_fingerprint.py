@@ -42,6 +42,7 @@ NAMES = [f"/data/{n}.png" for n in range(30)]
         (tensors(), Subset(tensors(), range(500)), "the class of dataset"),
         (split(0), split(1), "dataset.indices"),
         (ConcatDataset([tensors(), split(0)]), ConcatDataset([tensors(), split(1)]), "dataset.datasets[1].indices"),
+        (Files(NAMES * 5, np.arange(150)), Files(NAMES * 5, np.arange(150) % 149), "dataset.labels"),
         (Files(NAMES), Files(NAMES[:-1]), "the length of dataset"),
         (Files(NAMES), Files(NAMES[::-1]), "dataset.names"),
         (Files(NAMES, np.arange(30)), Files(NAMES, np.arange(30) % 7), "dataset.labels"),

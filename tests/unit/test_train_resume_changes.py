@@ -27,6 +27,7 @@ RUN = {
     "optimizer": "SGD",
     "scheduler": "",
     "total_steps": 8,
+    "data": {"the class of dataset": "Files", "dataset.names": "64 ab"},
 }
 
 
@@ -54,6 +55,7 @@ BREAKING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sampler", {}, {"sampler": "WeightedRandomSampler"}),
     ("data", {}, {"samples": 65}),
     ("data", STREAM, {"shuffle": None}),
+    ("data", {}, {"data": {"dataset.names": "64 cd"}}),
     ("batch", {}, {"batch": BatchPlan(5)}),
     ("batch", STREAM, STREAM | {"batch": BatchPlan(16)}),
     ("iterable_split", STREAM, STREAM | {"iterable_split": "dataset"}),
@@ -100,7 +102,12 @@ def test_a_seed_that_orders_nothing_is_told_and_more_steps_only_where_rates_foll
 def test_a_checkpoint_that_does_not_say_is_taken_for_the_same() -> None:
     older = {name: value for name, value in meta().items() if name not in ("run", "torch")}
     assert found(older, meta(shuffle=False, optimizer="AdamW")) == {}
-    assert unknown(older) == ["shuffle", "sampler", "loss", "optimizer", "scheduler"]
+    assert unknown(older) == ["shuffle", "sampler", "data", "loss", "optimizer", "scheduler"]
+
+
+def test_parts_of_the_data_that_one_run_could_not_tell_are_not_compared() -> None:
+    assert found(meta(data={}), meta()) == {}
+    assert found(meta(), meta(data={"dataset.labels": "64 cd"})) == {}
 
 
 def tree(groups: list[dict[str, Any]], schedule: dict[str, Any], **progress: int) -> dict[str, Any]:

@@ -14,6 +14,12 @@ from rich.text import Text
 
 CLOSE = 1e-3  # the largest difference of a weight after another number of ranks summed some gradients
 
+_OTHER_RANKS = "another number of ranks adds in another order and draws other dropout: set reproducible=bitwise"
+_OTHER_BEGINNING = (
+    "the two runs did not begin alike, they differed before the first fault: call torch.manual_seed(…) before the "
+    "model and the data are made"
+)
+
 
 @dataclass
 class Injury:
@@ -82,6 +88,7 @@ class ChaosReport:
     was_resized: bool = False
     is_bitwise: bool = False
     tolerance: float | None = None
+    began_alike: bool = True  # as far as is known
     samples: Samples | None = None
     weights: Weights | None = None
 
@@ -126,8 +133,12 @@ class ChaosReport:
         elif self.samples is not None and (self.samples.lost or self.samples.repeated):
             found.append(f"{self.samples.lost} samples were lost and {self.samples.repeated} repeated")
         if self.weights is not None and not self._is_close(self.weights):
-            hint = "; another number of ranks adds in another order and draws other dropout: set reproducible=bitwise"
-            found.append(f"the weights: {self.weights}" + hint * (self.was_resized and not self.is_bitwise))
+            hint = ""
+            if not self.began_alike:
+                hint = f"; {_OTHER_BEGINNING}"
+            elif self.was_resized and not self.is_bitwise:
+                hint = f"; {_OTHER_RANKS}"
+            found.append(f"the weights: {self.weights}{hint}")
         return found
 
     def _is_close(self, weights: Weights) -> bool:

@@ -64,7 +64,11 @@ class Screen:
 
 def run_trial(request: Request, screen: Screen) -> ChaosReport:
     """Both runs, and their comparison. Raises only when there is nothing to compare."""
-    from distributed.chaos.verdict import compare_samples, compare_weights  # torch: `--help` must not wait for it
+    from distributed.chaos.verdict import (
+        began_alike,
+        compare_samples,
+        compare_weights,
+    )  # torch: `--help` must not wait for it
 
     request.base.mkdir(parents=True, exist_ok=True)
     if request.order.nodes > 1:
@@ -88,6 +92,8 @@ def run_trial(request: Request, screen: Screen) -> ChaosReport:
             _Disturbance(run, scene, _schedule(request, report.steps), report, screen, deadline).until_it_ends()
         screen.now("comparing the two runs")
         report.samples = compare_samples(folders[0], folders[1]) if report.finished else None
+        if report.finished and report.injuries:
+            report.began_alike = began_alike(folders[0], folders[1], min(injury.step for injury in report.injuries))
         report.weights = compare_weights(checkpoints[0], checkpoints[1], report.steps) if report.finished else None
     return report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,10 @@ from distributed.checkpoint.fetching import read_manifest
 from distributed.checkpoint.manifest import Manifest, step_name
 from distributed.checkpoint.reading import verify
 from distributed.core.errors import CheckpointError
+from distributed.core.events import StepEnded
 from distributed.data.ledger import read_ledger
+
+_SAME_LOSS = 1e-4  # kernels that are not deterministic differ by less within a few steps
 
 
 def compare_weights(undisturbed: Path, disturbed: Path, step: int) -> Weights:
@@ -56,6 +60,39 @@ def first_difference(undisturbed: Path, disturbed: Path) -> int | None:
                 continue
         digests.append(found)
     return min((step for step, digest in digests[0].items() if digests[1].get(step, digest) != digest), default=None)
+
+
+def began_alike(undisturbed: Path, disturbed: Path, first_fault: int) -> bool:
+    """By what both run directories hold of the time before the step of the first fault; True where that is nothing."""
+    folders = undisturbed / "checkpoints", disturbed / "checkpoints"
+    data = [_data(folder) for folder in folders]
+    if any(data[1].get(name, digest) != digest for name, digest in data[0].items()):
+        return False
+    losses = [_losses(folder / "events.jsonl", first_fault) for folder in (undisturbed, disturbed)]
+    shared = losses[0].keys() & losses[1].keys()
+    if any(not math.isclose(losses[0][step], losses[1][step], rel_tol=_SAME_LOSS) for step in shared):
+        return False
+    first = first_difference(*folders)
+    return first is None or first > first_fault
+
+
+def _data(folder: Path) -> dict[str, str]:
+    """What the newest readable checkpoint says of the data that it was trained on, part by part."""
+    for _, storage, name in reversed(list(open_all(str(folder)))):
+        try:
+            return dict(read_manifest(storage, name).meta.get("run", {}).get("data", {}))
+        except CheckpointError:
+            continue
+    return {}
+
+
+def _losses(path: Path, until: int) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        event = json.loads(line)
+        if event.get("event") == StepEnded.__name__ and event["step"] <= until:
+            found.setdefault(event["step"], event["loss"])
+    return found
 
 
 def compare_samples(undisturbed: Path, disturbed: Path) -> Samples | None:

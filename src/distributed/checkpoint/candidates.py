@@ -49,6 +49,11 @@ class RestoreReport:
     def resharded(self) -> bool:
         return self.saved_ranks != self.ranks
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether the newest one was taken, whole."""
+        return not (self.skipped or self.missing or self.unexpected or self.mismatched)
+
     def __str__(self) -> str:
         lines = [f"restored {self.path}: {len(self.loaded)} tensors at step {self.step}"]
         lines += [f"  passed over {path}: {why}" for path, why in self.skipped]

@@ -10,6 +10,7 @@ from rich.text import Text
 
 import distributed
 from distributed.cli import bench, chaos, checkpoint, config, doctor, resize, train, tune
+from distributed.cli.words import ScriptCommand
 from distributed.core.errors import DistributedError, RankFailedError
 
 # Plain help texts: their examples keep their lines, and can be copied.
@@ -23,8 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("train", cls=train.TrainCommand, short_help="Run a training script as N ranks.")(train.train)
-app.command("tune", short_help="Run a script with many settings, and find the best ones.")(tune.tune)
-app.command("chaos", short_help="Run a training under faults and compare it with the undisturbed run.")(chaos.chaos)
+app.command("tune", cls=ScriptCommand, short_help="Run a script with many settings, and find the best ones.")(tune.tune)
+app.command(
+    "chaos", cls=ScriptCommand, short_help="Run a training under faults and compare it with the undisturbed run."
+)(chaos.chaos)
 app.command("resize", short_help="Give a run that is going on another number of ranks.")(resize.resize)
 app.command("doctor", short_help="Report what this machine can do.")(doctor.doctor)
 app.add_typer(config.app, name="config")

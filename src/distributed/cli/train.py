@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from distributed.cli.settings import gather
+from distributed.cli.words import ScriptCommand
 from distributed.core.config import DistributedConfig
 from distributed.core.engines import ENGINES, Engine
 from distributed.core.env import (
@@ -37,7 +37,14 @@ from distributed.launch.join_token import read_join_token
 from distributed.launch.local import LocalLauncher
 from distributed.launch.nodes import News, Nodes, Round
 from distributed.launch.ports import free_port
-from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
+from distributed.launch.preflight import (
+    check_port,
+    check_resume,
+    check_run_dir,
+    check_script,
+    new_run_dir,
+    next_attempt,
+)
 from distributed.launch.request import LaunchRequest, NodePlace
 from distributed.launch.run_lock import owned
 from distributed.launch.stops import Stopped
@@ -191,7 +198,7 @@ def train(
         _launch(job)
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(ScriptCommand):
     """`--dry-run` may have a value, and has none unless it is written with an equals sign."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -250,6 +257,8 @@ def _prepare(
     request = replace(request, join_token=_join_token(join_token, request, problems))
     launch_problems = check_port(request)
     engine = ENGINES.entries[parallel.engine]
+    if not engine.spans:  # which reads on machines of its own
+        launch_problems += check_resume(config.resume_from_checkpoint)
     # Several nodes know only when they have met whether one of them begins a run.
     if request.most_nodes == 1 or engine.spans:
         launch_problems += check_run_dir(target, resume=bool(config.resume_from_checkpoint))
@@ -379,7 +388,7 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
     else:
         held.enter_context(owned(request.run_dir, resume=resumes))
         _refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
-        request = replace(request, attempt=next_attempt(request.run_dir) if resumes else request.attempt)
+        request = replace(request, attempt=next_attempt(request.run_dir))
     attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
     typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
     make_private(request.run_dir)
@@ -418,7 +427,8 @@ def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
     typer.echo(f"waiting at {host}:{port} for {request.num_nodes} nodes", err=True)
     nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None)
     # Looked at before the others begin to write there; whether it matters is known once they have met.
-    problems = check_run_dir(request.run_dir, resume=bool(job.config.resume_from_checkpoint))
+    resumes = bool(job.config.resume_from_checkpoint)
+    problems = check_run_dir(request.run_dir, resume=resumes, may_reuse=False)  # the attempt's number is agreed on
     first = nodes.gather(request.attempt)
     place = first.place
     if place.node_rank == 0 and not first.restarts and not problems:

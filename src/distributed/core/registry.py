@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -96,8 +97,25 @@ def _pip(extra: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The known names most like a mistyped one."""
-    return difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
+    """The known names that a name stands for or is one word of; where there is none, those most like it.
+
+    >>> nearest("lr", ["learning_rate", "lora"]), nearest("ddp", ["deepspeed", "pytorch-ddp"])
+    (['learning_rate'], ['pytorch-ddp'])
+    """
+    names = list(known)
+    short = [one for one in names if initials(one) == name.lower()]
+    within = sorted((one for one in names if name.lower() in re.split("[-_]", one)), key=len)
+    found = list(dict.fromkeys([*short, *within]))[:most]
+    return found or difflib.get_close_matches(name, names, n=most, cutoff=0.5)
+
+
+def initials(name: str) -> str:
+    """
+    >>> initials("learning_rate"), initials("epochs")
+    ('lr', '')
+    """
+    words = re.split("[-_]", name)
+    return "".join(word[:1] for word in words) if len(words) > 1 else ""
 
 
 def nearest_hint(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Fingerprints of a dataset, part by part, by which ranks that have each built their own see whether they differ.
+"""Fingerprints of a dataset, part by part, by which ranks and resumed runs see whether they have built the same.
 
 No sample is read: a class of the user's own may draw, count or download in `__getitem__`. Looked at are lengths, the
 indices of a Subset, rows of a TensorDataset, and attributes with one number or name for each sample.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ _MOST_PARTS = 64
 
 def fingerprint(source: Source) -> dict[str, str]:
     """What is alike wherever the same data is loaded, by name; nothing of a stream, which is compared as it is read."""
-    if source.is_stream or isinstance(source.dataset, DaliBatches):
+    if not _can_tell(source):
         return {}
     own = source.own_sampler
     said = {
@@ -37,8 +38,18 @@ def fingerprint(source: Source) -> dict[str, str]:
         "drop_last": str(source.drop_last),
         "sampler": "none" if own is None else f"{own.name} of {len(own)}",
     }
-    parts = dict(_parts("dataset", source.dataset, 0))
-    return said | dict(list(parts.items())[:_MOST_PARTS])
+    return said | data_parts(source)
+
+
+def data_parts(source: Source) -> dict[str, str]:
+    """Of the dataset alone, however it is read."""
+    if not _can_tell(source):
+        return {}
+    return dict(islice(_parts("dataset", source.dataset, 0), _MOST_PARTS))
+
+
+def _can_tell(source: Source) -> bool:
+    return not source.is_stream and not isinstance(source.dataset, DaliBatches)
 
 
 def _parts(name: str, dataset: Any, depth: int) -> Iterator[tuple[str, str]]:
@@ -80,7 +91,11 @@ def _of_entries(values: Any) -> str | None:
         entries = [os.path.basename(os.fspath(value)) for value in some]
     else:
         return None
-    return f"{len(values)} {hashlib.blake2b(chr(0).join(entries).encode(), digest_size=8).hexdigest()}"
+    return f"{len(values)} {_of_texts(entries)}"
+
+
+def _of_texts(texts: Iterable[str]) -> str:
+    return hashlib.blake2b(chr(0).join(texts).encode(), digest_size=8).hexdigest()
 
 
 def _of_rows(values: np.ndarray | torch.Tensor) -> str | None:
@@ -91,4 +106,5 @@ def _of_rows(values: np.ndarray | torch.Tensor) -> str | None:
     looks = _ROWS if values.ndim > 1 else _LOOKS
     rows = values[:: max(1, len(values) // looks)][: looks + 1]
     rows = rows.detach().cpu() if isinstance(rows, torch.Tensor) else rows
-    return f"{tuple(values.shape)} {sample_digest([*rows]) if values.ndim > 1 else sample_digest(rows.tolist()):x}"
+    digest = f"{sample_digest([*rows]):x}" if values.ndim > 1 else _of_texts(map(repr, rows.tolist()))
+    return f"{tuple(values.shape)} {digest}"

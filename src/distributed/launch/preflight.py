@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 from distributed.core.errors import Problem
+from distributed.core.locks import FILE as LOCK
 from distributed.core.registry import nearest
 from distributed.launch.ports import free_port, port_in_use
 from distributed.launch.request import LaunchRequest
 
 _TRACES = ("events.jsonl", "plan.json", "config.json", "attempts")  # of a run that used a directory
+_MOST_SOURCE = 4 * 2**20  # bytes of a script that are looked at
 
 
 def check_script(path: str) -> list[Problem]:
-    """Whether the script is there."""
+    """Whether the script is there, and is Python."""
     if os.path.isfile(path):
-        return []
+        return _check_source(path)
     if os.path.isdir(path):
         return [Problem(f"the script {path} is a directory", do=f"name a file in it: {_some(_scripts_in(Path(path)))}")]
     folder = Path(path).parent
@@ -33,6 +36,30 @@ def check_script(path: str) -> list[Problem]:
     return [Problem(f"the script {path} does not exist", why=_here(), do=do)]
 
 
+def _check_source(path: str) -> list[Problem]:
+    """As a rank compiles it."""
+    try:
+        with open(path, "rb") as file:
+            source = file.read(_MOST_SOURCE)
+    except OSError as failed:
+        return [Problem(f"the script {path} cannot be read", why=failed.strerror or str(failed), do="mend that")]
+    if b"\0" in source:
+        return [Problem(f"{path} is not a Python script", why="it holds bytes that no text has", do="check --script")]
+    if len(source) == _MOST_SOURCE:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks show them
+            compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as wrong:
+        line = f"\n    {wrong.text.strip()}" if wrong.text else ""
+        why = f"{wrong.msg}{line}"
+        return [Problem(f"{path}:{wrong.lineno or 1} is not valid Python", why=why, do="mend that line, or --script")]
+    except (ValueError, RecursionError, MemoryError):  # whatever that is, a rank will say
+        return []
+    return []
+
+
 def _here() -> str:
     return f"looked from {os.getcwd()}"
 
@@ -43,6 +70,34 @@ def _scripts_in(folder: Path) -> list[str]:
 
 def _some(names: list[str], most: int = 6) -> str:
     return (", ".join(names[:most]) + (", …" if len(names) > most else "")) or "no Python file"
+
+
+def check_resume(resume: bool | str) -> list[Problem]:
+    """Whether there are checkpoints in the folder of this machine that a run is to go on from."""
+    if isinstance(resume, bool) or "::" in resume or ("://" in resume and not resume.startswith("file://")):
+        return []
+    path = Path(resume.removeprefix("file://"))
+    if path.is_dir() and (_is_step(path) or _steps_in(path)):
+        return []
+    what = f"there is no checkpoint at {resume} [resume_from_checkpoint]"
+    if path.is_dir() and (inner := path / "checkpoints").is_dir() and _steps_in(inner):
+        return [Problem(what, why="it is a run directory", do=f"set resume_from_checkpoint={inner}")]
+    if path.is_dir() or path.is_file():
+        why = "the folder holds none" if path.is_dir() else "it is a file"
+        return [Problem(what, why=why, do="name a checkpoint_dir, or the folder step-… of one checkpoint")]
+    beside = _steps_in(path.parent) if path.parent.is_dir() else []
+    do = (
+        f"in {path.parent} there is: {_some(beside)}" if beside else "distributed checkpoint ls shows what a folder has"
+    )
+    return [Problem(what, why=f"the folder does not exist, {_here()}", do=do)]
+
+
+def _is_step(path: Path) -> bool:
+    return path.name.startswith("step-")
+
+
+def _steps_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _is_step(entry))
 
 
 def check_port(request: LaunchRequest) -> list[Problem]:
@@ -66,8 +121,11 @@ def check_port(request: LaunchRequest) -> list[Problem]:
     ]
 
 
-def check_run_dir(run_dir: str, resume: bool) -> list[Problem]:
-    """Whether the directory can be written, and holds no other run unless that one shall go on."""
+def check_run_dir(run_dir: str, resume: bool, *, may_reuse: bool = True) -> list[Problem]:
+    """Whether the directory can be written, and holds no other run unless that one shall go on.
+
+    `may_reuse` what a launch left whose ranks never began. One that is still starting holds the directory's lock.
+    """
     path = Path(run_dir)
     if path.exists() and not path.is_dir():
         return [Problem(f"the run directory {run_dir} is a file", do="choose another run_dir")]
@@ -80,7 +138,7 @@ def check_run_dir(run_dir: str, resume: bool) -> list[Problem]:
                 do="choose another run_dir",
             )
         ]
-    if resume or not holds_run(path):
+    if resume or not holds_run(path) or (may_reuse and _never_began(path)):
         return []
     return [
         Problem(
@@ -93,6 +151,14 @@ def check_run_dir(run_dir: str, resume: bool) -> list[Problem]:
 
 def holds_run(path: Path) -> bool:
     return any((path / name).exists() for name in _TRACES)
+
+
+def _never_began(path: Path) -> bool:
+    """Whether all that is there is a launch's own: no rank wrote a line, took a step or saved anything."""
+    if {entry.name for entry in path.iterdir()} - {"config.json", "attempts", LOCK} or not (path / "attempts").is_dir():
+        return False
+    left = [file for file in (path / "attempts").rglob("*") if file.is_file() and file.name != "parent.log"]
+    return all(file.match("rank-*.log") and not file.stat().st_size for file in left)
 
 
 def _when(path: Path) -> str:

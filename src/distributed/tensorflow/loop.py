@@ -20,7 +20,7 @@ from distributed.tensorflow.rates import Rate
 from distributed.tensorflow.run_state import RunState
 from distributed.tensorflow.step import Stepper, StepResult
 from distributed.tensorflow.strategy import World
-from distributed.train.telling import Telling
+from distributed.train.telling import Telling, nothing_to_resume
 
 
 class Loop:
@@ -156,7 +156,9 @@ class Loop:
             self._telling.warn(f"the checkpoint {path} is passed over: {why}")
         for line in self._state.changed:
             self._telling.warn(line)
-        self._telling.run_started(self._world.size, step, self._train.steps_per_epoch)
+        is_new = self._plan.checkpoint.resume and not self._state.path
+        notes = [nothing_to_resume(self._plan)] if is_new else []
+        self._telling.run_started(self._world.size, step, self._train.steps_per_epoch, notes)
 
     def _log(self, epoch: int, before_epoch: int) -> None:
         self._state.poll()

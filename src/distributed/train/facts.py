@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from distributed.data.fingerprint import data_parts
 from distributed.data.source import Source
 from distributed.strategies.optimizer_state import optimizer_kind
 from distributed.train.loss_state import loss_name, loss_options, loss_values
@@ -13,12 +16,32 @@ from distributed.train.schedule import Schedule
 from distributed.train.task import Task
 
 
+@dataclass(frozen=True)
+class Facts:
+    """As they were before the first step."""
+
+    found: Mapping[str, Any]  # as JSON has it; the names are those of `train/resume_changes.py`
+    train: Source
+
+    def to_save(self) -> dict[str, Any]:
+        """Without parts that the dataset has changed meanwhile, a cache say: they do not tell which data it is."""
+        now = data_parts(self.train)
+        data = {name: digest for name, digest in self.found.get("data", {}).items() if now.get(name) == digest}
+        return {**self.found, "data": data}
+
+
 def describe(
-    task: Task, train: Source, optimizer: torch.optim.Optimizer, schedule: Schedule, total_steps: int | None
-) -> dict[str, Any]:
-    """As JSON has it; the names are those of `train/resume_changes.py`."""
+    task: Task,
+    train: Source,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    total_steps: int | None,
+    *,
+    compares_data: bool = True,
+) -> Facts:
+    """`compares_data`: sample_check."""
     is_own = train.sampler is not None
-    return {
+    found = {
         "shuffle": None if is_own or train.is_stream else train.shuffle,
         "sampler": type(train.sampler).__name__ if is_own else "",
         "loss": {
@@ -29,4 +52,6 @@ def describe(
         "optimizer": optimizer_kind(optimizer),
         "scheduler": schedule.name,
         "total_steps": total_steps,
+        "data": data_parts(train) if compares_data else {},
     }
+    return Facts(found, train)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from distributed.runtime.shutdown import StopRequest
 from distributed.strategies.base import NonFiniteLoss, Strategy
 from distributed.train.capture import StepCapture
 from distributed.train.explanations import explain_nonfinite
+from distributed.train.facts import Facts
 from distributed.train.handover import Held, Inherited
 from distributed.train.links import Links
 from distributed.train.loaders import Loader
@@ -37,7 +38,7 @@ from distributed.train.sample_check import SampleCheck
 from distributed.train.schedule import Schedule
 from distributed.train.state import RunState
 from distributed.train.stragglers import Stragglers
-from distributed.train.telling import Telling
+from distributed.train.telling import Telling, nothing_to_resume
 from distributed.train.user_state import UserState
 from distributed.train.witness import Verdict
 
@@ -66,12 +67,13 @@ class Loop:
         host: Host | None = None,
         *,
         user: UserState,
-        facts: Mapping[str, Any],
+        facts: Facts,
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
         self._stop, self._heartbeat, self._utilization = stop, heartbeat, utilization
         self._telling = Telling(plan, observer)
+        self._notes: list[str] = []  # of what this run goes on from
         keeps_ledger = plan.checkpoint.ledger and plan.mesh.is_first_of_replica(session.rank)
         self._ledger = Ledger(_ledger_dir(plan), session.data_rank) if keeps_ledger else None
         self._last_save = time.monotonic()
@@ -291,9 +293,13 @@ class Loop:
         if self._session.is_main:
             self._on_resumed(self._state.progress.step, self._state.source)
         if restored is None:
+            self._notes += [nothing_to_resume(self._plan)] if inherited is None and self._plan.checkpoint.resume else []
             return
-        for line in str(restored.report).splitlines():
-            self._telling.warn(line)
+        if restored.report.is_clean:
+            self._notes += str(restored.report).splitlines()
+        else:
+            for line in str(restored.report).splitlines():
+                self._telling.warn(line)
         if "imported" in restored.manifest.meta:
             came, anew = ("and optimizer ", "") if "optimizer" in restored.shared else ("", "optimizer, ")
             message = f"weights {came}of another program: {anew}schedule and position begin anew"
@@ -335,7 +341,8 @@ class Loop:
     def _announce(self) -> None:
         step = self._state.progress.step
         self._heartbeat.beat(step)
-        self._telling.run_started(self._plan.world_size, step, self._train.steps_per_epoch, self._strategy.notes)
+        notes = [*self._strategy.notes, *self._notes]
+        self._telling.run_started(self._plan.world_size, step, self._train.steps_per_epoch, notes)
 
     def _log(self, epoch: int, reading: Reading) -> None:
         self._state.poll()

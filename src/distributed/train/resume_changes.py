@@ -14,7 +14,7 @@ from typing import Any
 from distributed.core.errors import Problem
 
 Meta = Mapping[str, Any]  # of a manifest: "settings", "plan", "samples", "global_batch", "division", "device", "run"
-FACTS = ("shuffle", "sampler", "loss", "optimizer", "scheduler")  # of "run"; older checkpoints do not have them
+FACTS = ("shuffle", "sampler", "data", "loss", "optimizer", "scheduler")  # of "run"; older checkpoints do not have them
 
 
 class Effect(Enum):
@@ -140,8 +140,9 @@ def _of_data(
         if _differ(old, new, name):
             yield Change(name, old[name], new[name], Effect.BREAKS if is_within else Effect.DIFFERS)
     if _differ(old, new, "samples"):
-        yield Change("data", old["samples"], new["samples"], Effect.BREAKS, _other_data(old, new, path))
+        yield Change("data", old["samples"], new["samples"], Effect.BREAKS, _other_count(old, new, path))
         return
+    yield from _of_values(old.get("data", {}), new.get("data", {}), path)
     batch, position = new["global_batch"], progress["samples_in_epoch"]
     cuts_elsewhere = position % batch if not is_stream else is_within and _differ(old, new, "global_batch")
     if cuts_elsewhere:
@@ -156,7 +157,21 @@ def _of_data(
         yield Change("ranks", old["ranks"], new["ranks"], Effect.BREAKS)
 
 
-def _other_data(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -> Problem:
+def _of_values(old: Meta, new: Meta, path: str) -> Iterable[Change]:
+    """Of as many samples: the parts of a dataset that both runs could tell (`data/fingerprint.py`)."""
+    others = [name for name in old if name in new and old[name] != new[name]]
+    if others:
+        part = others[0]
+        problem = Problem(
+            f"the checkpoint {path} was trained on other data: {part} is {new[part]}, and was {old[part]}",
+            why="the samples to come would be of other data than those before",
+            do="pass the same dataset, and where it is drawn call torch.manual_seed(…) before; to train on with new "
+            "data, load the weights and begin a new checkpoint_dir",
+        )
+        yield Change("data", f"{part} {old[part]}", new[part], Effect.BREAKS, problem)
+
+
+def _other_count(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -> Problem:
     return Problem(
         f"the checkpoint {path} knows {_samples(old)} an epoch, this data has {new['samples'] or _samples(new)}",
         why=_REPEATS,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from distributed.core.secrets import mask
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
 from distributed.train.checkpoint_folder import CheckpointFolder, record_reader
+from distributed.train.facts import Facts
 from distributed.train.handover import Held, Inherited
 from distributed.train.meter import Meter
 from distributed.train.rates import OwnRates
@@ -61,7 +62,7 @@ class RunState:
         on_saved: Callable[[Saved], None],
         on_failed: Callable[[CheckpointError], None],
         user: UserState,
-        facts: Mapping[str, Any],
+        facts: Facts,
         on_taken: Callable[[], None],
     ) -> None:
         """`facts`: what of the user's objects tells one run from another; see `train/facts.py`. `on_taken`: asks this
@@ -93,7 +94,9 @@ class RunState:
         if inherited is not None:
             self._take(inherited.tree)
             self._saved_at, self.path = inherited.tree["published"]
-            self._facts = inherited.tree["run"]  # a loss that has been called is not as it was made
+            self._facts = replace(
+                self._facts, found=inherited.tree["run"]
+            )  # a loss that has been called is not as it was made
             self.source = f"memory of rank {inherited.rank}"
         else:
             restored = self._find()
@@ -136,7 +139,7 @@ class RunState:
             return None
         meter = self._meter.state() | {"losses": [], "samples": []}  # those that nobody has read are each rank's own
         more = {"meter": meter, "ranks": self._plan.batch.ranks, "published": [self._published_at, self.path]}
-        more["run"] = dict(self._facts)
+        more["run"] = dict(self._facts.found)
         return Held(self.progress.step, state | self._user.here() | self._position() | more)
 
     def _load(self, restored: Restored) -> None:
@@ -336,7 +339,7 @@ class RunState:
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name() if self._session.device.type == "cuda" else "cpu",
             "torch": torch.__version__,
-            "run": dict(self._facts),
+            "run": self._facts.to_save(),
         }
 
     def _published(self, saved: Saved) -> None:

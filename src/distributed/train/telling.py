@@ -19,7 +19,7 @@ from distributed.core.events import (
     Warned,
 )
 from distributed.core.history import EpochRecord, History
-from distributed.core.plan import Plan
+from distributed.core.plan import Decision, Plan
 from distributed.core.secrets import mask
 
 
@@ -114,3 +114,10 @@ class Telling:
                 model_path=history.checkpoint,
             )
         )
+
+
+def nothing_to_resume(plan: Plan) -> str:
+    """Of a run that was to go on, and is the first one in its folder."""
+    return str(
+        Decision("the run begins at step 0", f"nothing to resume in {plan.checkpoint.dir}", "resume_from_checkpoint")
+    )

@@ -15,7 +15,7 @@ from distributed.core.env import WorkerEnv
 from distributed.core.errors import ConfigError, PlanError, TaskError
 from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
-from distributed.launch.preflight import check_port, check_run_dir, new_run_dir, next_attempt
+from distributed.launch.preflight import check_port, check_resume, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
 from distributed.launch.run_lock import owned
 from distributed.launch.supervisor import Patience
@@ -102,7 +102,8 @@ class Fit:
             warm=config.warm_start,
         ).for_engine("tensorflow", config)
         resumes = bool(plan.checkpoint.resume)
-        refuse([*check_run_dir(run_dir, resumes), *check_checkpoint_dir(plan), *check_port(launch)])
+        at = check_resume(plan.checkpoint.resume)
+        refuse([*check_run_dir(run_dir, resumes), *check_checkpoint_dir(plan), *at, *check_port(launch)])
         with owned(run_dir, resume=resumes):
             refuse(check_run_dir(run_dir, resumes))  # the one that was waited for may have begun since
             launch = replace(launch, attempt=next_attempt(run_dir))

@@ -1,0 +1,53 @@
+"""Words of a command line that nobody could mean otherwise: an option that is a setting, a script without --script."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from distributed.core.config import DistributedConfig
+from distributed.core.errors import ConfigError, Problem
+from distributed.core.registry import initials
+
+
+class ScriptCommand(TyperCommand):
+    """A command that runs a script with settings."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        if problems := misplaced(args, known, self.name or ""):
+            raise ConfigError(problems)
+        return super().parse_args(ctx, args)
+
+
+def misplaced(words: Sequence[str], options: Container[str], verb: str) -> list[Problem]:
+    """
+    >>> [problem.do for problem in misplaced(["train.py"], {"--script"}, "train")]
+    ['distributed train --script train.py']
+    >>> [problem.do for problem in misplaced(["--script", "a.py", "--epochs", "3"], {"--script"}, "train")]
+    ['write the setting epochs=3; or for the script: -- --epochs 3']
+    """
+    found: list[Problem] = []
+    values = {place + 1 for place, word in enumerate(words) if word.startswith("--") and "=" not in word}
+    free = (word for place, word in enumerate(words) if place not in values and "=" not in word)
+    script = next((word for word in free if word.endswith(".py")), None)
+    if script is not None and not any(word.partition("=")[0] in ("--script", "--help") for word in words):
+        found.append(Problem("--script is missing", do=f"distributed {verb} --script {script}"))
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        name = _setting(option.removeprefix("--").replace("-", "_")) if option.startswith("--") else None
+        if name is None or option in options:
+            continue
+        if not equals and place + 1 < len(words) and not words[place + 1].startswith("-"):
+            value, word = words[place + 1], f"{word} {words[place + 1]}"
+        do = f"write the setting {name}={value or 'VALUE'}; or for the script: -- {word}"
+        found.append(Problem(f"there is no option {option}", why="settings are written without dashes", do=do))
+    return found
+
+
+def _setting(name: str) -> str | None:
+    """By its name, or by its initials."""
+    settings = DistributedConfig.model_fields
+    return name if name in settings else next((known for known in settings if initials(known) == name), None)
