@@ -306,6 +306,7 @@ class TorchMesh(Passes):
         if self._parts is None:
             yield from super().replicated()
             return
+        self._parts.reshard()  # evaluation leaves some parameters whole
         yield from self._state.local(self._replicas)
         yield from optimizer_options(self.optimizer)
         yield from self._loss_scale()
