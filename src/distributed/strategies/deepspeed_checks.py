@@ -104,6 +104,13 @@ def _of_model(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             why="DeepSpeed cannot send such a tensor to the other ranks",
             do="make it a tensor of one element: nn.Parameter(torch.tensor([1.0]))",
         )
+    empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
+    if empty is not None:
+        yield Problem(
+            f"the parameter {empty} has no elements",
+            why="ZeRO has no part of it for any rank, and no state of it for a checkpoint",
+            do="leave it out of the model, or use backend='fsdp'",
+        )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield Problem(
             "the model is on the meta device, and DeepSpeed begins with values",

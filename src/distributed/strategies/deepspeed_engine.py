@@ -88,6 +88,8 @@ class DeepSpeedEngine(Passes):
         keep_unaligned_gradients(self._zero)
         UseCheck(self._engine, dict(self.module.named_parameters()), session)
         self.optimizer = self._zero.optimizer
+        if optimizer is not None and self.optimizer is not optimizer:
+            _follow(self.optimizer, optimizer)
         self._state = ZeroState(self.module, self._zero, saved, groups, whole, session.world_size == 1)
         for index, (options, _) in enumerate(self._loan.groups):
             self._state.keep_options(index, options)
@@ -274,3 +276,10 @@ def _load_scaler(zero: Any, state: Mapping[str, Any]) -> None:
     scaler = zero.loss_scaler
     scaler.cur_scale = state["scale"]
     scaler.last_overflow_iter = scaler.cur_iter - state["_growth_tracker"] - 1
+
+
+def _follow(made: torch.optim.Optimizer, given: torch.optim.Optimizer) -> None:
+    """Where DeepSpeed makes an optimizer anew (Adagrad): a scheduler that was made for the given one sets its rates."""
+    for new, old in zip(made.param_groups, given.param_groups, strict=True):
+        new.update({key: value for key, value in old.items() if key not in ("params", "param_names")})
+    given.param_groups = made.param_groups
