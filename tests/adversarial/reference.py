@@ -47,7 +47,8 @@ def train_plainly(
     is_called: bool,
     noise: float = 0.0,
 ) -> dict[str, Any]:
-    """Train in this process; `noise` moves the first weights by so much of themselves, to see what that comes to."""
+    """Train in this process. `noise` moves the first weights by so much of themselves and takes each micro-batch from
+    its end, to see what rounding comes to."""
     model, loss_fn = program["make_model"](), program["make_loss"]()
     if noise:
         generator = torch.Generator().manual_seed(1)
@@ -76,7 +77,8 @@ def train_plainly(
         for samples in steps:
             _set_rates(optimizer, peaks, settings, done, total)
             optimizer.zero_grad(set_to_none=True)
-            micros = [default_collate(samples[at : at + micro_batch]) for at in range(0, len(samples), micro_batch)]
+            shares = [samples[at : at + micro_batch] for at in range(0, len(samples), micro_batch)]
+            micros = [default_collate(share[::-1] if noise else share) for share in shares]
             weights = [program["weight_of"](loss_fn, batch) for batch in micros]
             divisor = None if weights[0] is None else float(sum(weights))
             if divisor == 0:
