@@ -140,6 +140,12 @@ def test_weights_go_out_and_come_back(run: Path) -> None:
         assert found["model"]["head.weight"] is found["model"]["embed.weight"]
 
 
+def test_a_folder_without_checkpoints_is_not_suggested(run: Path) -> None:
+    (run / "runs/bb/trials").mkdir(parents=True)
+    assert "runs/bb" not in cli(run, "ls", "runs/b").stderr
+    assert "runs/a" in cli(run, "ls", "runs/b").stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "hints"),
     [

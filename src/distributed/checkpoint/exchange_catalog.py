@@ -19,6 +19,7 @@ from distributed.core.registry import nearest
 from distributed.core.values import parse_best
 
 _IN_A_RUN = "checkpoints"  # where a run directory has them
+_MOST_BESIDE = 64  # folders that are looked into for a hint
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def _why_missing(url: str) -> str:
 
 
 def _hint(url: str) -> str:
-    """Names beside a path that is not there."""
+    """Names beside a path that is not there, of what holds checkpoints."""
     above, _, name = url.rstrip("/").rpartition("/")
     if above.endswith(":/") or (not above and url.startswith("/")):
         return "check the path"
@@ -205,11 +206,21 @@ def _hint(url: str) -> str:
         beside = [child for child in open_storage(above or ".").children() if not child.startswith(".")]
     except CheckpointError:
         beside = []
-    close = nearest(name, beside) or [child for child in beside if step_of(child) is not None][-3:]
     prefix = f"{above}/" if above else ""
+    beside = [child for child in beside[-_MOST_BESIDE:] if step_of(child) is not None or _has_some(prefix + child)]
+    close = nearest(name, beside) or [child for child in beside if step_of(child) is not None][-3:]
     if close:
         return f"did you mean {_join((prefix + child for child in close), 'or')}?"
     return f"there are {_join(prefix + child for child in beside[:5])}" if beside else "check the path"
+
+
+def _has_some(url: str) -> bool:
+    try:
+        children = open_storage(url).children()
+        inner = open_storage(f"{url}/{_IN_A_RUN}").children() if _IN_A_RUN in children else []
+    except CheckpointError:
+        return False
+    return any(step_of(child) is not None for child in (*children, *inner))
 
 
 def _say(bad: CheckpointError) -> str:

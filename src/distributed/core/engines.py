@@ -145,8 +145,8 @@ FEATURES: dict[str, Feature] = {
         "asynchronous workers around a parameter server", _value("tensorflow_strategy", "parameter_server")
     ),
     # Not asked for by a setting: these say what a run on this engine has.
-    "save": Feature("checkpoints that every engine and number of ranks can load"),
-    "load": Feature("checkpoints of every engine and number of ranks"),
+    "save": Feature("saves checkpoints that every engine and number of ranks can load"),
+    "load": Feature("loads checkpoints of every engine and number of ranks"),
     "restart": Feature("a rank that dies: all go on from the last checkpoint"),
     "regroup": Feature("... and the others go on from memory, with fewer or more ranks"),
     "meta": Feature("models built on the meta device"),

@@ -91,7 +91,7 @@ def too_few_gpus(device: str, ranks: int, hardware: Hardware, asked_by: str) -> 
         return []
     return [
         Problem(
-            f"{ranks} GPUs asked for on this node, but it has {gpus}",
+            f"{ranks} GPU{'s' * (ranks > 1)} asked for on this node, but it has {gpus}",
             why=f"asked by {asked_by}",
             do=f"set num_gpus={gpus}, share_gpus=true to try {ranks} ranks on fewer GPUs, or device=cpu for processes"
             if gpus
