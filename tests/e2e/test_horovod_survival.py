@@ -27,17 +27,16 @@ def test_each_of_two_ranks_is_lost(tmp_path: Path) -> None:
         fault("training", "raise", rank=1, step=30),
         fault("evaluation", rank=0, step=3 * PER_EPOCH),
         backend="horovod",
+        fusion_threshold_mb=1,
     ).end()
     result.assert_same_as(undisturbed)
     assert result.recoveries == from_memory(0, 1, 0, 1)
     assert "end of the script" in result.shown
 
 
-def test_with_its_knobs_set_a_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    """Horovod cannot be initialised again in a process where they are."""
-    result = start(
-        tmp_path, 2, fault("training", rank=1, step=18), backend="horovod", cycle_time_ms=2, fusion_threshold_mb=1
-    ).end()
+def test_with_a_cycle_time_set_a_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Horovod cannot be initialised again in a process where it is."""
+    result = start(tmp_path, 2, fault("training", rank=1, step=18), backend="horovod", cycle_time_ms=2).end()
     assert result.code == 0, result.shown
     assert result.ledger.is_exact
     assert result.recoveries == [("step-000015", 2)]

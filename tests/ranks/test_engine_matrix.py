@@ -95,7 +95,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "pytorch-ddp": "e2e/test_survival.py::test_all_ranks_are_killed_at_once",
         "fsdp": "e2e/test_survival_meshes.py::test_a_rank_of_a_mesh_is_killed",
         "deepspeed": "e2e/test_survival_meshes.py::test_a_rank_of_a_mesh_is_killed",
-        "horovod": "e2e/test_horovod_survival.py::test_with_its_knobs_set_a_run_goes_on_from_the_checkpoint",
+        "horovod": "e2e/test_horovod_survival.py::test_with_a_cycle_time_set_a_run_goes_on_from_the_checkpoint",
         "ray": "e2e/test_ray.py::test_a_killed_worker_and_a_killed_node_change_no_byte",
         "tensorflow": "e2e/test_tensorflow_survival.py::test_a_killed_worker_of_fit_is_started_again",
     },

@@ -201,7 +201,7 @@ def traps(folder: str) -> dict[str, Any]:
 
 
 def knobs(folder: str) -> dict[str, str]:
-    """The timeline tells which tensors Horovod sent together, and how often it looked. Knobs stay set in a process."""
+    """The timeline tells what was sent together, and how often Horovod looked. Its own knob stays set in a process."""
     case, told = CASES["sgd"], {name: f"{folder}/{name}.json" for name in ("default", "slow", "again")}
     slow = {"fusion_threshold_mb": 0, "cycle_time_ms": 25}
     os.environ["HOROVOD_TIMELINE_MARK_CYCLES"] = "1"
@@ -361,13 +361,12 @@ def test_the_timeline_is_valid_and_shows_what_the_knobs_do(found: list[dict[str,
         cycles = starts(name, "CYCLE_START")
         return statistics.median(later - sooner for sooner, later in itertools.pairwise(cycles)) / 1000
 
-    for name in told:
-        names = [event["args"].get("name") for event in events[name] if event.get("name") == "process_name"]
-        assert {"allreduce.gradient.0.weight", "allreduce.gradient.2.bias"} <= set(names)
-        assert len(starts(name, "ALLREDUCE")) >= 5 * 4  # steps and parameters
-    assert starts("default", "MEMCPY_IN_FUSION_BUFFER")
-    assert not starts("slow", "MEMCPY_IN_FUSION_BUFFER")
-    assert not starts("again", "MEMCPY_IN_FUSION_BUFFER")
+    singly = {f"allreduce.gradient.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
+    for name, sent in (("default", {"allreduce.gradient.2.bias and 3 more"}), ("slow", singly), ("again", singly)):
+        names = {event["args"].get("name", "") for event in events[name] if event.get("name") == "process_name"}
+        assert {one for one in names if one.startswith("allreduce.gradient")} == sent
+        assert len(starts(name, "ALLREDUCE")) >= 5 * len(sent)  # steps and buckets
+        assert not starts(name, "MEMCPY_IN_FUSION_BUFFER"), "Horovod fused them by itself"
     assert pause_ms("slow") >= 24
     assert pause_ms("default") < pause_ms("slow")
 

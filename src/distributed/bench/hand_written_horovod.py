@@ -10,7 +10,7 @@ from distributed.core.env import worker_env
 from distributed.runtime.horovod_ring import import_horovod, join_ring
 from distributed.runtime.session import Session
 
-_PLAIN = {"controller": "gloo", "fusion_mb": None, "cycle_ms": None, "timeline": ""}
+_PLAIN = {"controller": "gloo", "cycle_ms": None, "timeline": ""}
 
 
 def train(job: Job) -> nn.Module:

@@ -220,7 +220,7 @@ class DistributedConfig(BaseModel):
         None,
         ge=0,
         le=4096,
-        description="for horovod: gradients are sent together up to this; by default 128",
+        description="for horovod: gradients are sent together up to this, 0: each by itself; by default 25",
     )
     cycle_time_ms: float | None = Field(
         None, gt=0, description="for horovod: how often it looks for gradients to send; by default its own, 1"

@@ -134,7 +134,7 @@ FEATURES: dict[str, Feature] = {
     "compression": Feature("gradients compressed on the wire", _setting("compression", "none")),
     "adasum": Feature("Adasum", _value("gradient_reduction", "adasum")),
     "fusion": Feature(
-        "fusion buffer and cycle time",
+        "size of fused gradients, and cycle time",
         lambda wanted: _setting("fusion_threshold_mb")(wanted) or _setting("cycle_time_ms")(wanted),
     ),
     "timeline": Feature("timeline of the collectives", _setting("timeline")),
@@ -260,7 +260,7 @@ ENGINES: Registry[Engine] = Registry(
                 "fusion": Can(),
                 "timeline": Can(),
                 "mpi": Can("where the wheel was built with it"),
-                "regroup": Can("on gloo, unless fusion or cycle time is set"),
+                "regroup": Can("on gloo, unless a cycle time is set"),
             },
             plans="distributed.planner.horovod:plan_engine",
             bare="distributed.bench.hand_written_horovod:train",

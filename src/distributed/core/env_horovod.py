@@ -50,6 +50,16 @@ def knobs_in_environ() -> dict[str, str]:
     return {name: os.environ[name] for name in (FUSION_THRESHOLD, CYCLE_TIME) if name in os.environ}
 
 
+def fusion_threshold_mb(environ: Mapping[str, str] | None = None) -> float | None:
+    """Up to what size gradients go together, by horovodrun's --fusion-threshold-mb.
+
+    >>> fusion_threshold_mb({"HOROVOD_FUSION_THRESHOLD": "1048576"})
+    1.0
+    """
+    text = (os.environ if environ is None else environ).get(FUSION_THRESHOLD, "")
+    return int(text) / 2**20 if text.isdecimal() else None
+
+
 def meeting_patience_s() -> float:
     """For how long the ranks of a later world wait for each other: horovodrun's --gloo-timeout-seconds."""
     return float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or 60)

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from distributed.core.env import environ_with
-from distributed.core.env_horovod import CYCLE_TIME, FUSION_THRESHOLD, knobs_in_environ
+from distributed.core.env_horovod import CYCLE_TIME, knobs_in_environ
 from distributed.core.errors import LaunchError, MissingExtraError, PlanError
 from distributed.core.failure import is_collateral
 from distributed.runtime.deadline import Deadline
@@ -123,9 +123,9 @@ def refuse_spent() -> None:
     if _Made.is_spent:
         raise LaunchError(
             "Horovod has ended in this process and cannot begin again",
-            why="with MPI, a fusion threshold or a cycle time it can be initialised once",
-            do="start the script again; where it shall go on by itself, leave out HOROVOD_FUSION_THRESHOLD, "
-            "HOROVOD_CYCLE_TIME and the settings and options that stand for them",
+            why="with MPI, HOROVOD_FUSION_THRESHOLD or a cycle time it can be initialised once",
+            do="start the script again; where it shall go on by itself, leave out HOROVOD_CYCLE_TIME, cycle_time_ms "
+            "and HOROVOD_FUSION_THRESHOLD, for which there is fusion_threshold_mb",
         )
 
 
@@ -187,12 +187,7 @@ def _refuse_lonely(hvd: Any, session: Session) -> None:
 
 def _knobs(wanted: Mapping[str, Any]) -> dict[str, str]:
     """Horovod's own words for the settings that are given."""
-    found: dict[str, str] = {}
-    if wanted["fusion_mb"] is not None:
-        found[FUSION_THRESHOLD] = str(round(wanted["fusion_mb"] * 2**20))
-    if wanted["cycle_ms"] is not None:
-        found[CYCLE_TIME] = str(wanted["cycle_ms"])
-    return found
+    return {} if wanted["cycle_ms"] is None else {CYCLE_TIME: str(wanted["cycle_ms"])}
 
 
 def _use_as_it_is(hvd: Any, knobs: dict[str, str], timeline: str) -> None:

@@ -5,39 +5,38 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from distributed.core.env_horovod import fusion_threshold_mb
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.data.loader import Microbatch
 from distributed.runtime.horovod_ring import Ring, import_horovod, join_ring, mpi_did_not_start, no_mpi_in_wheel
 from distributed.runtime.session import Session
 from distributed.strategies.base import StateTree, StepOutput, StepTask
+from distributed.strategies.horovod_buckets import (
+    DEFAULT_MB,
+    BucketReducer,
+    as_wire,
+    make_buckets,
+    real,
+    wire_dtype,
+)
 from distributed.strategies.passes import Passed
 from distributed.strategies.replica_tensors import Named, model_tensors
 from distributed.strategies.torch_mesh import TorchMesh
-
-_ON_WIRE = {torch.bfloat16: torch.float32}  # Horovod has no sum of bf16
-_COMPRESSED = (torch.float32, torch.float64)  # by compression='fp16'
-
-
-class _Sent(NamedTuple):
-    """A tensor on its way: Horovod's handle, and what it reduces in place."""
-
-    handle: int
-    wire: torch.Tensor
 
 
 class HorovodEngine(TorchMesh):
     """What hvd.DistributedOptimizer does, with the user's own optimizer.
 
     That class makes a new optimizer: its state is empty, and the user's scheduler acts on the old one. Its way of
-    working needs none: a gradient goes to Horovod as soon as the last micro-batch's backward pass has made it, which
-    overlaps with the rest of that pass and lets Horovod fuse small ones, and the step waits for all of them. So the
-    optimizer stays the user's, and clipping and the gradient scaler come after the reduction as everywhere else.
+    working needs none: a bucket of gradients goes to Horovod as soon as the last micro-batch's backward pass has made
+    them, which overlaps with the rest of that pass, and the step waits for all of them. So the optimizer stays the
+    user's, and clipping and the gradient scaler come after the reduction as everywhere else.
 
     Adasum does not reduce gradients. As in Horovod, every rank takes a step of its own, by its own gradients, and the
     differences that these steps made are combined; so moments of the optimizers differ between the ranks, and a
@@ -48,7 +47,7 @@ class HorovodEngine(TorchMesh):
         super().__init__()
         self._ring: Ring | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._sent: dict[str, _Sent] = {}
+        self._reducer: BucketReducer | None = None
         self._holds = False  # whether more micro-batches come before the gradients are whole
         self._is_adasum = False
         self._handled: BaseException | None = None  # what the script handles while it calls us
@@ -76,6 +75,9 @@ class HorovodEngine(TorchMesh):
         self._compresses = self._keeps_small = plan.engine["compression"] == "fp16"
         self._begin_alike(session)
         if not self._is_adasum:
+            size_mb = next(mb for mb in (plan.engine["fusion_mb"], fusion_threshold_mb(), DEFAULT_MB) if mb is not None)
+            buckets = make_buckets(self._named, size_mb * 2**20, compresses=self._compresses)
+            self._reducer = BucketReducer(self._hvd, self._ring, buckets)
             self._hooks = [p.register_post_accumulate_grad_hook(self._hook(name)) for name, p in self._named]
         return self.module
 
@@ -112,51 +114,27 @@ class HorovodEngine(TorchMesh):
 
     def _send(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
+        assert self._reducer is not None
         if parameter.grad.is_sparse:
             raise TaskError(
                 f"the gradient of {name} is sparse",
                 why="this engine sends dense gradients",
                 do="make its layer with sparse=False",
             )
-        self._reduce(f"gradient.{name}", parameter.grad, self._hvd.Average)
-
-    def _reduce(self, name: str, tensor: torch.Tensor, how: Any) -> None:
-        """Begin to reduce a tensor, as it goes over the wire."""
-        tensor = _real(tensor)
-        dtype = torch.float16 if self._compresses and tensor.dtype in _COMPRESSED else _ON_WIRE.get(tensor.dtype)
-        wire = tensor if dtype is None else tensor.to(dtype)
-        if not wire.is_contiguous():
-            wire = wire.contiguous()
-        try:
-            self._sent[name] = _Sent(self._hvd.allreduce_async_(wire, name=name, op=how), wire)
-        except (RuntimeError, ValueError) as failed:  # Horovod may have ended before this rank sends
-            assert self._ring is not None
-            self._ring.tell_lost(name, failed)
-            raise
-
-    def _receive(self, name: str, tensor: torch.Tensor) -> None:
-        """Wait for a tensor that was sent, and take it."""
-        handle, wire = self._sent.pop(name)
-        self._hvd.synchronize(handle)
-        if wire is not tensor:
-            _real(tensor).copy_(wire)
+        self._reducer.add(name)
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
-        if self._hooks:
-            self._finish_reduction()
+        if self._reducer is not None:
+            self._finish_reduction(self._reducer)
         return super()._finish_step(passed, measure)
 
-    def _finish_reduction(self) -> None:
-        assert self._ring is not None
-        unused = self._send_rest() if len(self._sent) < len(self._named) or self._finds_unused else []
-        with torch.no_grad(), self._ring.wait("gradients", self._sent):
-            for name, parameter in self._named:
-                assert parameter.grad is not None
-                self._receive(f"gradient.{name}", parameter.grad)
+    def _finish_reduction(self, reducer: BucketReducer) -> None:
+        unused = self._send_rest(reducer) if reducer.missing or self._finds_unused else []
+        reducer.finish()
         for parameter in unused:
             parameter.grad = None
 
-    def _send_rest(self) -> list[torch.Tensor]:
+    def _send_rest(self, reducer: BucketReducer) -> list[torch.Tensor]:
         """Gradients that the last micro-batch did not touch, and zeros where there are none.
 
         Returns the parameters that no rank had a gradient for, which an optimizer must leave alone.
@@ -170,7 +148,7 @@ class HorovodEngine(TorchMesh):
             )
         used = torch.tensor([int(parameter.grad is not None) for _, parameter in self._named])
         for name, parameter in self._named:
-            if f"gradient.{name}" not in self._sent:
+            if name in reducer.missing:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 self._send(name, parameter)
@@ -189,13 +167,26 @@ class HorovodEngine(TorchMesh):
             before = [parameter.detach().clone() for parameter in self._parameters]
             norm = super()._update(measure)
             changes = [parameter - start for parameter, start in zip(self._parameters, before, strict=True)]
+            sent = {}
             for (name, _), change in zip(self._named, changes, strict=True):
-                self._reduce(f"step.{name}", change, self._hvd.Adasum)
-            with self._ring.wait("steps", self._sent):
+                sent[name] = self._combine(name, change)
+            with self._ring.wait("steps", sent):
                 for (name, parameter), start, change in zip(self._named, before, changes, strict=True):
-                    self._receive(f"step.{name}", change)
+                    handle, wire = sent.pop(name)
+                    self._hvd.synchronize(handle)
+                    real(change).copy_(wire)
                     parameter.copy_(start + change)
         return norm
+
+    def _combine(self, name: str, change: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Begin to combine a parameter's changes; Horovod's handle, and what it combines in place."""
+        wire = as_wire(real(change), wire_dtype(change, compresses=self._compresses))
+        try:
+            return self._hvd.allreduce_async_(wire, name=f"step.{name}", op=self._hvd.Adasum), wire
+        except (RuntimeError, ValueError) as failed:  # Horovod may have ended before this rank sends
+            assert self._ring is not None
+            self._ring.tell_lost(f"step.{name}", failed)
+            raise
 
     def close(self) -> None:
         """Leave Horovod's world, which also ends the wait of a rank that is still in it."""
@@ -222,8 +213,3 @@ def _refuse_wrapped(optimizer: Any) -> None:
             why="it would reduce every gradient a second time, and its state is not that of the one it was made of",
             do="pass the optimizer that you would wrap: this engine does the rest",
         )
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs, which is how Horovod can send them."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

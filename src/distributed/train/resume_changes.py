@@ -32,7 +32,7 @@ _HARMLESS = """
     base_batch_size seed reproducible on_nan sharding zero_stage shard_groups wrap_blocks cpu_offload offload_optimizer
     offload_parameters offload_dir tensor_parallel tensor_parallel_plan sequence_parallel pipeline_parallel
     pipeline_schedule pipeline_microbatches context_parallel save_adapters_only compile_cache data_on_device
-    expandable_segments keep_freed_memory fusion_threshold_mb cycle_time_ms timeline find_unused_parameters
+    expandable_segments keep_freed_memory cycle_time_ms timeline find_unused_parameters
     static_graph collective_timeout_s max_restarts min_nodes max_nodes min_gpus hang_timeout_s warm_start
     requeue_exit_code iterable_split checkpoint_dir checkpoint_frequency checkpoint_async keep_last keep_every keep_best
     certificate_steps sample_ledger sample_check check_replicas share_gpus resume_from_checkpoint
@@ -46,7 +46,7 @@ _DIFFERS = """
 """
 _AROUND = """
     activation_checkpointing capture compile num_workers fused_optimizer channels_last tf32 communication_backend
-    bucket_cap_mb
+    bucket_cap_mb fusion_threshold_mb
 """
 SETTINGS: Mapping[str, Effect | None] = {
     name: effect
