@@ -237,7 +237,7 @@ def _settle(session: Session, line: Line | None) -> None:
     of them can die there: it would tell the others a world to which they do not come."""
     if line is not None:
         line.regroups = False
-        line.tell(Joined(False))
+        line.tell(Joined(False, is_done=True))
         session.barrier("leaving the run")
 
 

@@ -30,6 +30,17 @@ if dist.get_rank() == 1:
 dist.all_reduce(torch.ones(1))
 """
 
+FAILS_AFTERWARDS = """
+import torch
+from distributed import Trainer
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+trainer = Trainer(torch.nn.Linear(4, 1), batch_size=4, device="cpu")
+trainer.fit(data)
+if trainer.is_main:
+    raise ValueError("no place for the plot")
+"""
+
 
 def node(folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
     arguments = [
@@ -90,6 +101,22 @@ def test_the_numbers_that_are_given_are_kept_and_a_failure_ends_both_nodes(tmp_p
     assert "node 1" in on_first
     assert "the data is bad" in on_first
     assert "rank 0" not in on_first.partition("RankFailedError")[2]
+
+
+def test_a_script_that_fails_after_its_training_ends_both_nodes_and_is_not_started_again(tmp_path):
+    (tmp_path / "train.py").write_text(FAILS_AFTERWARDS)
+    port = free_port()
+    nodes = [
+        node(tmp_path / name, port, "--gpus-per-node", "1", "--node-rank", rank, "--run-dir", str(tmp_path / "run"))
+        for name, rank in (("a", "0"), ("b", "1"))
+    ]
+    first, second = finish(*nodes)
+    assert all(running.returncode for running in nodes), first + second
+    assert "no place for the plot" in first
+    assert "node 0" in second
+    assert "no place for the plot" in second
+    assert "AssertionError" not in first + second
+    assert [path.name for path in (tmp_path / "run/attempts").iterdir()] == ["0"]
 
 
 def test_stopping_one_node_stops_both(tmp_path):

@@ -20,6 +20,7 @@ class Joined:
     regroups: bool
     sizes: list[int] = field(default_factory=list)  # numbers of ranks that are legal; none: any
     in_run: bool = False  # until it says otherwise, an end of it is early, whatever its exit code
+    is_done: bool = False  # its training has come to its end
 
 
 @dataclass(frozen=True)

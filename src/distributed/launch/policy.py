@@ -50,6 +50,7 @@ class Fault:
     traceback: str = ""
     exit_code: int = 1  # as subprocess has it, negative for a signal; of a code fault, that of the error
     slot: int = -1  # which device of its host, by a number that stays when others are left out; -1: not known
+    is_after: bool = False  # the training had come to its end
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,14 @@ class GiveUp:
 
 
 def classify(
-    ending: Ending, step: int, host: str, *, slot: int = -1, hung: bool = False, is_alone: bool = False
+    ending: Ending,
+    step: int,
+    host: str,
+    *,
+    slot: int = -1,
+    hung: bool = False,
+    is_alone: bool = False,
+    is_after: bool = False,
 ) -> Fault:
     """The fault that an ending shows.
 
@@ -104,6 +112,7 @@ def classify(
         traceback=record.traceback if record else "",
         exit_code=record.exit_code if record and kind == "code" else ending.code,
         slot=slot,
+        is_after=is_after,
     )
 
 
@@ -165,6 +174,8 @@ def _hopeless(counted: Sequence[Fault], reached: int, uses_trainer: bool) -> str
     last = counted[-1]
     if last.exit_code in _OWN_ERRORS:
         return "an error that another attempt would meet again"
+    if last.is_after:
+        return "the program failed after its training had ended, and would do so again"
     if uses_trainer and reached <= 0:
         return "the program failed before its first step, so nothing shows that it ever worked"
     errors = [fault for fault in counted if fault.kind == "code"]

@@ -54,7 +54,7 @@ FOLLOWS: dict[State, frozenset[State]] = {
     State.DRAINING: frozenset({State.RESIZING, State.RESTARTING, State.DONE, State.GIVEN_UP}),
     State.RESTARTING: frozenset({State.STARTING, State.GIVEN_UP}),
     State.RESIZING: frozenset({State.STARTING, State.GIVEN_UP}),
-    State.DONE: frozenset({State.RESTARTING}),  # a rank of another node failed at the very end
+    State.DONE: frozenset({State.RESTARTING, State.GIVEN_UP}),  # a rank of another node failed at the very end
     State.GIVEN_UP: frozenset(),
 }
 

@@ -236,7 +236,8 @@ class Watch:
         member = next(member for member in self.crew.members if member.ending is failure)
         step = self.step if member.joined is not None else -1
         host, alone = socket.gethostname(), failure.is_collateral and not failure.cannot_go_on
-        return classify(failure, step, host, slot=member.slot, hung=member.hung, is_alone=alone)
+        is_after = member.joined is not None and member.joined.is_done
+        return classify(failure, step, host, slot=member.slot, hung=member.hung, is_alone=alone, is_after=is_after)
 
     def _lost_without_cause(self, lost: Member) -> Broken | None:
         """Ranks say that their world broke, and none of this node did it: another node did, or the network."""
