@@ -290,6 +290,22 @@ def test_a_step_whose_samples_are_no_weight_is_refused() -> None:
             task.check_share(task.run(task.model, (VALUES[:, :2], WANTED[:, :2])), 8)
 
 
+def test_sequences_of_other_lengths_elsewhere_are_refused_only_where_padding_counts() -> None:
+    agree = halved_elsewhere().agree
+    padded = alone()._replace(
+        agree=lambda votes: agree(votes) * torch.tensor([1.0, 1.0, 1.0, 2.0]) if len(votes) == 4 else agree(votes)
+    )
+    by_targets = Task(nn.Identity(), FOUND["tokens"][0])
+    settled = by_targets.settle(by_targets.run(nn.Identity(), (SEQUENCE, AIMED)), (SEQUENCE, AIMED), 8, padded)
+    assert settled is not None
+    assert float(settled.weight) == 48  # type: ignore[arg-type]
+    for loss_fn in (nn.MSELoss(), MEANS["a function"], None):
+        task = Task(nn.Identity(), loss_fn)
+        outcome = task.run(task.model, (VALUES, WANTED))
+        with pytest.raises(TaskError, match="pad all samples to one length"):
+            task.settle(outcome, (VALUES, WANTED), 8, padded)
+
+
 def test_later_samples_show_what_the_first_did_not() -> None:
     first = torch.zeros(8, dtype=torch.int64)
     weights = torch.ones(64).double()

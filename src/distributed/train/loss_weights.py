@@ -48,6 +48,7 @@ class LossWeights:
     _looks_closer: bool = False  # because there was
     _unit: float | None = None  # elements a sample, where samples are weight enough
     _by_elements: bool = False  # they are not: outputs have more or fewer rows than there are samples
+    _is_padded: bool = False  # nor are these: each rank's outputs have a shape of their own, with a row a sample
     _is_tried: bool = False  # whether the rule is one that a few samples have shown
     _calls: int = 0  # of a loss whose rule is one
     _found: torch.Tensor | None = field(default=None, repr=False)  # on a device: whether there was one
@@ -97,7 +98,7 @@ class LossWeights:
         the loss is a mean over is not to be found out. None: this rank has no loss; `size` 0: that of a stand-in.
         """
         self._watched, self._open, self._matters = (), (), trial.matters
-        self._is_tried, self._unit, self._by_elements = False, None, False
+        self._is_tried, self._unit, self._by_elements, self._is_padded = False, None, False, False
         if self.weighting == "samples" or adds_up(self.loss_fn):
             return outcome
         if trial.matters:
@@ -129,18 +130,17 @@ class LossWeights:
 
     def _agree_on_units(self, outcome: Outcome | None, size: int, trial: Trial) -> None:
         """Whether samples are weight enough: each has as many elements in the outputs as any other of the ranks'."""
-        count = None if outcome is None or not size else _elements(outcome)
+        count = None if outcome is None or outcome.is_own or not size else _elements(outcome)
         mine = [0.0] * 4
         if count is not None:
-            unit = count / size
-            mine = [1.0, unit, unit * unit, float(_rows(outcome) == size)]
-            self._unit = unit
+            self._unit = count / size
+            mine = [1.0, self._unit, self._unit**2, float(_rows(outcome) == size)]
         ranks, units, squares, alike = trial.agree(torch.tensor(mine, dtype=torch.float64)).tolist()
         is_one = abs(ranks * squares - units * units) <= 1e-9 * max(units * units, 1.0)
-        if self.weighting == "targets" or not is_one:
-            if alike == ranks and not is_one and self._is_over_elements(outcome):
-                raise self._padded()
-            self._by_elements, self._unit = self.weighting == "targets" or alike < ranks, None
+        self._is_padded = not is_one and alike == ranks
+        self._by_elements = self.weighting == "targets" or (not is_one and alike < ranks)
+        if self._by_elements or not is_one:
+            self._unit = None
 
     def check_share(self, outcome: Outcome, size: int) -> None:
         """Raise if samples are no weight for this part of a step, as they were for the first one. Reads shapes only."""
@@ -149,7 +149,7 @@ class LossWeights:
         count = _elements(outcome)
         if count is None or count == self._unit * size:
             return
-        if _rows(outcome) == size and self._is_over_elements(outcome):
+        if _rows(outcome) == size and entropy_of(self.loss_fn or outcome.fitted) is None:
             raise self._padded()
         raise TaskError(
             f"the outputs of {size} samples have {count} elements; those of the first step had {self._unit:g} a sample",
@@ -157,13 +157,10 @@ class LossWeights:
             do="set loss_weighting='targets' (exact), or 'samples' to weight by samples all the same",
         )
 
-    def _is_over_elements(self, outcome: Outcome | None) -> bool:
-        """Not over the targets, of which padding is left out, and not the model's own, which may be anything."""
-        loss_fn = self.loss_fn or (None if outcome is None else outcome.fitted)
-        return loss_fn is not None and entropy_of(loss_fn) is None
-
     def _by_their_number(self, outcome: Outcome | None) -> Outcome | None:
         """A mean of torch's own, over the elements of the outputs: also where they are not so many a sample."""
+        if self._is_padded:
+            raise self._padded()
         self.rule = Rule("elements") if self._by_elements else None
         if outcome is None or self.rule is None:
             return outcome
@@ -180,7 +177,7 @@ class LossWeights:
     def _try_again(self, outcome: Outcome) -> None:
         """After 1, 2, 4, 8 … calls: whether other samples show what the first ones did not."""
         self._calls += 1
-        if self._calls & (self._calls - 1) or self.rule is None or self.rule.kind == "elements":
+        if self._calls & (self._calls - 1) or self.rule is None or _is_captured(outcome):
             return
         rules = rules_for(self.ignored)
         if outcome.is_own:
@@ -236,6 +233,8 @@ class LossWeights:
         if not left:
             raise self._fits_none(votes.own > 0)
         self.rule = left[0]
+        if self._is_padded and self.rule.kind == "samples":
+            raise self._padded()
         counts = self.rule.kind in ("targets", "shifted")
         marks = zip(marks_of(rules), votes.watched, strict=True)
         watched = tuple(mark for mark, count in marks if count and not (counts and mark == self.rule.ignored))
@@ -248,7 +247,8 @@ class LossWeights:
     def _check_open(self, outcome: Outcome) -> None:
         """A target that no batch had until now: the value of the loss tells whether it counts."""
         met = _has(outcome.target, self._open)
-        if outcome.target.device.type != "cpu" and not self._looks_closer:  # a look at it would wait: see check
+        is_away = outcome.target.device.type != "cpu" and (not self._looks_closer or _is_captured(outcome))
+        if is_away:  # a look at it would wait: see check
             self._met = met if self._met is None else self._met.logical_or_(met)
             return
         if not bool(met):
@@ -357,6 +357,11 @@ def _has(target: torch.Tensor, marks: Sequence[Mark]) -> torch.Tensor:
     """Whether some target is one of these marks, on its device."""
     found = (target.isnan() if math.isnan(mark) else target == mark for mark in marks)
     return functools.reduce(torch.logical_or, (one.any() for one in found))
+
+
+def _is_captured(outcome: Outcome) -> bool:
+    """Whether this pass is written down for a graph, in which nothing can be looked at."""
+    return outcome.loss.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _looked_at(outcome: Outcome) -> torch.Tensor | None:
