@@ -13,8 +13,12 @@ def mark_parts(module: nn.Module) -> None:
     module.__dict__[_MARK] = True
 
 
+def is_in_parts(module: nn.Module) -> bool:
+    return bool(module.__dict__.get(_MARK))
+
+
 def refuse_parts(module: nn.Module) -> None:
-    if module.__dict__.get(_MARK):
+    if is_in_parts(module):
         raise TaskError(
             "an earlier fit has cut this model into parts",
             why="each rank holds a part of it only, and a run begins with all of it",

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from distributed.checkpoint.reading import load
 from distributed.core.config import DistributedConfig
 from distributed.core.engines import engine_of, load_strategy
 from distributed.core.env import WorkerEnv
@@ -30,9 +29,8 @@ from distributed.planner.planning import JobProfile, make_plan
 from distributed.runtime.launch_id import launch_id
 from distributed.strategies.batchnorm import has_batchnorm
 from distributed.strategies.blocks import find_blocks
-from distributed.strategies.optimizer_state import load_named_state
 from distributed.train.task import Task
-from distributed.train.user_state import LOSS
+from distributed.trainers.homecoming import Before, bring_home
 from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, refuse, write_plan
 from distributed.trainers.payload import write_payload
 from distributed.worker import Job, line_for, open_session, run_rank
@@ -104,7 +102,12 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
                 token = launch_id(run_dir, session.env) if session.env.restarts else ""
                 held.enter_context(owned(run_dir, resume=resumes, token=token))
             write_plan(plan)
-        return run_rank(request.job(plan), session, shows_progress=plan.observe.progress and not followed, line=line)
+        before = Before(request.task) if session.is_main and not plan.is_replicated else None
+        shows_progress = plan.observe.progress and not followed
+        history = run_rank(request.job(plan), session, shows_progress=shows_progress, line=line)
+        if before is not None:
+            before.restore(history.checkpoint)
+        return history
 
 
 def fit_alone(request: FitRequest) -> History:
@@ -152,26 +155,8 @@ def fit_alone(request: FitRequest) -> History:
 def _launch(job: Job, launch: LaunchRequest, patience: Patience) -> History:
     """Send the job to new processes, wait for them, and take home what they trained."""
     history = launch_job(job.plan, launch, patience, ".pt", partial(write_payload, job))
-    _bring_home(job.task, job.plan, history.checkpoint)
+    bring_home(job.task, job.plan, history.checkpoint)
     return history
-
-
-def _bring_home(task: Task, plan: Plan, checkpoint: str) -> None:
-    """The trained state into the user's own objects."""
-    trained = load(checkpoint, ranks=()).shared
-    lora = plan.memory.lora
-    if lora is not None:
-        from distributed.strategies.lora import ensure_lora  # an extra
-
-        ensure_lora(task.model, lora, plan.seed)
-    is_made = not any(tensor.is_meta for tensor in task.model.parameters())
-    task.model.load_state_dict(trained["model"], strict=lora is None or not lora.saves_alone, assign=not is_made)
-    if LOSS in trained:
-        task.load_loss_state(trained[LOSS])
-    if isinstance(task.optimizer, torch.optim.Optimizer):
-        load_named_state(task.optimizer, task.model, trained["optimizer"])
-    if isinstance(getattr(task.scheduler, "optimizer", None), torch.optim.Optimizer):
-        task.scheduler.load_state_dict(trained["schedule"])
 
 
 def _hardware() -> Hardware:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed.core.config import DistributedConfig, build_config
 from distributed.core.env import dry_ranks, worker_env
+from distributed.core.errors import TaskError
 from distributed.core.history import History
 from distributed.core.plan import Decision
 from distributed.data.source import read_source
@@ -103,6 +105,24 @@ class Trainer:
                 raise SystemExit(config.requeue_exit_code)  # for Slurm, which started this rank itself
             raise KeyboardInterrupt
         return self.history
+
+    def save_model(self, path: str | Path) -> None:
+        """Write the trained weights to one file: safetensors, or what torch.save writes if its name ends in `.pt`.
+
+        Rank 0 does so, from the last checkpoint, and the other ranks pass: it works for models that no rank holds
+        whole, and safetensors need the memory of one tensor.
+        """
+        if not self.is_main:
+            return
+        if self.history is None:
+            raise TaskError(
+                "there is nothing to save yet", why="the weights are those of the last fit", do="call fit first"
+            )
+        from distributed.checkpoint.exchange_catalog import open_one  # what training does not need
+        from distributed.checkpoint.exchange_export import export_checkpoint
+
+        kind = "pt" if str(path).endswith((".pt", ".pth")) else "safetensors"
+        export_checkpoint(open_one(self.history.checkpoint), str(path), kind, force=True)
 
     def _merge(self, settings: Mapping[str, Any]) -> DistributedConfig:
         """All settings of a `fit`, whoever gave them."""

@@ -1,0 +1,120 @@
+"""After `fit` in a world that a launcher made, rank 0 has the user's model, whole, however the ranks had cut it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from distributed import Trainer
+from distributed.checkpoint.reading import load
+from distributed.testing import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.second(torch.tanh(self.first(hidden)))
+
+
+class Tied(nn.Module):
+    """With a tied weight, buffers of both kinds, and one that is declared only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.full((8,), 0.5))
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+        self.register_buffer("later", None)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids) * self.scale
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "fsdp": {"backend": "fsdp"},
+    "tensor parallel": {
+        "tensor_parallel": 2,
+        "tensor_parallel_plan": {"blocks.*.first": "column", "blocks.*.second": "row"},
+    },
+    "pipeline": {"pipeline_parallel": 2},
+    "zero-1": {"zero_stage": 1},
+}
+
+
+def train(folder: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for way, settings in WAYS.items():
+        torch.manual_seed(0)
+        model = Tied()
+        parts = [*model.blocks]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        data = TensorDataset(torch.randint(0, 8, (16,)), torch.randint(0, 8, (16,)))
+        trainer = Trainer(
+            model,
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=optimizer,
+            batch_size=4,
+            device="cpu",
+            progress=False,
+            run_dir=f"{folder}/{way}",
+            **settings,
+        )
+        history = trainer.fit(data)
+        trainer.save_model(f"{folder}/{way}.safetensors")
+        if not trainer.is_main:
+            continue
+        saved = load(history.checkpoint, ranks=()).shared
+        assert trainer.model is model
+        steps = {name: int(optimizer.state[p]["step"]) for name, p in model.named_parameters() if p in optimizer.state}
+        found[way] = {
+            "classes": [type(module).__name__ for module in model.modules()],
+            "weights": model.state_dict(),
+            "saved": saved["model"],
+            "file": load_file(f"{folder}/{way}.safetensors"),
+            "is tied": model.head.weight is model.embedding.weight,
+            "has its blocks": all(a is b for a, b in zip(parts, model.blocks, strict=True)),
+            "outputs": model(torch.arange(8)),
+            "steps": steps,
+            "taken": history.steps,
+            "loose": [model.table.tolist(), model.later],
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("homecoming")
+    return run_ranks(train, 2, str(folder))[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rank_0_has_the_model_that_was_made_with_the_weights_of_the_checkpoint(way: str, trained: Any) -> None:
+    found, made = trained[way], Tied()
+    assert found["classes"] == [type(module).__name__ for module in made.modules()]
+    assert found["weights"].keys() == made.state_dict().keys()
+    for name, value in found["weights"].items():
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, found["saved"][name]), name
+        assert name == "head.weight" or torch.equal(value, found["file"][name]), name
+    assert found["is tied"]
+    assert found["has its blocks"]
+    if way != "zero-1":  # with which each rank keeps the state of some parameters
+        assert found["steps"] == {name: found["taken"] for name, _ in made.named_parameters()}
+    assert found["loose"] == [list(range(8)), None]
+    made.load_state_dict(found["weights"])
+    assert torch.equal(found["outputs"], made(torch.arange(8)))
