@@ -77,15 +77,18 @@ def try_function(
     return None if refuted is None else Evidence(refuted, tuple(watched))
 
 
-def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:
-    """Whether a model's own loss is the cross entropy of the logits that it returned beside it; None: none to see."""
+def know_by_value(outcome: Outcome, rules: Sequence[Rule], *, least: float = 1e-12) -> Evidence | None:
+    """Whether a model's own loss is the cross entropy of the logits that it returned beside it; None: none to see.
+
+    Errors are parts of the loss, or of `least`: of a loss near 0 they are mostly rounding.
+    """
     logits, target, loss = logits_of(outcome.outputs), outcome.target, outcome.loss
     if logits is None or not isinstance(target, torch.Tensor) or not Rule("targets").fits(target):
         return None
     if logits.shape[:-1] != target.shape or type(logits) not in (torch.Tensor, nn.Parameter) or not target.numel():
         return None
     value = loss.detach().item()
-    errors = [_error(rule, logits.detach(), target, value) for rule in rules]
+    errors = [_error(rule, logits.detach(), target, value) / max(abs(value), least) for rule in rules]
     best = min(errors)
     if not best <= _SAME.get(loss.dtype, _ROUGH / 5):
         return Evidence((True,) * len(rules), is_by_value=True)
@@ -174,7 +177,7 @@ def _of_all_classes(outputs: Any, target: Any) -> list[tuple[Any, Any]]:
 
 
 def _error(rule: Rule, logits: torch.Tensor, target: torch.Tensor, value: float) -> float:
-    """How far a loss is from the cross entropy that this rule is of, as a part of it."""
+    """How far a loss is from the cross entropy that this rule is of."""
     if rule.kind in ("samples", "sum") or not rule.fits(target):
         return float("inf")
     if rule.kind == "shifted":
@@ -188,7 +191,7 @@ def _error(rule: Rule, logits: torch.Tensor, target: torch.Tensor, value: float)
             F.cross_entropy(exact.reshape(-1, row.shape[-1]), aimed.reshape(-1), reduction="none") * counts.reshape(-1)
         ).sum()
     mean = float(total / counted.sum())
-    return abs(mean - value) / max(abs(value), 1e-12) if mean == mean else float("inf")
+    return abs(mean - value) if mean == mean else float("inf")
 
 
 def _fresh(loss_fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

@@ -181,7 +181,7 @@ class LossWeights:
             return
         rules = rules_for(self.ignored)
         if outcome.is_own:
-            found = know_by_value(outcome, rules)
+            found = know_by_value(outcome, rules, least=1.0)
         elif self.loss_fn is not None:
             found = try_function(self.loss_fn, outcome.outputs, outcome.target, rules, first=self._calls)
         else:
@@ -255,7 +255,7 @@ class LossWeights:
             return
         here = [mark for mark in self._open if bool((outcome.target == mark).any())]
         rules = rules_for(self.ignored)
-        found = know_by_value(outcome, rules)
+        found = know_by_value(outcome, rules, least=1.0)
         assert self.rule is not None
         if found is None or found.refuted[rules.index(self.rule)]:
             raise self._ignores(here, "in this step, which is not taken", is_late=self._looks_closer)
