@@ -77,24 +77,41 @@ def try_function(
     return None if refuted is None else Evidence(refuted, tuple(watched))
 
 
-def know_by_value(outcome: Outcome, rules: Sequence[Rule], *, least: float = 1e-12) -> Evidence | None:
-    """Whether a model's own loss is the cross entropy of the logits that it returned beside it; None: none to see.
-
-    Errors are parts of the loss, or of `least`: of a loss near 0 they are mostly rounding.
-    """
-    logits, target, loss = logits_of(outcome.outputs), outcome.target, outcome.loss
-    if logits is None or not isinstance(target, torch.Tensor) or not Rule("targets").fits(target):
+def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:
+    """Whether a model's own loss is the cross entropy of the logits that it returned beside it; None: none to see."""
+    logits = _logits_for_target(outcome)
+    if logits is None:
         return None
-    if logits.shape[:-1] != target.shape or type(logits) not in (torch.Tensor, nn.Parameter) or not target.numel():
-        return None
-    value = loss.detach().item()
-    errors = [_error(rule, logits.detach(), target, value) / max(abs(value), least) for rule in rules]
+    value = outcome.loss.detach().item()
+    errors = [_error(rule, logits, outcome.target, value) / max(abs(value), 1e-12) for rule in rules]
     best = min(errors)
-    if not best <= _SAME.get(loss.dtype, _ROUGH / 5):
+    if not best <= _limit(outcome.loss):
         return Evidence((True,) * len(rules), is_by_value=True)
     refuted = tuple(not error <= max(10 * best, 1e-7) for error in errors)
     kinds = {rule.kind for rule, is_out in zip(rules, refuted, strict=True) if not is_out}
     return Evidence(refuted, is_by_value=True) if len(kinds) == 1 else None
+
+
+def misfit(outcome: Outcome, rule: Rule) -> float:
+    """How far a model's own loss is from this rule, in units of what rounding may do; 0: nothing to see."""
+    logits = _logits_for_target(outcome)
+    if logits is None:
+        return 0.0
+    value = outcome.loss.detach().item()
+    return _error(rule, logits, outcome.target, value) / (_limit(outcome.loss) * max(abs(value), 1.0))
+
+
+def _logits_for_target(outcome: Outcome) -> torch.Tensor | None:
+    logits, target = logits_of(outcome.outputs), outcome.target
+    if logits is None or not isinstance(target, torch.Tensor) or not Rule("targets").fits(target):
+        return None
+    if logits.shape[:-1] != target.shape or type(logits) not in (torch.Tensor, nn.Parameter) or not target.numel():
+        return None
+    return logits.detach()
+
+
+def _limit(loss: torch.Tensor) -> float:
+    return _SAME.get(loss.dtype, _ROUGH / 5)
 
 
 def try_model(

@@ -12,12 +12,13 @@ import torch
 
 from distributed.core.errors import TaskError
 from distributed.strategies.base import Outcome, Trial
-from distributed.train.loss_probe import know_by_value, try_function, try_model
+from distributed.train.loss_probe import know_by_value, misfit, try_function, try_model
 from distributed.train.loss_rules import Evidence, Mark, Rule, marks_of, rules_for
 from distributed.train.losses import Entropy, adds_up, entropy_of, is_even
 from distributed.train.reachable import changes, look
 
 _RETURN = 'return (loss, weight) from loss_fn, or {"loss": …, "weight": …} from the model, with what the mean goes over'
+_OPEN_LOOKS = 16  # after which such targets are too few to tell by, and to matter
 _SAMPLES = "set loss_weighting='samples' to weight by samples all the same"
 
 
@@ -46,6 +47,7 @@ class LossWeights:
     _open: tuple[int, ...] = ()  # marks that no batch had yet: whether the loss counts such targets is not known
     _met: torch.Tensor | None = field(default=None, repr=False)  # on a device: whether there was one of them
     _looks_closer: bool = False  # because there was
+    _open_looks: int = 0
     _unit: float | None = None  # elements a sample, where samples are weight enough
     _by_elements: bool = False  # they are not: outputs have more or fewer rows than there are samples
     _is_padded: bool = False  # nor are these: each rank's outputs have a shape of their own, with a row a sample
@@ -179,14 +181,14 @@ class LossWeights:
         self._calls += 1
         if self._calls & (self._calls - 1) or self.rule is None or _is_captured(outcome):
             return
-        rules = rules_for(self.ignored)
         if outcome.is_own:
-            found = know_by_value(outcome, rules, least=1.0)
-        elif self.loss_fn is not None:
-            found = try_function(self.loss_fn, outcome.outputs, outcome.target, rules, first=self._calls)
+            is_refuted = misfit(outcome, self.rule) > 1
         else:
-            return
-        if found is not None and found.refuted[rules.index(self.rule)]:
+            assert self.loss_fn is not None
+            rules = rules_for(self.ignored)
+            found = try_function(self.loss_fn, outcome.outputs, outcome.target, rules, first=self._calls)
+            is_refuted = found is not None and found.refuted[rules.index(self.rule)]
+        if is_refuted:
             raise self._fits_none(outcome.is_own)
 
     def _watch(self, outcome: Outcome | None, trial: Trial) -> Outcome | None:
@@ -254,12 +256,13 @@ class LossWeights:
         if not bool(met):
             return
         here = [mark for mark in self._open if bool((outcome.target == mark).any())]
-        rules = rules_for(self.ignored)
-        found = know_by_value(outcome, rules, least=1.0)
         assert self.rule is not None
-        if found is None or found.refuted[rules.index(self.rule)]:
+        own = misfit(outcome, self.rule)
+        if own > 1:
             raise self._ignores(here, "in this step, which is not taken", is_late=self._looks_closer)
-        self._open = tuple(mark for mark in self._open if mark not in here)
+        counted = [m for m in here if misfit(outcome, self.rule._replace(ignored=m)) > max(10 * own, 0.01)]
+        self._open_looks += 1
+        self._open = tuple(m for m in self._open if m not in counted) if self._open_looks < _OPEN_LOOKS else ()
 
     def check(self) -> None:
         """Raise what was seen on a device since the last look; waits for it."""
