@@ -1,7 +1,8 @@
 """Fingerprints of a dataset, part by part, by which ranks and resumed runs see whether they have built the same.
 
 No sample is read: a class of the user's own may draw, count or download in `__getitem__`. Looked at are lengths, the
-indices of a Subset, rows of a TensorDataset, and attributes with one number or name for each sample.
+indices of a Subset, tensors of a TensorDataset, and attributes with one number or name for each sample; of large ones
+some rows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from distributed.data.stream_digest import sample_digest
 
 _LOOKS = 1024  # entries of what has one for each sample, evenly spaced
 _ROWS = 16  # of a tensor
+_WHOLE_BYTES = 16 << 20  # up to which all of a tensor is looked at
 _DEEPEST = 8  # datasets within datasets
 _MOST_PARTS = 64
 
@@ -103,8 +105,16 @@ def _of_rows(values: np.ndarray | torch.Tensor) -> str | None:
         return None
     if isinstance(values, torch.Tensor) and (values.layout is not torch.strided or values.is_meta):
         return None
+    if values.nbytes <= _WHOLE_BYTES:
+        return f"{tuple(values.shape)} {hashlib.blake2b(_raw(values), digest_size=8).hexdigest()}"
     looks = _ROWS if values.ndim > 1 else _LOOKS
     rows = values[:: max(1, len(values) // looks)][: looks + 1]
     rows = rows.detach().cpu() if isinstance(rows, torch.Tensor) else rows
     digest = f"{sample_digest([*rows]):x}" if values.ndim > 1 else _of_texts(map(repr, rows.tolist()))
     return f"{tuple(values.shape)} {digest}"
+
+
+def _raw(values: np.ndarray | torch.Tensor) -> memoryview:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
