@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launch.ports import free_port
 from tests.conftest import run_python
 
 FOLDER = Path(__file__).parents[2] / "examples" / "03-deepspeed"
@@ -38,7 +37,7 @@ def test_training_writes_a_checkpoint_that_deepspeed_computes_with_as_plain_torc
     inference = [str(FOLDER / "deepspeed_inference.py"), "run/checkpoints", "--count", "8"]
     alone = run_python(tmp_path, *inference)
     assert "InferenceEngine on one rank" in alone
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     shared = run_python(tmp_path, *torchrun, *inference)
     assert "DeepSpeedEngine on 2 ranks" in shared
     held = {tuple(int(n.replace(",", "")) for n in two) for two in re.findall(r"holds (\S+) of (\S+) bytes", shared)}

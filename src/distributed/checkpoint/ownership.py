@@ -24,10 +24,10 @@ class FolderTakenError(CheckpointError):
 def hold_folder(storage: Storage, token: str, *, resume: bool, on_lost: Callable[[], None] | None = None) -> Lock:
     """The lock of a checkpoint folder; raises while another run writes there. `on_lost`: else the process gets SIGTERM
     when another run takes it."""
-    lock = Lock(_place(storage), Owner.me(token))
-    if on_lost is not None:
-        lock.on_lost = on_lost
     try:
+        lock = Lock(_place(storage), Owner.me(token))
+        if on_lost is not None:
+            lock.on_lost = on_lost
         return lock.acquire(REQUEUE_S if resume else 0.0)
     except InUse as used:
         raise CheckpointError([used.problem("checkpoint_dir", "checkpoint_dir")]) from None
