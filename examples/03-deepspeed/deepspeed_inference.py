@@ -12,6 +12,8 @@ A checkpoint holds whole tensors by name, so it does not matter with which stage
 """
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -89,6 +91,8 @@ def main():
         print(written, flush=True)
     if world is not None:
         dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # torch's threads abort about one in fifty such processes while Python is torn down
 
 
 main()

@@ -138,7 +138,7 @@ def test_a_port_in_use_is_a_problem_only_where_it_would_be_opened():
 def test_a_run_directory_of_another_run_is_not_used(tmp_path, trace):
     assert check_run_dir(str(tmp_path), resume=False) == []
     (tmp_path / trace).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / trace).touch()
+    (tmp_path / trace).write_text("it began\n")
     (problem,) = check_run_dir(str(tmp_path), resume=False)
     assert time.strftime("%Y-%m-%d") in problem.what
     assert "resume_from_checkpoint" in problem.do
