@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from distributed.data.dali import DaliBatches
 from distributed.data.ray_data import RayRows
@@ -27,6 +28,7 @@ _ROWS = 16  # of a tensor
 _WHOLE_BYTES = 16 << 20  # up to which all of a tensor is looked at
 _DEEPEST = 8  # datasets within datasets
 _MOST_PARTS = 64
+_KNOWN = WeakTensorKeyDictionary()  # of tensors that were looked at: their count of writes then, and what was found
 
 
 def fingerprint(source: Source) -> dict[str, str]:
@@ -106,7 +108,7 @@ def _of_rows(values: np.ndarray | torch.Tensor) -> str | None:
     if isinstance(values, torch.Tensor) and (values.layout is not torch.strided or values.is_meta):
         return None
     if values.nbytes <= _WHOLE_BYTES:
-        return f"{tuple(values.shape)} {hashlib.blake2b(_raw(values), digest_size=8).hexdigest()}"
+        return _of_whole(values)
     looks = _ROWS if values.ndim > 1 else _LOOKS
     rows = values[:: max(1, len(values) // looks)][: looks + 1]
     rows = rows.detach().cpu() if isinstance(rows, torch.Tensor) else rows
@@ -118,3 +120,15 @@ def _raw(values: np.ndarray | torch.Tensor) -> memoryview:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def _of_whole(values: np.ndarray | torch.Tensor) -> str:
+    """Of a tensor that nobody has written to since the last look, as it was then: each save asks."""
+    counts = isinstance(values, torch.Tensor) and not values.is_inference()
+    version, found = _KNOWN.get(values, (-1, "")) if counts else (-1, "")
+    if counts and version == values._version:  # type: ignore[union-attr]
+        return str(found)
+    found = f"{tuple(values.shape)} {hashlib.blake2b(_raw(values), digest_size=8).hexdigest()}"
+    if counts:
+        _KNOWN[values] = (values._version, found)  # type: ignore[union-attr,index]
+    return found
