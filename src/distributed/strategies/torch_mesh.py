@@ -21,7 +21,7 @@ from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, State
 from distributed.strategies.elementwise import Cut, refuse_closure, refuse_uncuttable
 from distributed.strategies.forward_changes import ForwardChanges
 from distributed.strategies.gradient_sums import local
-from distributed.strategies.in_parts import refuse_extra_state, refuse_parts
+from distributed.strategies.in_parts import refuse_extra_state
 from distributed.strategies.memory_format import lay_out_state
 from distributed.strategies.parameter_hooks import ParameterHooks
 from distributed.strategies.passes import Passed, Passes
@@ -65,7 +65,6 @@ class TorchMesh(Passes):
             need_float8_layers(task.model)
 
     def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
-        refuse_parts(task.model)
         _check_sparse(task.model, plan)
         super().setup(task, plan, session)
         self._ranks = plan.mesh.data_ranks
