@@ -59,7 +59,7 @@ def try_function(
     for mark, found in marked.items():
         if refuted is None or found is None:  # it does not take such a target at all
             continue
-        both = tuple(a or b for a, b in zip(refuted, found, strict=True))
+        both = _either(refuted, found)
         if all(both):  # several terms, of which one leaves targets out: it adds up as long as there are none
             watched.append(mark)
         else:
@@ -67,7 +67,7 @@ def try_function(
     for given in _of_all_classes(outputs, target) if first is None else ():
         found = _refuted(loss_fn, *given, rules)
         if refuted is not None and found is not None:  # classes that count less than others, or not at all
-            refuted = tuple(a or b for a, b in zip(refuted, found, strict=True))
+            refuted = _either(refuted, found)
     if moved := changes(before, look({"loss": loss_fn})):
         raise TaskError(
             "what the loss is a mean over cannot be found out by trying it",
@@ -75,6 +75,10 @@ def try_function(
             do="return (loss, weight) from it, or set loss_weighting='samples' if it is a mean over the samples",
         )
     return None if refuted is None else Evidence(refuted, tuple(watched))
+
+
+def _either(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
+    return tuple(a or b for a, b in zip(one, other, strict=True))
 
 
 def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:

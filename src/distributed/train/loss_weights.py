@@ -13,13 +13,12 @@ import torch
 from distributed.core.errors import TaskError
 from distributed.strategies.base import Outcome, Trial
 from distributed.train.loss_probe import know_by_value, misfit, try_function, try_model
+from distributed.train.loss_refusals import RETURN, SAMPLES, changed_kind, fits_none, ignores, padded, unknown
 from distributed.train.loss_rules import Evidence, Mark, Rule, marks_of, rules_for
 from distributed.train.losses import Entropy, adds_up, entropy_of, is_even
 from distributed.train.reachable import changes, look
 
-_RETURN = 'return (loss, weight) from loss_fn, or {"loss": …, "weight": …} from the model, with what the mean goes over'
 _OPEN_LOOKS = 16  # after which such targets are too few to tell by, and to matter
-_SAMPLES = "set loss_weighting='samples' to weight by samples all the same"
 
 
 class Votes(NamedTuple):
@@ -82,7 +81,7 @@ class LossWeights:
             if self.rule.kind == "elements":
                 return self._seen(outcome._replace(weight=_elements_on_device(outcome)))
             if not self.rule.fits(target):
-                raise self._changed(target)
+                raise changed_kind(target)
             is_needed = self._matters or not trains
             if self._open and trains:
                 self._check_open(outcome)
@@ -120,7 +119,7 @@ class LossWeights:
         if votes.known:
             return self._watch(outcome, trial)
         if trial.matters and 0 < votes.denied < votes.by_value:  # of some samples only it is a cross entropy
-            raise self._fits_none(votes.own > 0)
+            raise fits_none(votes.own > 0, self.weighting)
         is_tried = votes.opinions > 0 and not votes.denied
         if not is_tried and votes.own and trial.matters and trial.run is not None:
             found = self._try_model(trial, batch, size, rules) if size else None
@@ -152,7 +151,7 @@ class LossWeights:
         if count is None or count == self._unit * size:
             return
         if _rows(outcome) == size and entropy_of(self.loss_fn or outcome.fitted) is None:
-            raise self._padded()
+            raise padded()
         raise TaskError(
             f"the outputs of {size} samples have {count} elements; those of the first step had {self._unit:g} a sample",
             why="the loss is a mean over them, and the parts of a step are weighted by samples",
@@ -162,19 +161,11 @@ class LossWeights:
     def _by_their_number(self, outcome: Outcome | None) -> Outcome | None:
         """A mean of torch's own, over the elements of the outputs: also where they are not so many a sample."""
         if self._is_padded:
-            raise self._padded()
+            raise padded()
         self.rule = Rule("elements") if self._by_elements else None
         if outcome is None or self.rule is None:
             return outcome
         return outcome._replace(weight=_elements_on_device(outcome))
-
-    def _padded(self) -> TaskError:
-        return TaskError(
-            "the parts of a step have outputs of different shapes, with one row a sample",
-            why="the loss is a mean over all elements, padding among them: one process pads the whole batch to one "
-            "length, and each part of a step has its own",
-            do=f"pad all samples to one length; or {_RETURN} (without padding); or {_SAMPLES}",
-        )
 
     def _try_again(self, outcome: Outcome) -> None:
         """After 1, 2, 4, 8 … calls: whether other samples show what the first ones did not."""
@@ -189,7 +180,7 @@ class LossWeights:
             found = try_function(self.loss_fn, outcome.outputs, outcome.target, rules, first=self._calls)
             is_refuted = found is not None and found.refuted[rules.index(self.rule)]
         if is_refuted:
-            raise self._fits_none(outcome.is_own)
+            raise fits_none(outcome.is_own, self.weighting)
 
     def _watch(self, outcome: Outcome | None, trial: Trial) -> Outcome | None:
         """torch's cross entropy with one target a sample is weighted by samples, as long as none is left out."""
@@ -223,7 +214,7 @@ class LossWeights:
     def _decide(self, votes: Votes, rules: list[Rule], trial: Trial) -> None:
         if not votes.opinions:
             if trial.matters:
-                raise self._unknown(votes.own > 0)
+                raise unknown(votes.own > 0)
             return
         left = [rule for rule, count in zip(rules, votes.refuted, strict=True) if not count]
         if not left and not trial.matters:
@@ -233,10 +224,10 @@ class LossWeights:
         if self.weighting == "targets":
             left = [rule for rule in left if rule.kind in ("targets", "shifted", "elements")]
         if not left:
-            raise self._fits_none(votes.own > 0)
+            raise fits_none(votes.own > 0, self.weighting)
         self.rule = left[0]
         if self._is_padded and self.rule.kind == "samples":
-            raise self._padded()
+            raise padded()
         counts = self.rule.kind in ("targets", "shifted")
         marks = zip(marks_of(rules), votes.watched, strict=True)
         watched = tuple(mark for mark, count in marks if count and not (counts and mark == self.rule.ignored))
@@ -259,7 +250,9 @@ class LossWeights:
         assert self.rule is not None
         own = misfit(outcome, self.rule)
         if own > 1:
-            raise self._ignores(here, "in this step, which is not taken", is_late=self._looks_closer)
+            raise ignores(
+                here, "in this step, which is not taken", is_tried=self.rule is not None, is_late=self._looks_closer
+            )
         counted = [m for m in here if misfit(outcome, self.rule._replace(ignored=m)) > max(10 * own, 0.01)]
         self._open_looks += 1
         self._open = tuple(m for m in self._open if m not in counted) if self._open_looks < _OPEN_LOOKS else ()
@@ -269,7 +262,12 @@ class LossWeights:
         if self._met is not None and bool(self._met):
             self._met, self._looks_closer = None, True
         if self._found is not None and bool(self._found):
-            raise self._ignores(self._watched, "in a step since the last one that was logged", is_late=True)
+            raise ignores(
+                self._watched,
+                "in a step since the last one that was logged",
+                is_tried=self.rule is not None,
+                is_late=True,
+            )
 
     def check_evaluated(self, outcome: Outcome) -> None:
         """In an evaluation values are looked at anyway."""
@@ -281,7 +279,7 @@ class LossWeights:
             and Rule("targets").fits(outcome.target)
             and bool((outcome.target == self.ignored).any())
         ):
-            raise self._ignores([self.ignored], "in the validation data")
+            raise ignores([self.ignored], "in the validation data", is_tried=self.rule is not None)
 
     def _try_model(self, trial: Trial, batch: Any, size: int, rules: list[Rule]) -> Evidence | None:
         assert trial.run is not None
@@ -292,7 +290,7 @@ class LossWeights:
             raise TaskError(
                 "what the model's own loss is a mean over cannot be found out by trying it",
                 why=f"the model keeps state that a call changes: {moved[0]}",
-                do=f"{_RETURN}; or {_SAMPLES}",
+                do=f"{RETURN}; or {SAMPLES}",
             )
         return found
 
@@ -306,54 +304,12 @@ class LossWeights:
         found = _has(target, self._watched)
         if target.device.type == "cpu":
             if bool(found):
-                raise self._ignores(self._watched, "in this step, which is not taken")
+                raise ignores(self._watched, "in this step, which is not taken", is_tried=self.rule is not None)
         elif self._found is None:
             self._found = found
         else:
             self._found.logical_or_(found)
         return outcome
-
-    def _ignores(self, marks: Sequence[Mark], where: str, *, is_late: bool = False) -> TaskError:
-        back = "resume from the last checkpoint, " if is_late else ""
-        how = _RETURN if self.rule is not None else "set loss_weighting='targets' (exact)"
-        return TaskError(
-            f"some targets are {' or '.join(map(str, marks))}, which the loss ignores, {where}",
-            why="its mean then goes over fewer targets than the parts of a step are weighted by, so they do not add up",
-            do=f"{back}{how}, or with loss_weighting='samples' to weight by samples all the same",
-        )
-
-    def _unknown(self, is_own: bool) -> TaskError:
-        whose = "the model's own loss" if is_own else "the loss"
-        return TaskError(
-            f"what {whose} is a mean over is not known",
-            why="the parts of a step, on several ranks or one after the other, are weighted by it. It was not to be "
-            "found out: the first batch cannot be cut, or the loss is random, or its model is shared out over ranks",
-            do=f"{_RETURN}; or {_SAMPLES}",
-        )
-
-    def _fits_none(self, is_own: bool) -> TaskError:
-        whose = "the model's own loss" if is_own else "the loss"
-        if self.weighting == "targets":
-            why = "loss_weighting is 'targets', and the losses of parts of a batch do not add up that way"
-            return TaskError(f"{whose} is not a mean over the targets", why=why, do="set loss_weighting='auto'")
-        return TaskError(
-            f"{whose} of a batch is not the mean of the losses of its parts",
-            why="neither by samples nor by targets that count; so the parts of a step do not add up to the loss that "
-            "one process has on the whole batch (a mean with weights of its own, or a loss that compares samples)",
-            do=f"{_RETURN}; or {_SAMPLES}",
-        )
-
-    def _changed(self, target: Any) -> TaskError:
-        kind = (
-            f"{target.dtype} in {target.dim()} dimensions"
-            if isinstance(target, torch.Tensor)
-            else type(target).__name__
-        )
-        return TaskError(
-            f"the targets of a step are {kind}",
-            why="those of the first step were classes, over which the loss is a mean",
-            do=f"{_RETURN}; or {_SAMPLES}",
-        )
 
 
 def _has(target: torch.Tensor, marks: Sequence[Mark]) -> torch.Tensor:
