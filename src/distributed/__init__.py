@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from distributed.core.config import DistributedConfig as DistributedConfig
     from distributed.core.errors import DistributedError as DistributedError
     from distributed.core.history import History as History
-    from distributed.data.ray_data import RayRows as RayRows
+    from distributed.engines.horovod.trainer import HorovodTrainer as HorovodTrainer
+    from distributed.engines.ray.data import RayRows as RayRows
+    from distributed.engines.ray.trainer import RayTrainer as RayTrainer
+    from distributed.engines.tensorflow.trainer import TensorFlowDistributedTrainer as TensorFlowDistributedTrainer
     from distributed.trainers.ddp import PyTorchDDPTrainer as PyTorchDDPTrainer
-    from distributed.trainers.horovod import HorovodTrainer as HorovodTrainer
-    from distributed.trainers.ray import RayTrainer as RayTrainer
-    from distributed.trainers.tensorflow import TensorFlowDistributedTrainer as TensorFlowDistributedTrainer
     from distributed.trainers.trainer import Trainer as Trainer
     from distributed.tune.tuner import DistributedTuner as DistributedTuner
 
-__version__ = "0.1.0"
+    __version__: str
 
 _PUBLIC = {
     "DistributedConfig": "distributed.core.config",
     "DistributedError": "distributed.core.errors",
     "DistributedTuner": "distributed.tune.tuner",
     "History": "distributed.core.history",
-    "HorovodTrainer": "distributed.trainers.horovod",
+    "HorovodTrainer": "distributed.engines.horovod.trainer",
     "PyTorchDDPTrainer": "distributed.trainers.ddp",
-    "RayRows": "distributed.data.ray_data",
-    "RayTrainer": "distributed.trainers.ray",
-    "TensorFlowDistributedTrainer": "distributed.trainers.tensorflow",
+    "RayRows": "distributed.engines.ray.data",
+    "RayTrainer": "distributed.engines.ray.trainer",
+    "TensorFlowDistributedTrainer": "distributed.engines.tensorflow.trainer",
     "Trainer": "distributed.trainers.trainer",
 }
 __all__ = [
@@ -50,6 +50,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # pyproject.toml alone says which, and an installation keeps it
+        return import_module("distributed.core.registry").installed_version()
     if name not in _PUBLIC:
         raise AttributeError(f"module 'distributed' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -15,43 +15,46 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.core.control import Joined, Line, Lost, Resumed
-from distributed.core.engines import ENGINES, load_strategy
+from distributed.core.atomic import Sealed, check_code, open_sealed
+from distributed.core.engines.engine import ENGINES, load_strategy
 from distributed.core.env import WorkerEnv, ticket_in_env, worker_env
 from distributed.core.errors import CannotGoOnError
-from distributed.core.failure import is_collateral
 from distributed.core.history import History
-from distributed.core.hosts import Host, host_of
 from distributed.core.plan import Plan
-from distributed.core.private_files import Sealed, check_code, open_sealed
-from distributed.core.run_files import HISTORY
-from distributed.core.ticket import Ticket
+from distributed.core.protocol.failure import is_collateral
+from distributed.core.protocol.process_owner import ProcessOwner, process_owner_of
+from distributed.core.protocol.rank_protocol import Joined, LauncherLink, Lost, Resumed
+from distributed.core.protocol.ticket import Ticket
+from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
-from distributed.runtime.agent_line import agent_line
+from distributed.runtime.agent_line import launcher_line
 from distributed.runtime.heartbeat import Heartbeat
-from distributed.runtime.horovod_world import Meeting, find_meeting, horovod_line
+from distributed.runtime.meeting import Meeting, find_meeting
 from distributed.runtime.session import CollectiveError, Session, abandon_world, leave_world
 from distributed.runtime.shutdown import StopRequest, left_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.strategies.base import Strategy
-from distributed.train.facts import describe
-from distributed.train.handover import Held, hand_over, take_model
+from distributed.train.checks.samples import check_datasets
+from distributed.train.checks.user_state import UserState, take_over
 from distributed.train.loaders import open_evaluation, open_training
 from distributed.train.loop import LeftWorld, Loop
-from distributed.train.sample_check import check_datasets
+from distributed.train.resume.facts import describe
+from distributed.train.resume.survivor_state import SurvivorState, hand_over, take_model
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
-from distributed.train.user_state import UserState, take_over
 
+# The collectives that a rank survives when they are cut off. NCCL's (`runtime/step_gate.py`) are to be added when runs
+# whose ranks were killed are shown to end with the same bytes; until then these resume from the checkpoint.
+OUTLIVED = ("gloo",)
 PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code when it is loaded
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a rank needs."""
+    """Plan, task and data of one rank."""
 
     plan: Plan
     task: Task
@@ -59,39 +62,49 @@ class Job:
     evaluation: Source | None
 
 
-def open_session(plan: Plan, env: WorkerEnv, line: Line | None = None) -> Session:
-    """Join the world. With a line to the launcher: or the one after it, should it break while the ranks meet."""
+def meet(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
+    """Where the ranks of this world meet, and what rank 0 says there of the run."""
+    return Meeting(env) if dist.is_initialized() else find_meeting(env, run_dir, timeout_s)
+
+
+def open_session(
+    plan: Plan, env: WorkerEnv, line: LauncherLink | None = None, meeting: Meeting | None = None
+) -> Session:
+    """Join the world. With a line to the launcher: or the one after it, should it break while the ranks meet.
+
+    `meeting` is that of this world, where it was asked for already.
+    """
     while True:
         try:
-            is_met = dist.is_initialized()
-            meeting = Meeting(env) if is_met else find_meeting(env, plan.run_dir, plan.collective_timeout_s)
+            meeting = meeting or meet(env, plan.run_dir, plan.collective_timeout_s)
             env = meeting.env
             return _join(plan, env, line, meeting.listener)
         except Exception as failed:
             if line is None or not line.regroups or not is_collateral(failed):
                 raise
-            if not env.restarts and not line.is_cut_off(env.attempt):  # ranks that never met will not meet again
+            if not env.restarts and not line.is_cut_off(env.attempt):  # a first rendezvous that failed is not retried
                 raise
-            env = next_world(line, env.attempt, str(failed))
+            env, meeting = next_world(line, env.attempt, str(failed)), None
 
 
-def _join(plan: Plan, env: WorkerEnv, line: Line | None, listener: socket.socket | None) -> Session:
+def _join(plan: Plan, env: WorkerEnv, line: LauncherLink | None, listener: socket.socket | None) -> Session:
     """The launcher can end the wait for the others, and later any collective."""
     how: dict[str, Any] = {"device": plan.device, "collectives": plan.collectives, "listener": listener}
     how["shares_gpus"] = plan.shares_gpus
+    how["regroups"] = line is not None and line.regroups
     if line is not None:
-        how["opening"] = lambda cut_off: setattr(line, "cut_off", cut_off)
+        how["opening"] = line.on_cut_off
         how["is_over"] = lambda: line.is_cut_off(env.attempt)
     session = Session.open(env, timeout_s=plan.collective_timeout_s, **how)
     if line is not None:
-        line.cut_off = session.cut_off
-        if line.is_cut_off(env.attempt):  # it was told while the world was made
+        line.on_cut_off(session.cut_off)
+        if line.is_cut_off(env.attempt):  # the message came during the rendezvous
             session.cut_off()
     return session
 
 
-def next_world(line: Line, attempt: int, message: str) -> WorkerEnv:
-    """Leave the world that broke, and wait for the one that the launcher makes of those who are left or come."""
+def next_world(line: LauncherLink, attempt: int, message: str) -> WorkerEnv:
+    """Leave the world that broke, and wait for the next one, of survivors and new ranks."""
     line.cut_off()
     abandon_world()
     line.tell(Lost(attempt, message))
@@ -102,24 +115,32 @@ def next_world(line: Line, attempt: int, message: str) -> WorkerEnv:
 
 
 def run_rank(
-    job: Job, session: Session, *, shows_progress: bool, line: Line | None = None, gives_back: bool = True
+    job: Job, session: Session, *, shows_progress: bool, line: LauncherLink | None = None, gives_back: bool = True
 ) -> History:
     """Train this rank's part; what it returns is the same on every rank.
 
-    With a line to its launcher, a rank that loses a peer keeps what it holds and goes on in the next world. Where
-    somebody here wants the model afterwards, `gives_back` has the ranks bring it together.
+    With a link to its launcher, a rank that loses a peer keeps its state and continues in the next world. With
+    `gives_back`, the ranks gather the model afterwards for the caller.
     """
-    held: Held | None = None
-    is_spent = False  # its model and optimizer are those of a run that is gone
+    held: SurvivorState | None = None
+    model_is_stale = False  # its model and optimizer are those of a run that is gone
     watchers = _Watchers(shows_progress)
     try:
         while True:
-            outcome = _live(job, session, held, is_spent, watchers, line, gives_back)
+            outcome = _run_world(
+                job,
+                session,
+                held=held,
+                model_is_stale=model_is_stale,
+                watchers=watchers,
+                line=line,
+                gives_back=gives_back,
+            )
             if isinstance(outcome, History):
                 return outcome
             assert line is not None
-            is_spent = outcome.held is None and (outcome.had_begun or is_spent)
-            if is_spent and line.replaces:
+            model_is_stale = outcome.held is None and (outcome.had_begun or model_is_stale)
+            if model_is_stale and line.replaces:
                 raise CannotGoOnError(f"rank {session.rank} lost its world", why=outcome.message)
             held = outcome.held
             with left_to_launcher():
@@ -135,49 +156,53 @@ def run_rank(
 
 
 @dataclass(frozen=True)
-class Broken:
-    """How a world ended for a rank that goes on."""
+class WorldLost:
+    """How a world ended for a rank that survives it."""
 
-    held: Held | None
+    held: SurvivorState | None
     had_begun: bool
     message: str
 
 
-def _live(
+def _run_world(
     job: Job,
     session: Session,
-    held: Held | None,
-    is_spent: bool,
+    *,
+    held: SurvivorState | None,
+    model_is_stale: bool,
     watchers: _Watchers,
-    line: Line | None,
+    line: LauncherLink | None,
     gives_back: bool,
-) -> History | Broken:
+) -> History | WorldLost:
     """One world of this rank, from joining it to the end of the run or of the world."""
     plan, task, env = job.plan, job.task, session.env
-    strategy, host = load_strategy(plan.strategy, plan.is_bitwise)(), host_of(env)
+    strategy, host = load_strategy(plan.strategy, plan.is_bitwise)(plan), process_owner_of(env)
     loop: Loop | None = None
     heartbeat: Heartbeat | None = None
+    is_touched = False  # whether an abort may have left anything in the weights, which rank 0 sends to all
     try:
         inherited = None
         if line is not None and line.regroups and env.restarts:
             inherited = hand_over(session, held)
-            if inherited is None and is_spent:
+            if inherited is None and model_is_stale:
                 raise CannotGoOnError(f"rank {session.rank} lost its world", why="no rank that is left holds the run")
         if inherited is not None:
-            held = Held(inherited.step, inherited.tree)
+            held = SurvivorState(inherited.step, inherited.tree)
+            session.take_weights_as_alike()
             take_model(task.model, inherited.tree["model"])  # what the strategy begins with is sent from rank 0
             take_over(task, inherited.tree)
-        session.data_rank, session.stream = plan.mesh.data_rank(session.rank), plan.mesh.stream(session.rank)
+        session.take_place(plan.mesh)
         session.seed(plan.seed)
-        strategy.setup(task, plan, session)
-        heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), session.rank)
-        session.enter = heartbeat.collective
+        is_touched = session.gate is not None and inherited is None
+        strategy.setup(task, session)
+        heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), session.rank)
+        session.report_collectives_to(heartbeat.collective)
         check_datasets(plan, session, {"train_loader": job.train, "val_loader": job.evaluation})
-        train, staff, told = open_training(job.train, plan, session, strategy.optimizer)
+        train, staff, decisions = open_training(job.train, plan, session, strategy.optimizer)
         evaluation, more = open_evaluation(
-            job.evaluation, plan, session, staff, strategy.optimizer, in_step=strategy.in_step
+            job.evaluation, plan, session, staff, strategy.optimizer, in_step=strategy.lockstep_eval
         )
-        plan = replace(plan, decisions=(*plan.decisions, *told, *more))
+        plan = plan.with_decisions(*decisions, *more)
         per_epoch = train.steps_per_epoch
         total = plan.total_steps(per_epoch)
         schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, total)
@@ -190,16 +215,16 @@ def _live(
                 plan,
                 strategy,
                 schedule,
-                train,
-                evaluation,
-                task.metric_names,
                 session,
-                stop,
-                heartbeat,
-                watchers.observer(plan, session),
-                UtilizationSampler(session.device.type, session.device.index or 0).percent,
-                _teller(line, host, env.attempt),
-                host,
+                train=train,
+                evaluation=evaluation,
+                metric_names=task.metric_names,
+                stop=stop,
+                heartbeat=heartbeat,
+                observer=watchers.observer(plan, session),
+                utilization=UtilizationSampler(session.device.type, session.device.index or 0).percent,
+                on_resumed=_teller(line, host, session),
+                host=host,
                 user=UserState(task, plan, session),
                 facts=describe(task, job.train, strategy.optimizer, schedule, total, compares_data=plan.sample_check),
             )
@@ -211,14 +236,16 @@ def _live(
         if gives_back:
             strategy.finish()
         if session.is_main:
-            history.save(Path(plan.run_dir) / HISTORY)
+            history.save(RunDir(plan.run_dir).history)
         return history
     except Exception as failed:
-        if line is None or not line.regroups or not (isinstance(failed, LeftWorld) or is_collateral(failed)):
+        if line is None or not line.regroups or not _is_of_world(failed, session):
             raise
-        _write_down(failed, Path(env.attempt_dir(plan.run_dir), f"lost-{session.rank}.txt"))
+        session.come_to_rest()
+        _write_down(failed, RunDir(plan.run_dir).attempt(env.attempt).lost(session.rank))
         had_begun = loop is not None and loop.has_begun
-        return Broken(loop.held() if loop is not None and had_begun else held, had_begun, str(failed))
+        holds = loop.held() if loop is not None and had_begun else held
+        return WorldLost(holds, had_begun or is_touched, str(failed))
     finally:
         if loop is not None:
             loop.close()
@@ -227,31 +254,37 @@ def _live(
             heartbeat.close()
 
 
-def _asked_to_leave(line: Line, attempt: int, strategy: Strategy) -> bool:
-    """A run that could not go on in another world does not leave the one that it has for a host more."""
+def _is_of_world(failed: Exception, session: Session) -> bool:
+    """Whether it is the world's end that a rank sees; after an abort, anything may come of the numbers it reads."""
+    is_aborted = session.gate is not None and session.gate.is_closed
+    return isinstance(failed, LeftWorld) or is_collateral(failed) or is_aborted
+
+
+def _asked_to_leave(line: LauncherLink, attempt: int, strategy: Strategy) -> bool:
+    """A run that could not continue in another world does not leave this one to add a node."""
     return line.asked_to_leave(attempt) and (line.replaces or strategy.held_state() is not None)
 
 
-def _settle(session: Session, line: Line | None) -> None:
-    """What the script does after this has no step to go back to. The launcher knows that of every rank before the first
-    of them can die there: it would tell the others a world to which they do not come."""
+def _settle(session: Session, line: LauncherLink | None) -> None:
+    """Report the end of training of every rank before any of them can die in the script's own code: the launcher would
+    wait for the others in a next world."""
     if line is not None:
-        line.regroups = False
         line.tell(Joined(False, is_done=True))
         session.barrier("leaving the run")
 
 
 def _write_down(failed: Exception, path: Path) -> None:
-    """What a rank saw of the end of its world, for whoever wants to know; nobody is shown it."""
+    """The error with which a rank lost its world, in a file for debugging; it is not shown."""
     if not isinstance(failed, LeftWorld):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(traceback.format_exception(failed)), encoding="utf-8")
 
 
-def _teller(line: Line | None, host: Host, attempt: int) -> Callable[[int, str], None]:
+def _teller(line: LauncherLink | None, host: ProcessOwner, session: Session) -> Callable[[int, str], None]:
     if line is None:
         return host.resumed
-    return lambda step, source: line.tell(Resumed(attempt, step, source))
+    attempt, is_furthest = session.env.attempt, session.gate is not None and session.begins_alike
+    return lambda step, source: line.tell(Resumed(attempt, step, source, is_furthest))
 
 
 class _Watchers:
@@ -278,17 +311,19 @@ class _Watchers:
             self._ticker.close()
 
 
-def line_for(plan: Plan, *, is_first: bool = True) -> Line | None:
-    """The line to the launcher, which is told whether this rank can go on in another world.
+def line_for(plan: Plan, *, is_first: bool = True) -> LauncherLink | None:
+    """The link to the launcher, to which it is reported whether this rank can continue in another world.
 
-    In a second `fit` it cannot: whoever replaces a rank runs the script from its beginning, and would not come there.
+    In a second `fit` it cannot: a replacement runs the script from its beginning, and would join the first `fit`.
     """
-    line: Line | None = agent_line() or horovod_line()
+    line = launcher_line()
     if line is not None:
         is_alone = is_first and not dist.is_initialized()
-        can_regroup = plan.collectives == "gloo" and plan.is_replicated and CAN_SHUT_DOWN
-        line.regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
-        line.tell(Joined(line.regroups, plan.legal_sizes, in_run=True))
+        is_plain = plan.precision.kind != "fp16" and plan.speed.parameters == "fp32"  # see `Replica._gate_steps`
+        can_be_cut = plan.collectives in OUTLIVED and (plan.collectives == "gloo" or is_plain)
+        can_regroup = can_be_cut and plan.is_replicated and CAN_SHUT_DOWN
+        regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
+        line.tell(Joined(regroups, plan.legal_sizes, in_run=True))
     return line
 
 
@@ -299,7 +334,7 @@ def load_job(run_dir: Path, sealed: Sealed) -> Job:
         with os.fdopen(os.dup(handle), "rb") as file, zipfile.ZipFile(file) as archive:
             names = [name for name in archive.namelist() if name.endswith(PICKLE)]
             check_code(run_dir / sealed.name, b"".join(map(archive.read, names)), sealed)
-        opened = f"/proc/self/fd/{handle}"  # the file that was checked, whatever has its name by now
+        opened = f"/proc/self/fd/{handle}"  # the file that was checked, even if its name now belongs to another
         path = opened if os.path.exists(opened) else run_dir / sealed.name
         job: Job = torch.load(path, mmap=True, weights_only=False, map_location="cpu")
         return job
@@ -311,7 +346,7 @@ def load_job(run_dir: Path, sealed: Sealed) -> Job:
 
 
 def main() -> None:
-    """`python -m distributed.launch.rank -m distributed.worker <run_dir>`: a rank that `Trainer.fit` started."""
+    """`python -m distributed.launch.node.rank -m distributed.worker <run_dir>`: a rank that `Trainer.fit` started."""
     run_dir = Path(sys.argv[1])
     ticket = Ticket.from_text(ticket_in_env())
     sys.path[:] = ticket.sys_path

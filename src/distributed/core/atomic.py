@@ -1,9 +1,14 @@
-"""Private files: a run's folder and what is written to it belong to this user alone, and appear whole or not at all."""
+"""Atomic files: a file appears whole or not at all, and what a run writes down belongs to this user alone.
+
+The one place for "write beside, then replace". Checkpoints have their own (checkpoint/storage/local.py and
+checkpoint/exchange/files.py): they are forced to the disk, many at once, and a full disk is an error that says so.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
 import uuid
 from dataclasses import dataclass
@@ -12,11 +17,12 @@ from pathlib import Path
 from distributed.core.errors import LaunchError
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(path: str | os.PathLike[str]) -> Path:
-    """A folder for this user alone, unless it is there: whoever made it has chosen who may enter."""
+    """A folder for this user alone, unless it is there: then its permissions stay."""
     folder = Path(path)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -28,10 +34,18 @@ def make_private(path: str | os.PathLike[str]) -> Path:
 
 
 def write_private(path: str | os.PathLike[str], data: bytes | str) -> None:
-    """Whoever has the file open keeps what it read: a new file takes the name, and the old one is never cut short."""
+    """A file for this user alone, which takes its name when it is whole."""
+    replace_file(path, data, mode=FILE_MODE)
+
+
+def replace_file(path: str | os.PathLike[str], data: bytes | str, *, mode: int = 0o666) -> None:
+    """A process that has the file open keeps its content: a new file takes the name, the old one is never truncated.
+
+    `mode` is what the umask leaves of it.
+    """
     target = Path(path)
     partial = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
-    handle = create_private(partial)
+    handle = os.open(partial, _NEW, mode)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -43,18 +57,24 @@ def write_private(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 def create_private(path: str | os.PathLike[str]) -> int:
     """A new file to write to and read from; raises FileExistsError where there is one."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    return os.open(path, _NEW, FILE_MODE)
+
+
+def replace_folder(partial: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+    """Give a folder that is whole its name, in place of what is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(partial, folder)
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A file as its writer left it. Who has this can tell that file from any other under its name.
+    """A file as its writer left it, by which that file is distinguished from any other under its name.
 
     The digest is of what runs as code when it is read; tensors behind that are not read for it.
     """
 
     name: str
-    owner: int  # as the file system tells it: on some of them not the writer's own number
+    owner: int  # as the file system reports it: on some of them not the writer's own number
     size: int
     digest: str
     holder: int = 0  # the process that keeps it open, as this descriptor
@@ -89,7 +109,7 @@ def digest_of(code: bytes | memoryview) -> str:
 def open_sealed(folder: str | os.PathLike[str], sealed: Sealed) -> int:
     """The sealed file, opened: from the process that keeps it, which no change in the folder can reach, or by name.
 
-    Whoever reads it compares the digest before anything in it is run, with `check_code`.
+    A reader compares the digest with `check_code` before anything in it is run.
     """
     try:
         handle = _from_holder(sealed)
@@ -139,6 +159,6 @@ def check_code(path: str | os.PathLike[str], code: bytes | memoryview, sealed: S
 def _refusal(path: Path, why: str) -> LaunchError:
     return LaunchError(
         f"{path} is not the file that the launcher of this run wrote, and is not read",
-        why=f"{why}; reading it would run whatever code is in it",
+        why=f"{why}; reading it would run the code in it",
         do="find out who writes to that folder, and start again with a run_dir that only you can write to",
     )

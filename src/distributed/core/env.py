@@ -1,7 +1,7 @@
 """WorkerEnv: the only environment contract between a launcher and a rank.
 
-Our launchers, torchrun, horovodrun, srun and mpirun each tell a process who it is in their own words; here they become
-one value.
+Our launchers, torchrun, srun, mpirun and those of engines each give a process its rank in variables of their own; here
+they become one value.
 """
 
 from __future__ import annotations
@@ -9,27 +9,29 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from distributed.core.engines.engine import ENGINES
+from distributed.core.engines.launchers import OURS, launcher_of, launchers_of_engines
 from distributed.core.errors import ConfigError
+from distributed.core.registry import load_target
 
 RUN_DIR = "DISTRIBUTED_RUN_DIR"  # set by our launchers: the run directory that all ranks share
 ATTEMPT = "DISTRIBUTED_ATTEMPT"
 LAUNCHER = "DISTRIBUTED_LAUNCHER"  # which of our launchers it was, where it is not the one of this machine
-RAY_RUN = "DISTRIBUTED_RAY_RUN"  # what the ranks of a run that Ray placed and its driver find each other by
 LAUNCHER_PID = "DISTRIBUTED_LAUNCHER_PID"  # the process whose end a rank does not outlive
 CONTROL_FD = "DISTRIBUTED_CONTROL_FD"  # a rank's end of the line to its launcher
 RESTARTS = "DISTRIBUTED_RESTARTS"  # worlds of this run before this one, since it was launched
-NOMINAL = "DISTRIBUTED_NOMINAL_RANKS"  # ranks that were asked for: the global batch is made for so many
+LOCAL_PLACE = "DISTRIBUTED_LOCAL_PLACE"  # local rank / ranks of the node, where LOCAL_RANK names a GPU that ranks share
+NOMINAL = "DISTRIBUTED_NOMINAL_RANKS"  # the world size that was set, for which the global batch is planned
 TICKET = "DISTRIBUTED_TICKET"  # JSON: the job of a process that `fit` started, and where its modules are
 OVERRIDES = "DISTRIBUTED_OVERRIDES"  # JSON: settings given where the run was launched; they win over the script's
 TRIAL = "DISTRIBUTED_TRIAL"  # the file that says which trial of a search this process belongs to
-TENSORFLOW = "DISTRIBUTED_TENSORFLOW"  # JSON: the strategy to set up before a script makes use of TensorFlow
-STORE = "DISTRIBUTED_STORE"  # the address of the store that the ranks of our launcher meet at
-STORE_SECRET = "DISTRIBUTED_STORE_SECRET"  # what a rank shows there, so that nobody else is let in
+STORE = "DISTRIBUTED_STORE"  # the address of the rendezvous store of our launcher's ranks
+STORE_SECRET = "DISTRIBUTED_STORE_SECRET"  # what a rank shows there; others are refused
 JOIN_TOKEN = "DISTRIBUTED_JOIN_TOKEN"  # the secret of a run over several nodes, or @ and a file that holds it
 DRY_RUN = "DISTRIBUTED_DRY_RUN"  # ranks of a world that `fit` is to try out in this process alone
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
@@ -48,7 +50,7 @@ class StoreDoor:
 
 @dataclass(frozen=True)
 class WorkerEnv:
-    """Who this process is in its world, and where the world meets."""
+    """The rank of this process, its world, and the world's rendezvous."""
 
     rank: int = 0
     local_rank: int = 0
@@ -58,8 +60,7 @@ class WorkerEnv:
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    # "distributed", "ray", "torchrun", "deepspeed", "horovodrun", "srun", "mpirun"; "none": alone
-    launcher: str = "none"
+    launcher: str = "none"  # "distributed", "torchrun", "srun", "mpirun", or that of an engine; "none": alone
     run_dir: str = ""
     attempt: int = 0
     restarts: int = 0
@@ -73,10 +74,7 @@ class WorkerEnv:
     @property
     def is_followed(self) -> bool:
         """Whether a launcher of ours started it, which shows the progress and answers for the end of the run."""
-        return self.launcher in ("distributed", "ray")
-
-    def attempt_dir(self, run_dir: str) -> str:
-        return os.path.join(run_dir, "attempts", str(self.attempt))
+        return launcher_of(self.launcher).is_ours
 
     def to_environ(self) -> dict[str, str]:
         """The variables that our launchers set; a plain torch script understands them through `env://`."""
@@ -93,9 +91,7 @@ class WorkerEnv:
             ATTEMPT: str(self.attempt),
             RESTARTS: str(self.restarts),
             NOMINAL: str(self.nominal_ranks),
-            # A script's own `hvd.init()` would start MPI, which has not started these ranks and can be started once.
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
+            **{name: text for engine in ENGINES.entries.values() for name, text in engine.environ.items()},
         }
 
 
@@ -113,10 +109,12 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     True
     """
     env = os.environ if environ is None else environ
+    for launcher in launchers_of_engines():
+        if launcher.announces(env):
+            found: WorkerEnv = load_target(launcher.reads_env)(env)
+            return found
     if "RANK" in env and "WORLD_SIZE" in env:
-        return replace(_from_torch(env), store=_take_door() if environ is None else _door_in(environ))
-    if "HOROVOD_RANK" in env and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
-        return _from_horovodrun(env)
+        return replace(read_torch_env(env), store=_take_door() if environ is None else _door_in(environ))
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _from_slurm(env)
     for rank, size, local_rank, local_size in _MPI_NAMES:
@@ -148,55 +146,31 @@ _MPI_NAMES = (
 )
 
 
-def _from_torch(env: Mapping[str, str]) -> WorkerEnv:
+def read_torch_env(env: Mapping[str, str]) -> WorkerEnv:
+    """From the variables of torchrun, which our own launchers set too."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     world_size = int(env["WORLD_SIZE"])
     if missing and world_size > 1:
         raise ConfigError(
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not",
-            why="the ranks cannot find each other",
+            why="the rendezvous of the ranks needs all of them",
             do="start with `distributed train` or torchrun, which set all of them, or unset RANK and WORLD_SIZE",
         )
-    is_deepspeed = "CROSS_SIZE" in env and "GROUP_WORLD_SIZE" not in env  # its launcher's words for the same
-    local_size, node, nodes = (
-        ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-        if is_deepspeed
-        else ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    )
+    local_rank, local_ranks = env.get("LOCAL_RANK", env["RANK"]), env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"])
+    if env.get(RUN_DIR) and LOCAL_PLACE in env:
+        local_rank, _, local_ranks = env[LOCAL_PLACE].partition("/")
     return WorkerEnv(
         rank=int(env["RANK"]),
-        local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+        local_rank=int(local_rank),
         world_size=world_size,
-        local_world_size=int(env.get(local_size, env["WORLD_SIZE"])),
-        node_rank=int(env.get(node, "0")),
-        num_nodes=int(env.get(nodes, "1")),
+        local_world_size=int(local_ranks),
+        node_rank=int(env.get("GROUP_RANK", "0")),
+        num_nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=int(env.get("MASTER_PORT", "0")),
-        launcher=_launcher(env, is_deepspeed),
+        launcher=env.get(LAUNCHER, OURS) if env.get(RUN_DIR) else "torchrun",
         run_dir=env.get(RUN_DIR, ""),
         attempt=int(env.get(ATTEMPT, env.get("TORCHELASTIC_RESTART_COUNT", "0"))),
-        restarts=int(env.get(RESTARTS, "0")),
-        nominal_ranks=int(env.get(NOMINAL, "0")),
-    )
-
-
-def _launcher(env: Mapping[str, str], is_deepspeed: bool) -> str:
-    if env.get(RUN_DIR):
-        return env.get(LAUNCHER, "distributed")
-    return "deepspeed" if is_deepspeed else "torchrun"
-
-
-def _from_horovodrun(env: Mapping[str, str]) -> WorkerEnv:
-    """Its ranks are not told where to meet: rank 0 says so to horovodrun's driver (runtime/horovod_world.py)."""
-    return WorkerEnv(
-        rank=int(env["HOROVOD_RANK"]),
-        local_rank=int(env["HOROVOD_LOCAL_RANK"]),
-        world_size=int(env["HOROVOD_SIZE"]),
-        local_world_size=int(env["HOROVOD_LOCAL_SIZE"]),
-        node_rank=int(env["HOROVOD_CROSS_RANK"]),
-        num_nodes=int(env["HOROVOD_CROSS_SIZE"]),
-        launcher="horovodrun",
-        attempt=int(env.get(ATTEMPT, "0")),
         restarts=int(env.get(RESTARTS, "0")),
         nominal_ranks=int(env.get(NOMINAL, "0")),
     )
@@ -228,8 +202,8 @@ def _from_mpi(env: Mapping[str, str], rank: str, size: str, local_rank: str, loc
     if local_world_size < world_size and "MASTER_ADDR" not in env:
         raise ConfigError(
             f"mpirun started {world_size} ranks on several hosts, but MASTER_ADDR is not set",
-            why="MPI does not tell the ranks the address of rank 0",
-            do="mpirun -x MASTER_ADDR=<host of rank 0> …",
+            why="MPI does not give the ranks the address of rank 0",
+            do="mpirun -x MASTER_ADDR=HOST_OF_RANK_0 …",
         )
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or str(os.getppid())
     return WorkerEnv(
@@ -284,14 +258,14 @@ def control_fd() -> int | None:
     return int(fd) if fd else None
 
 
+def known_control_fd() -> int | None:
+    """The same, left in the environment for the part of this process that takes it."""
+    return int(os.environ[CONTROL_FD]) if CONTROL_FD in os.environ else None
+
+
 def ticket_in_env() -> str:
-    """What `fit` told this process, as JSON. Taken out: it is not for this rank's own children."""
+    """What `fit` gave this process, as JSON. Taken out: it is not for this rank's own children."""
     return os.environ.pop(TICKET, "")
-
-
-def ray_run() -> str:
-    """What this run is called among the ranks that Ray placed."""
-    return os.environ.get(RAY_RUN, "")
 
 
 def overrides_in_env() -> str:
@@ -304,17 +278,14 @@ def trial_in_env() -> str:
     return os.environ.get(TRIAL, "")
 
 
-def tensorflow_in_env() -> str:
-    """The strategy that this process shall set up first, as JSON. Taken out: it is not for this rank's own children."""
-    return os.environ.pop(TENSORFLOW, "")
-
-
 def dry_ranks() -> int | None:
     """Of how many ranks this process shall try out a run; None: it is no dry run."""
     ranks = os.environ.get(DRY_RUN, "")
     if ranks and not (ranks.isdecimal() and int(ranks)):
         raise ConfigError(
-            f"{DRY_RUN}={ranks!r}", why="it is a number of ranks", do=f"set {DRY_RUN}=8, say, or unset it"
+            f"{DRY_RUN}={ranks!r}",
+            why="it is a number of ranks, at least 1",
+            do=f"export {DRY_RUN}=8, or unset {DRY_RUN}",
         )
     return int(ranks) if ranks else None
 
@@ -340,7 +311,7 @@ def inherited_environ() -> dict[str, str]:
     return dict(os.environ)
 
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where users tell torch how to hand out a GPU's memory
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where users configure torch's GPU memory allocator
 
 
 def user_cache(environ: Mapping[str, str]) -> Path:
@@ -352,8 +323,31 @@ def user_cache(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distributed-training"
 
 
+def take_out(name: str) -> str:
+    """A variable of this process, which its children do not inherit then; "": it is not set."""
+    return os.environ.pop(name, "")
+
+
 def announce(variables: Mapping[str, str]) -> None:
     """Set them in the environment of this process for good: for a library that reads them whenever it likes."""
+    os.environ.update(variables)
+
+
+def announce_unset(variables: Mapping[str, str]) -> None:
+    """The same for those that are not set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def withdraw(names: Iterable[str]) -> None:
+    """Take variables out of the environment of this process, where they are there."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
+def become_environ(variables: Mapping[str, str]) -> None:
+    """Let this process have these variables and no others."""
+    os.environ.clear()
     os.environ.update(variables)
 
 

@@ -100,7 +100,7 @@ class NonFiniteLossError(DistributedError):
 
 
 class CannotGoOnError(DistributedError):
-    """A rank whose world broke holds too little to go on in another one; whoever takes its place begins anew."""
+    """A rank whose world broke holds too little to continue in another one; its replacement resumes."""
 
     exit_code = 7
     collateral = True  # it is not this rank's fault

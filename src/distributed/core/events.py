@@ -12,7 +12,7 @@ from distributed.core.secrets import mask, mask_text
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """The root of all events; `time` is seconds since 1970, filled in by whoever emits it."""
+    """The root of all events; `time` is seconds since 1970, filled in by its sender."""
 
     time: float
 
@@ -111,7 +111,7 @@ class RankFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RankStalled(Event):
-    """A rank made no step within its deadline; told by the process that watches it, with where it stands."""
+    """A rank made no step within its deadline; reported by its launcher, with where it stands."""
 
     rank: int
     host: str
@@ -121,6 +121,7 @@ class RankStalled(Event):
     deadline_seconds: float
     waiting: list[int] = field(default_factory=list)  # the ranks that wait for it
     stack_path: str = ""
+    collective: str = ""  # in which they wait, from torch's flight recorder for NCCL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ class RankSlow(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnded(Event):
-    """The world broke, or is about to get another size; what is left of it goes on in the next attempt."""
+    """The world broke, or is about to get another size; what is left of it continues in the next attempt."""
 
     attempt: int
     cause: str  # "machine", "code", "hang", "resize" or "unknown"
@@ -151,7 +152,7 @@ class Recovered(Event):
     """The first step after the world broke."""
 
     attempt: int
-    step: int  # of the state that it went on from
+    step: int  # of the state that it resumed from
     lost_steps: int  # steps that must be taken again
     source: str  # "memory of rank 1", a checkpoint's path, or "the beginning"
     seconds: float  # from the last step before the fault to the first one after it
@@ -209,8 +210,8 @@ class EventTail:
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
     def read(self) -> list[Event]:
-        """Those of the complete lines that are new. One that is torn or of another version is passed over: whoever
-        follows a run must not end it."""
+        """Those of the complete lines that are new. One that is torn or of another version is skipped:
+        following a run must not end it."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)

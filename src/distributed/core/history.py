@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from distributed.core.private_files import write_private
+from distributed.core.atomic import write_private
 from distributed.core.secrets import mask
 
 

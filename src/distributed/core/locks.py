@@ -1,4 +1,4 @@
-"""Locks: a folder has one run at a time. The lock is a file that says who holds it; whoever is gone holds nothing.
+"""Locks: a folder has one run at a time. The lock is a file that names its holder, who may have ended.
 
 create ──► held ──► removed             a heartbeat while it is held
   │ there is one
@@ -27,9 +27,10 @@ from typing import Protocol
 
 import psutil
 
+from distributed.core.atomic import replace_file
 from distributed.core.errors import DistributedError, Problem
+from distributed.core.run_dir import LOCK
 
-FILE = "owner.lock"
 BEAT_S = 10.0
 STALE_S = 60.0  # without a heartbeat: six were missed
 REQUEUE_S = 30.0  # how long a run that resumes waits for the one before it, which may be saving its last
@@ -45,8 +46,8 @@ class Owner:
     token: str  # of the launch: the same in its restarted worlds
     host: str
     pid: int
-    started: str  # tells the process from a later one with the same number
-    machine: str  # tells the kernel and the namespace that the number is of from others under the same host name
+    started: str  # distinguishes the process from a later one with the same number
+    machine: str  # identifies the kernel and the namespace that the number is of; host names may be the same
     since: float  # seconds since 1970
     beat: int = 0  # counts up, where a place has no clock of its own
 
@@ -67,7 +68,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool | None:
-        """None: it cannot be told from here."""
+        """None: not known from here."""
         if (self.host, self.machine) != (socket.gethostname(), _machine()):
             return None
         try:
@@ -84,7 +85,7 @@ class Seen:
     """A lock as it was found."""
 
     text: bytes
-    age_s: float  # since its last heartbeat, as far as the place can tell
+    age_s: float  # since its last heartbeat, as far as the place knows
 
 
 class LockPlace(Protocol):
@@ -132,7 +133,8 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _ask_to_stop() -> None:
+def ask_to_stop() -> None:
+    """This process, as a launcher or a cluster would."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -143,7 +145,7 @@ class Lock:
     place: LockPlace
     owner: Owner
     say: Callable[[str], None] = _say
-    on_lost: Callable[[], None] = _ask_to_stop  # from the thread of the heartbeat
+    on_lost: Callable[[], None] = ask_to_stop  # from the thread of the heartbeat
     is_lost: bool = field(default=False, init=False)  # another run has taken it
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
@@ -172,7 +174,7 @@ class Lock:
                     if not is_same:
                         self.say(f"{self.place.name} was left locked by {other or 'a run'}, which is gone; it is taken")
                     break
-                time.sleep(_LOOK_EVERY_S)  # somebody else is taking it, or died in that instant
+                time.sleep(_LOOK_EVERY_S)  # another process is taking it, or died in that instant
                 continue
             if (lives or is_gone is False) and now - begun >= patience_s:
                 raise InUse(other, self.place.name)
@@ -233,7 +235,7 @@ class LockFile:
     _path: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self._path = self.folder / FILE
+        self._path = self.folder / LOCK
 
     @property
     def name(self) -> str:
@@ -260,29 +262,29 @@ class LockFile:
     def look(self) -> Seen | None:
         now = self._now()
         try:
-            with self._path.open("rb") as file:  # opening asks a server anew
+            with self._path.open("rb") as file:  # opening reads from the server again
                 return Seen(file.read(), now - os.fstat(file.fileno()).st_mtime)
         except FileNotFoundError:
             return None
 
     def take(self, seen: Seen, text: bytes) -> bool:
-        """One at a time, and by a name that is never free in between: nobody can create a lock meanwhile."""
-        guard = self.folder / f".{FILE}.taking"
+        """One at a time, and by a name that is never free in between: no process can create a lock meanwhile."""
+        guard = self.folder / f".{LOCK}.taking"
         try:
             os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:
             self._remove_left_over(guard)
             return False
         try:
-            if self.read() != seen.text:  # somebody was faster
+            if self.read() != seen.text:  # another process was faster
                 return False
-            os.replace(self._write(text), self._path)
+            replace_file(self._path, text)
             return True
         finally:
             guard.unlink(missing_ok=True)
 
     def _remove_left_over(self, guard: Path) -> None:
-        """Of somebody who died within an instant. It is moved away and looked at again: by then it may be another's."""
+        """Of a process that died while taking it. It is moved away and read again: by then it may be another's."""
         with suppress(OSError):
             if self._is_stale(guard):
                 moved = guard.rename(self._partial())
@@ -316,7 +318,7 @@ class LockFile:
         return True
 
     def _partial(self) -> Path:
-        return self.folder / f".{FILE}.{uuid.uuid4().hex[:12]}.tmp"
+        return self.folder / f".{LOCK}.{uuid.uuid4().hex[:12]}.tmp"
 
     def _now(self) -> float:
         """By the clock of the file system, which may be another machine's."""
@@ -341,7 +343,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started, in whatever units tell it from another one; None: it has ended. Raises
+    """When a process was started, in units that distinguish it from another one; None: it has ended. Raises
     PermissionError where other users' processes are hidden (/proc with hidepid) and this is one."""
     try:
         if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:

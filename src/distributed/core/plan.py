@@ -1,17 +1,39 @@
 """Plan: everything decided before a process starts, each automatic choice with its reason and what overrides it.
 
-A Plan is never edited: another size is another plan.
+A Plan is never edited: another size is another plan. What is known later only is added by its methods.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+from distributed.core import typed_json
+from distributed.core.choices import (
+    Collectives,
+    CompileMode,
+    Device,
+    FrequencyUnit,
+    Interval,
+    IterableSplit,
+    LossWeighting,
+    OnNan,
+    OptimizerName,
+    Parameters,
+    PipelineSchedule,
+    Precision,
+    Recompute,
+    ReplicaCheck,
+    Schedule,
+    Shard,
+    Switch,
+)
 from distributed.core.errors import PlanError
 from distributed.core.mesh import MeshSpec
-from distributed.core.secrets import mask
+from distributed.core.run_dir import RunDir
+
+PLAN_VERSION = 1  # of plan.json and of the plan in a manifest: raised with every change of a field
 
 
 @dataclass(frozen=True)
@@ -68,13 +90,13 @@ class BatchPlan:
         return self.micro_batch * self.accumulation == self.global_batch
 
     def steps(self, samples: int) -> int:
-        """Optimizer steps in one pass over so many samples."""
+        """Optimizer steps in one pass over that many samples."""
         return samples // self.global_batch if self.drop_last else -(-samples // self.global_batch)
 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    kind: str = "fp32"  # "fp32", "bf16", "fp16" or "fp8", which is bf16 but for linear layers
+    kind: Precision = "fp32"
     scaler_init_scale: float = 65536.0
     scaler_growth_interval: int = 2000
 
@@ -83,7 +105,7 @@ class PrecisionPlan:
 class OptimizerPlan:
     """The optimizer that we make when the user passes none, and what is done to gradients under any."""
 
-    name: str = "adamw"
+    name: OptimizerName = "adamw"
     learning_rate: float = 0.001  # after the scaling rule
     weight_decay: float | None = None
     momentum: float | None = None
@@ -93,11 +115,11 @@ class OptimizerPlan:
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    kind: str = "constant"
+    kind: Schedule = "constant"
     warmup_steps: int = 0
     warmup_epochs: float = 0.0
     min_ratio: float = 0.0
-    interval: str = "epoch"  # of a scheduler that was passed in
+    interval: Interval = "epoch"  # of a scheduler that was passed in
 
     @property
     def is_constant(self) -> bool:
@@ -112,14 +134,14 @@ class ReplicatePlan:
     static_graph: bool = False
     bucket_cap_mb: float = 25.0
     sync_batchnorm: bool = True
-    check: str = "all"  # what of them is compared: "all", "parameters" (with the optimizer), "nothing"
+    check: ReplicaCheck = "all"  # what of them is compared
 
 
 @dataclass(frozen=True)
 class ShardPlan:
     """What of the model's state each data rank keeps to itself."""
 
-    kind: str = "none"  # "none", "optimizer" (ZeRO-1), "grad_op" (ZeRO-2), "full" (ZeRO-3); hybrid: of fewer ranks
+    kind: Shard = "none"
     blocks: tuple[str, ...] = ()  # classes or paths of what is gathered at once; none: found
     cpu_offload: bool = False
 
@@ -138,7 +160,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    schedule: str = "1f1b"  # "gpipe", "1f1b", "interleaved" or "zero_bubble"
+    schedule: PipelineSchedule = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -156,11 +178,11 @@ class LoraPlan:
 class MemoryPlan:
     """What is computed again rather than kept, and how blocks run."""
 
-    recompute: str = ""  # "", "full" or "selective"
+    recompute: Recompute = ""
     recompute_every: int = 1  # of the blocks, each n-th
     compile: bool = False  # each block
     compile_whole: bool = False  # or the model at once
-    compile_mode: str = ""
+    compile_mode: CompileMode = ""
     compile_cache: str = ""  # a folder; "": the user's
     lora: LoraPlan | None = None
 
@@ -169,23 +191,23 @@ class MemoryPlan:
 class SpeedPlan:
     """What makes a step faster and leaves what it computes as it is, or nearly so."""
 
-    capture: str = "off"  # "off"; "auto": where it is worth it and comes to the same; "on"
+    capture: Switch = "off"  # auto: where it is worth it and comes to the same
     fused_optimizer: bool = False
-    parameters: str = "fp32"  # "fp32"; in bf16: "compensated" or "stochastic"
+    parameters: Parameters = "fp32"
     channels_last: bool = False
     tf32: bool = False
     expandable_segments: bool = False
     keep_freed_memory: bool = False
-    data_on_device: str = "off"  # "off"; "auto": where it takes little of the device's memory; "on"
+    data_on_device: Switch = "off"  # auto: where it takes little of the device's memory
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
     dir: str = ""
     every: float | None = None
-    unit: str = "epochs"  # of `every`: "epochs", "steps" or "minutes"
+    unit: FrequencyUnit = "epochs"  # of `every`
     resume: bool | str = False
-    own_rates: bool = False  # a resumed run goes on with its own learning rate and the like
+    own_rates: bool = False  # a resumed run keeps its own learning rate and the like
     allowed: tuple[str, ...] = ()  # what may have changed since the checkpoint, though the run is then another one
     asynchronous: bool = True
     keep_last: int | None = None
@@ -212,24 +234,24 @@ class ObservePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a rank needs to know; nobody reads the config after this."""
+    """Everything that a rank needs to know; the config is not read after this."""
 
     run_dir: str
     batch: BatchPlan
     strategy: str = "pytorch-ddp"
     mesh: MeshSpec = field(default_factory=MeshSpec)
     num_nodes: int = 1
-    device: str = "cpu"
+    device: Device = "cpu"
     shares_gpus: bool = False  # whether several ranks have the same one
-    collectives: str = "gloo"
+    collectives: Collectives = "gloo"
     collective_timeout_s: float = 600.0
     threads_per_rank: int = 1
     seed: int = 0
     epochs: int = 1
     max_steps: int | None = None
-    on_nan: str = "stop"
-    loss_weighting: str = "auto"
-    iterable_split: str = "share"
+    on_nan: OnNan = "stop"
+    loss_weighting: LossWeighting = "auto"
+    iterable_split: IterableSplit = "share"
     sample_check: bool = True  # whether the ranks compare their data
     precision: PrecisionPlan = field(default_factory=PrecisionPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
@@ -240,7 +262,7 @@ class Plan:
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     memory: MemoryPlan = field(default_factory=MemoryPlan)
     speed: SpeedPlan = field(default_factory=SpeedPlan)
-    workers: int | str | None = None  # processes that read data: a number, "auto", or None for the data loader's own
+    workers: int | Literal["auto"] | None = None  # processes that read data; None: as many as the data loader says
     checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
     engine: dict[str, Any] = field(default_factory=dict)  # what only this strategy knows: its `plans` made it
@@ -257,12 +279,12 @@ class Plan:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of the state, so that any of them can go on alone."""
+        """Whether every rank holds all of the state, so that any of them can continue alone."""
         return self.mesh.is_replicas and self.shard.kind == "none"
 
     @property
     def division(self) -> dict[str, Any]:
-        """How the state is shared out among the ranks: where two runs have the same, rank n has the same part."""
+        """How the state is sharded over the ranks: where two runs have the same, rank n has the same shard."""
         return {**self.mesh.sizes(), "shard": self.shard.kind}
 
     @property
@@ -272,7 +294,7 @@ class Plan:
 
     @property
     def legal_sizes(self) -> list[int]:
-        """Numbers of ranks that this run can go on with; none: any."""
+        """World sizes that this run can continue with; none: any."""
         unit = self.world_size // self.mesh.dp_shard if self.shard.is_fsdp else self.mesh.ranks_per_replica
         if self.batch.of_stream:  # its position is a number of steps, so each must take as many samples as before
             if self.iterable_split == "dataset":
@@ -286,15 +308,15 @@ class Plan:
         return [n * self.mesh.ranks_per_replica for n in sizes if n % replicas == 0]
 
     def for_world(self, world_size: int, num_nodes: int) -> Plan:
-        """The plan of the same run with another number of ranks: the global batch and all that hangs on it stay."""
+        """The plan of the same run with another number of ranks: the global batch and all that depends on it stay."""
         if (world_size, num_nodes) == (self.world_size, self.num_nodes):
             return self
         data_ranks, rest = divmod(world_size, self.mesh.ranks_per_replica)
         if rest or (self.shard.is_fsdp and data_ranks % self.mesh.dp_replicate):
             raise PlanError(
-                f"the run cannot go on with {world_size} ranks",
-                why=f"its mesh is {self.mesh}, and what is left does not make whole copies of the model",
-                do=f"go on with {self.mesh.ranks_per_replica} ranks, or a multiple of that",
+                f"the run cannot continue with {world_size} ranks",
+                why=f"its mesh is {self.mesh}: one copy of the model takes {self.mesh.ranks_per_replica} ranks",
+                do=f"continue with {self.mesh.ranks_per_replica} ranks, or a multiple of that",
             )
         if self.shard.is_fsdp:
             mesh = replace(self.mesh, dp_shard=data_ranks // self.mesh.dp_replicate)
@@ -302,12 +324,43 @@ class Plan:
             mesh = replace(self.mesh, dp_replicate=data_ranks)
         return replace(self, mesh=mesh, num_nodes=num_nodes, batch=self.batch.for_ranks(data_ranks))
 
+    def in_dir(self, run_dir: str) -> Plan:
+        """The same plan in the run directory that its ranks have agreed on, with the files that go there."""
+        before, after, checkpoint, observe = RunDir(self.run_dir), RunDir(run_dir), self.checkpoint, self.observe
+        if checkpoint.dir == str(before.checkpoints):
+            checkpoint = replace(checkpoint, dir=str(after.checkpoints))
+        if observe.tensorboard_dir == str(before.tensorboard):
+            observe = replace(observe, tensorboard_dir=str(after.tensorboard))
+        return replace(self, run_dir=run_dir, checkpoint=checkpoint, observe=observe)
+
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
         """Of the whole run; None where a stream's length is not known and nothing limits it."""
         if steps_per_epoch is None:
             return self.max_steps
         return min(self.max_steps or steps_per_epoch * self.epochs, steps_per_epoch * self.epochs)
 
+    def with_decisions(self, *more: Decision, first: Sequence[Decision] = ()) -> Plan:
+        """The same plan with choices that were made before or after it."""
+        return replace(self, decisions=(*first, *self.decisions, *more))
+
+    def without_compile(self) -> Plan:
+        """The same plan whose model runs as it is."""
+        return replace(self, memory=replace(self.memory, compile=False))
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plan.json and a checkpoint's manifest hold it; secrets are masked."""
+        return typed_json.to_plain(self, PLAN_VERSION)
+
     def to_json(self) -> str:
-        """For people and programs that look at a run: secrets are masked."""
-        return json.dumps(mask(asdict(self)), indent=2) + "\n"
+        """The text of plan.json; secrets are masked."""
+        return typed_json.to_json(self, PLAN_VERSION)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the plan") -> Plan:
+        """The plan that `to_json` wrote; one of another version is refused. `source` names the file in errors.
+
+        >>> plan = Plan("runs/a", BatchPlan(per_device=8))
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+        """
+        return typed_json.from_json(cls, text, PLAN_VERSION, source)

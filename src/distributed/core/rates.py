@@ -29,7 +29,7 @@ def warmup_steps(plan: SchedulePlan, steps_per_epoch: int | None, total: int | N
     if steps_per_epoch is None and (plan.warmup_epochs or (plan.kind != "constant" and total is None)):
         raise TaskError(
             "the schedule needs the number of steps, and this stream's length is not known",
-            why=f"lr_schedule={plan.kind!r} and warmup_epochs are parts of a whole",
+            why=f"lr_schedule={plan.kind!r} and warmup_epochs are fractions of the total number of steps",
             do="set max_steps and warmup_steps",
         )
     return plan.warmup_steps or round(plan.warmup_epochs * (steps_per_epoch or 0))

@@ -6,7 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cached_property
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
@@ -43,7 +44,12 @@ class Registry(Generic[E_]):
     """
 
     kind: str
-    entries: Mapping[str, E_]
+    source: Mapping[str, E_] | str  # or the "module:attribute" that holds them, imported on first use
+
+    @cached_property
+    def entries(self) -> Mapping[str, E_]:
+        found: Mapping[str, E_] = load_target(self.source) if isinstance(self.source, str) else self.source
+        return found
 
     def load(self, name: str) -> Any:
         return load_target(self.require(name).target)
@@ -77,6 +83,18 @@ def is_installed(module: str) -> bool:
         return False
 
 
+def installed_version(distribution: str = DISTRIBUTION) -> str:
+    """The version of an installed distribution, without importing it; "unknown" where it is not installed.
+
+    >>> installed_version("a-distribution-that-does-not-exist")
+    'unknown'
+    """
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # ours: a source tree that is not installed
+        return "unknown"
+
+
 def import_extra(module: str, extra: str, wanted_by: str) -> Any:
     """Import an optional dependency, or say which extra brings it."""
     try:
@@ -99,8 +117,8 @@ def _pip(extra: str) -> str:
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     """The known names that a name stands for or is one word of; where there is none, those most like it.
 
-    >>> nearest("lr", ["learning_rate", "lora"]), nearest("ddp", ["deepspeed", "pytorch-ddp"])
-    (['learning_rate'], ['pytorch-ddp'])
+    >>> nearest("lr", ["learning_rate", "lora"]), nearest("size", ["sizes", "batch_size"])
+    (['learning_rate'], ['batch_size'])
     """
     names = list(known)
     short = [one for one in names if initials(one) == name.lower()]

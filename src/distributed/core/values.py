@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import cast
 
+from distributed.core.choices import FrequencyUnit
 from distributed.core.registry import nearest_hint
 
-# What a resumed run may not change unless told, because samples would be repeated or left out, or trained otherwise.
+# What a resumed run may change only with allow_change: samples would be repeated, left out, or trained otherwise.
 CHANGES = (
     "seed",
     "shuffle",
@@ -23,7 +25,7 @@ CHANGES = (
 )
 
 
-def parse_frequency(value: int | str) -> tuple[float, str]:
+def parse_frequency(value: int | str) -> tuple[float, FrequencyUnit]:
     """How often, and in what.
 
     >>> parse_frequency(10), parse_frequency("500 steps"), parse_frequency("1.5 minutes")
@@ -35,7 +37,7 @@ def parse_frequency(value: int | str) -> tuple[float, str]:
     count = float(match.group(1)) if match else 0.0
     if not match or count <= 0 or (match.group(2) != "minute" and count != int(count)):
         raise ValueError("should be a number of epochs, or like '2 epochs', '500 steps' or '10 minutes'")
-    unit = match.group(2) + "s"
+    unit = cast(FrequencyUnit, match.group(2) + "s")
     return (count if unit == "minutes" else int(count)), unit
 
 
@@ -49,7 +51,7 @@ def parse_best(value: str) -> tuple[str, str]:
     if not direction:
         direction = "min" if metric.endswith("loss") else "max" if metric.endswith("accuracy") else ""
     if direction not in ("min", "max") or not metric:
-        raise ValueError(f"say which is best: 'min:{metric}' or 'max:{metric}'")
+        raise ValueError(f"write 'min:{metric}' or 'max:{metric}'")
     return direction, metric
 
 
@@ -63,7 +65,7 @@ def parse_changes(value: str | Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in listed if name.strip()))
     for name in names:
         if name not in CHANGES:
-            raise ValueError(f"there is no {name!r} to be changed; {nearest_hint(name, CHANGES)}")
+            raise ValueError(f"{name!r} is not a change that can be allowed; {nearest_hint(name, CHANGES)}")
     if not names:
         raise ValueError(f"should name some of: {', '.join(CHANGES)}")
     return names

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from distributed.core.atomic import write_private
+from distributed.core.engines.engine import ENGINES, PeerLoss
 from distributed.core.secrets import mask
 
 
@@ -27,9 +28,7 @@ class FailureRecord:
 
     def write(self, path: Path) -> None:
         """Publish whole or not at all: the launcher may look at any time."""
-        partial = path.with_name(f".{path.name}.{self.pid}")
-        partial.write_text(json.dumps(mask(asdict(self)), indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_private(path, json.dumps(mask(asdict(self)), indent=1) + "\n")
 
     @staticmethod
     def read(path: Path) -> FailureRecord | None:
@@ -37,14 +36,6 @@ class FailureRecord:
             return FailureRecord(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
-
-
-def failure_path(attempt_dir: str | os.PathLike[str], rank: int) -> Path:
-    return Path(attempt_dir) / f"failure-{rank}.json"
-
-
-def rank_of(path: Path) -> int:
-    return int(path.stem.removeprefix("failure-"))
 
 
 _NETWORK_TYPES = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
@@ -56,12 +47,8 @@ _LOST_PEER = re.compile(
 )
 
 
-# A dataset may have lost a connection too: that of ranks is known by who tells of it.
+# A dataset may have lost a connection too: that of ranks is known by the library that raises.
 _OF_TORCH = re.compile(r"gloo|nccl|c10d|ProcessGroup|TCPStore|rendezvous|collective|distributed/", re.IGNORECASE)
-_OF_TENSORFLOW = {"UnavailableError", "AbortedError", "InternalError", "DeadlineExceededError"}
-_ABORTED = re.compile(r"collective ops is aborted|coordination (service|agent)", re.IGNORECASE)
-# The bare name of a task is in every error of a task's own kernels too.
-_LOST_TASK = re.compile(r"(remote target|error reported from) /job:(worker|chief|ps)/", re.IGNORECASE)
 
 
 def is_collateral(error: BaseException) -> bool:
@@ -79,13 +66,17 @@ def is_collateral(error: BaseException) -> bool:
         name = type(link).__name__
         if getattr(link, "collateral", False) or name in _NETWORK_TYPES:
             return True
-        if name == "HorovodInternalError":  # also what ranks get that hand it tensors which differ
-            return "mismatched" not in str(link).lower()
-        if name in _OF_TENSORFLOW and _ABORTED.search(str(link)):
-            return True
-        if name in _OF_TENSORFLOW - {"InternalError"} and _LOST_TASK.search(str(link)):
+        if any(_tells(loss, link) for engine in ENGINES.entries.values() for loss in engine.peer_losses):
             return True
         if name in ("RuntimeError", "TimeoutError") and _OF_TORCH.search(str(link)) and _LOST_PEER.search(str(link)):
             return True
         link = link.__cause__
     return False
+
+
+def _tells(loss: PeerLoss, error: BaseException) -> bool:
+    """Whether an engine means by this error that another rank has failed."""
+    if type(error).__name__ not in loss.names:
+        return False
+    says, unless = (re.search(pattern, str(error), re.IGNORECASE) for pattern in (loss.says, loss.unless))
+    return says is not None and (not loss.unless or unless is None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -10,7 +9,7 @@ from pathlib import Path
 
 
 class Phase(IntEnum):
-    """What a rank is at. Only a step has a deadline: how long the others take, nobody knows beforehand."""
+    """What a rank is doing. Only a step has a deadline: how long the others take is not known beforehand."""
 
     STARTING = 0  # also the first steps, in which kernels are compiled and caches are filled
     TRAINING = 1
@@ -30,10 +29,6 @@ class Beat:
     phase: Phase = Phase.STARTING
     slowest_ns: int = 0
     collective: str = ""
-
-
-def heartbeat_path(attempt_dir: str | os.PathLike[str], rank: int) -> Path:
-    return Path(attempt_dir) / f"heartbeat-{rank}"
 
 
 def read_beat(path: Path) -> Beat | None:

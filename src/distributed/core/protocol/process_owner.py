@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from distributed.core.engines.launchers import launcher_of
 from distributed.core.env import WorkerEnv
 from distributed.core.registry import load_target
 
 
-class Host(Protocol):
+class ProcessOwner(Protocol):
     """What a rank says to its host, and hears from it."""
 
     def on_stop(self, stop: Callable[[int], None]) -> None:
-        """Whom to call, from any thread, with the signal by which somebody asked the run to stop."""
+        """Set the function to call, from any thread, with the signal of a request to stop."""
 
     def resumed(self, step: int, source: str) -> None:
-        """The state that this world goes on from; told by rank 0."""
+        """The state that this world resumes from; reported by rank 0."""
 
     def report(self, metrics: Mapping[str, float], checkpoint: str) -> None:
         """What the run has come to: every rank calls this at the same points. It returns at once."""
@@ -29,7 +30,7 @@ class Host(Protocol):
         """Returns when everything that was reported is known."""
 
 
-class NoHost:
+class OwnProcess:
     """A rank that is its own process."""
 
     def on_stop(self, stop: Callable[[int], None]) -> None:
@@ -45,10 +46,8 @@ class NoHost:
         pass
 
 
-_HOSTS = {"ray": "distributed.runtime.ray_host:RayHost"}  # by the launcher that names itself in the environment
-
-
-def host_of(env: WorkerEnv) -> Host:
+def process_owner_of(env: WorkerEnv) -> ProcessOwner:
     """The host of this rank."""
-    host: Host = load_target(_HOSTS[env.launcher])(env) if env.launcher in _HOSTS else NoHost()
-    return host
+    owns = launcher_of(env.launcher).owns
+    owner: ProcessOwner = load_target(owns)(env) if owns else OwnProcess()
+    return owner

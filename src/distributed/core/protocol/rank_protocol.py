@@ -1,6 +1,6 @@
 """What a launcher and its ranks say to each other while they run: JSON lines over a socket pair that a rank inherits.
 
-A rank tells when it joins and when it has lost its world; the launcher tells it the next one.
+A rank reports when it joins and when it has lost its world; the launcher sends it the next one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from distributed.core.env import WorkerEnv
 
 @dataclass(frozen=True)
 class Joined:
-    """Rank to launcher: it runs our loop, and can go on in another world without being started anew."""
+    """Rank to launcher: it runs our loop; `regroups`: it can continue in another world without a restart."""
 
     regroups: bool
     sizes: list[int] = field(default_factory=list)  # numbers of ranks that are legal; none: any
-    in_run: bool = False  # until it says otherwise, an end of it is early, whatever its exit code
+    in_run: bool = False  # until it says otherwise, an end of it is early, with any exit code
     is_done: bool = False  # its training has come to its end
 
 
@@ -33,16 +33,17 @@ class Lost:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Rank to launcher: the state that an attempt goes on from, told by rank 0."""
+    """Rank to launcher: the state that an attempt resumes from, reported by rank 0."""
 
     attempt: int
     step: int
     source: str  # "memory of rank 1", a checkpoint's path, or "the beginning"
+    is_furthest: bool = False  # no device had come further, though hosts that run ahead of theirs had counted on
 
 
 @dataclass(frozen=True)
 class World:
-    """Launcher to rank: go on in this world."""
+    """Launcher to rank: continue in this world."""
 
     environ: dict[str, str]  # as `WorkerEnv.to_environ` has it
 
@@ -62,18 +63,34 @@ class Dump:
     path: str
 
 
-Message = Joined | Lost | Resumed | World | Leave | Dump
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Joined, Lost, Resumed, World, Leave, Dump)}
+@dataclass(frozen=True)
+class Measure:
+    """Launcher to rank: write what it has of its GPU's memory to this file, as this rank."""
+
+    path: str
+    rank: int
 
 
-class Line(Protocol):
-    """A rank's end of a line to a launcher that can give it another world: ours, or horovodrun's driver."""
+Message = Joined | Lost | Resumed | World | Leave | Dump | Measure
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Joined, Lost, Resumed, World, Leave, Dump, Measure)}
 
-    regroups: bool  # whether this rank can go on in another world
-    replaces: bool  # whether a rank that cannot is started anew, to go on from the checkpoint
-    cut_off: Callable[[], None]  # what ends the collective that this rank is in
+
+class LauncherLink(Protocol):
+    """A rank's end of a line to a launcher that can give it another world: ours, or an engine's."""
+
+    replaces: bool  # whether a rank that cannot regroup is restarted, to resume from the checkpoint
+
+    @property
+    def regroups(self) -> bool:
+        """Whether this rank can continue in another world, as it last said in `Joined`."""
 
     def tell(self, message: Message) -> None: ...
+
+    def on_cut_off(self, end: Callable[[], None]) -> None:
+        """From now on `end` ends the collective that this rank is in; any thread may call it."""
+
+    def cut_off(self) -> None:
+        """End the collective that this rank is in."""
 
     def asked_to_leave(self, attempt: int) -> bool:
         """Whether this attempt shall end at the next step that all agree on."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from distributed.core.store_wire import (
+from distributed.core.protocol.store_wire import (
     LENGTH_BYTES,
     StoreLateError,
     StoreLostError,
@@ -22,7 +22,7 @@ _CONNECT_S = 30.0  # the store may have thousands of ranks to greet at once
 
 
 class StoreClient:
-    """Requests and answers over as many connections as threads ask at one time; the first is made at once.
+    """Requests and answers over as many connections as threads use at one time; the first is made at once.
 
     A key that is not there makes `get` wait. `prefix` stands before every key.
     """
@@ -79,7 +79,7 @@ class StoreClient:
         return [key.decode()[len(self._prefix) :] for key in self._ask(b"keys", self._prefix.encode())]
 
     def cut(self) -> None:
-        """End every wait of this client, and let it ask nothing more; for any thread to call."""
+        """End every wait of this client, and refuse further requests; for any thread to call."""
         with self._lock:
             self._is_cut = True
             for line in (*self._idle, *self._busy):
@@ -99,7 +99,7 @@ class StoreClient:
             line.settimeout(max(limit_s, 0.001))
             line.sendall(pack(request))
             answer = unpack(receive(line, frame_length(receive(line, LENGTH_BYTES))))
-        except BaseException as failed:  # an answer to this request may still come: nobody else can use the connection
+        except BaseException as failed:  # an answer to this request may still come: the connection cannot be used again
             self._drop(line)
             if isinstance(failed, TimeoutError):
                 raise StoreLateError(f"no answer of the run's store within {limit_s:g} s") from None

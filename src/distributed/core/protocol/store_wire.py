@@ -6,7 +6,7 @@
     HMAC(secret, "server", both nonces)        ->
     then frames: a request from the client, an answer from the server, and so on
 
-Whoever does not know the secret learns a random number and is dropped: nothing of it is read but those 64 bytes. What
+A client without the secret gets a random number and is dropped: nothing of it is read but those 64 bytes. What
 is read afterwards are byte strings; nothing is ever unpickled.
 """
 
@@ -36,20 +36,20 @@ _COUNT = struct.Struct(">I")
 class StoreLostError(RuntimeError):
     """The store does not answer any more, or never did; a RuntimeError, as torch's own stores raise."""
 
-    collateral = True  # whatever ended the store is to blame, not the process that noticed
+    collateral = True  # the cause is what ended the store, not the process that noticed
     do = ""  # what a user can do about it, where that is known
 
 
 class StoreLateError(StoreLostError):
-    """What was asked for did not come in time."""
+    """The store did not answer in time."""
 
 
 class StoreRefusedError(StoreLostError):
-    """Whoever listens there has another secret, or is no store of ours."""
+    """The listener has another secret, or is no store of ours."""
 
 
 class _HungUpError(StoreRefusedError):
-    """Whoever listens there hung up on a proof: it has another secret, or too many to greet at once."""
+    """The listener closed the connection on a proof: it has another secret, or too many connections at once."""
 
 
 def new_nonce() -> bytes:
@@ -98,7 +98,7 @@ def unpack(body: bytes) -> list[bytes]:
 
 
 def receive(line: socket.socket, count: int) -> bytes:
-    """Exactly so many bytes; StoreLostError when the other side hangs up."""
+    """Exactly that many bytes; StoreLostError when the other side closes the connection."""
     received = bytearray()
     while len(received) < count:
         part = line.recv(count - len(received))
@@ -111,7 +111,7 @@ def receive(line: socket.socket, count: int) -> bytes:
 def dial(address: str, secret: str, timeout_s: float) -> socket.socket:
     """A connection to the store at `unix:name` (`@name`: without a file) or `tcp:host:port`, the handshake done.
 
-    Raises OSError when nobody answers, and StoreRefusedError when who does has another secret: such a store hangs up,
+    Raises OSError when nothing answers, and StoreRefusedError when the store has another secret: it hangs up,
     but so does one that too many connect to at once, and that one lets this side in when it comes again.
     """
     for pause_s in _AGAIN_AFTER_S:
@@ -168,7 +168,7 @@ def _shake_hands(line: socket.socket, address: str, secret: str) -> None:
 
 
 def peer_is_other_user(line: socket.socket) -> bool:
-    """Whether a process of another user is at the other end of a local socket, where the kernel tells."""
+    """Whether a process of another user is at the other end of a local socket, where the kernel reports it."""
     if line.family != socket.AF_UNIX or not sys.platform.startswith("linux"):
         return False
     _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

@@ -1,11 +1,11 @@
-"""Ticket: what a process that `fit` starts is told in its environment, where no other user can put anything."""
+"""Ticket: what a process that `fit` starts is given in its environment, which no other user can write."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 
-from distributed.core.private_files import Sealed
+from distributed.core.atomic import Sealed
 
 
 @dataclass(frozen=True)

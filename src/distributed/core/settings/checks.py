@@ -36,8 +36,8 @@ def contradictions(config: DistributedConfig) -> list[Problem]:
         found.append(
             Problem(
                 f"node_rank={config.node_rank}, but there are num_nodes={nodes}",
-                why="they count from 0",
-                do=f"set node_rank to 0..{nodes - 1}",
+                why=f"nodes are numbered from 0 to {nodes - 1}",
+                do=f"set node_rank={nodes - 1} on the last node",
             )
         )
     found += _node_contradictions(config)
@@ -50,7 +50,13 @@ def contradictions(config: DistributedConfig) -> list[Problem]:
             )
         )
     if config.warmup_steps and config.warmup_epochs:
-        found.append(Problem("both warmup_steps and warmup_epochs are set", do="keep one of them"))
+        found.append(
+            Problem(
+                "both warmup_steps and warmup_epochs are set",
+                why="both set the length of the warm-up",
+                do="leave warmup_epochs out",
+            )
+        )
     for name, needs, useless, do in (
         ("scaler_init_scale", "mixed_precision", config.mixed_precision in (False, "bf16"), "mixed_precision='fp16'"),
         (
@@ -63,7 +69,7 @@ def contradictions(config: DistributedConfig) -> list[Problem]:
         ("momentum", "optimizer", config.optimizer != "sgd", "optimizer='sgd'"),
         ("min_lr_ratio", "lr_schedule", config.lr_schedule == "constant", "lr_schedule='cosine' or 'linear'"),
     ):
-        # A DeepSpeed configuration may still say what this one needs: the planner reads it, and looks again.
+        # An engine's own configuration may still say what this one needs: the planner reads it, and looks again.
         is_open = config.deepspeed_config is not None and needs not in config.model_fields_set
         if useless and getattr(config, name) and not is_open:
             found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))

@@ -1,0 +1,24 @@
+"""What settings and plans choose among, as types: mypy refuses a comparison with a value that none of them has."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Device = Literal["cpu", "cuda"]
+Collectives = Literal["gloo", "nccl"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8: bf16 but for linear layers
+Parameters = Literal["fp32", "compensated", "stochastic"]  # the last two are in bf16
+OptimizerName = Literal["adamw", "adam", "sgd"]
+Schedule = Literal["constant", "cosine", "linear"]
+Interval = Literal["epoch", "step"]
+OnNan = Literal["stop", "continue"]
+LossWeighting = Literal["auto", "samples", "targets"]
+IterableSplit = Literal["share", "dataset"]
+ReplicaCheck = Literal["all", "parameters", "nothing"]  # parameters: with the optimizer
+Shard = Literal["none", "optimizer", "grad_op", "full"]  # ZeRO 0, 1, 2 and 3
+Sharding = Shard | Literal["hybrid"]  # hybrid: full, within groups of the data ranks
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Recompute = Literal["", "full", "selective"]
+CompileMode = Literal["", "auto", "default", "reduce-overhead", "max-autotune"]  # "": torch's own
+Switch = Literal["off", "auto", "on"]  # auto: decided, and reported, when the run has begun
+FrequencyUnit = Literal["epochs", "steps", "minutes"]

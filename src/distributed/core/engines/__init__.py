@@ -1,0 +1,1 @@
+"""What an engine declares of itself: what it can do, what starts it, and the hooks that it fills."""

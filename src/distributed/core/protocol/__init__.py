@@ -1,0 +1,1 @@
+"""What the processes of one run say to each other: lines, frames and files, as plain data."""
