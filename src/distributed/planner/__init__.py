@@ -1,1 +1,1 @@
-"""Can it run, and how: hardware and wishes become a Plan."""
+"""Planning: hardware and settings become a Plan, or an error with every reason why it cannot run."""

@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch and without touching a device."""
+"""The hardware of this machine, found without importing torch and without opening a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import engine_of
+from distributed.core.engines.engine import engine_of
 from distributed.core.env import visible_devices
 from distributed.core.registry import load_target, require_installed
 
@@ -59,7 +59,7 @@ def probe_hardware(capture: Callable[[Sequence[str]], str] = _capture) -> Hardwa
 
 
 def probe_for(config: DistributedConfig) -> Hardware:
-    """What the ranks of a run will find: on this machine, or on the largest one of the cluster that it names."""
+    """The hardware of a rank's node: this machine, or the largest node of the named cluster."""
     engine = engine_of(config)
     is_unsound = bool(engine.checks) and bool(load_target(engine.checks)(config))
     if config.address is None or not engine.counts or is_unsound:
@@ -80,7 +80,7 @@ def _parse_gpus(listing: str) -> dict[str, Gpu]:
 
 
 def _visible(gpus: dict[str, Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    """CUDA's rule: a list of indices or UUID prefixes; the first one that is not there hides the rest."""
+    """CUDA's rule: a list of indices or UUID prefixes; the first unknown one hides the rest."""
     if visible is None:
         return tuple(gpus.values())
     chosen: list[Gpu] = []

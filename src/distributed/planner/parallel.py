@@ -1,6 +1,6 @@
-"""How the ranks share the work on a model: the mesh, what is sharded, cut and computed again. Pure: no torch.
+"""The parallelism of a run: its mesh, sharding, pipeline micro-batches and recomputation. Pure: no torch.
 
-Whatever is not asked for is replicated. Everything that cannot be is refused here, with what could be instead.
+State that no setting shards is replicated. An impossible combination is refused here, with the nearest possible one.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from distributed.core.choices import CompileMode, Recompute, Shard, Sharding
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES, Engine, Wanted, choose, refused
+from distributed.core.engines.engine import ENGINES, Engine, choose, refused
+from distributed.core.engines.features import EngineRequest
 from distributed.core.errors import Problem
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Decision, LoraPlan, MemoryPlan, PipelinePlan, ShardPlan, TensorPlan
 
 _AXES = {"pipeline_parallel": "pp", "context_parallel": "cp", "tensor_parallel": "tp"}
-STAGES = {0: "none", 1: "optimizer", 2: "grad_op", 3: "full"}
+STAGES: dict[int, Shard] = {0: "none", 1: "optimizer", 2: "grad_op", 3: "full"}
 _NEEDS_MULTIPLE = ("interleaved", "zero_bubble")
-_FILLED = 2  # micro-batches a stage that keep most of a pipeline busy
+_FILLED = 2  # micro-batches per stage that keep most of a pipeline busy
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """What was decided."""
+    """The decisions on mesh, sharding, engine and memory."""
 
     engine: str
-    why_engine: str  # where it was not the user who chose
+    why_engine: str  # empty if the user chose the engine
     mesh: MeshSpec
     shard: ShardPlan
     tensor: TensorPlan
@@ -46,7 +48,7 @@ def plan_parallel(
     problems: list[Problem],
 ) -> Parallel:
     asked = _sharding(config, problems)
-    wanted = Wanted(config, asked or "none", is_stream, has_batchnorm, world_size)
+    wanted = EngineRequest(config, asked or "none", is_stream, has_batchnorm, world_size)
     name, why = (config.backend, "") if config.backend != "auto" else choose(wanted, device)
     engine = ENGINES.entries[name]
     kind = asked or engine.shards
@@ -54,32 +56,30 @@ def plan_parallel(
     if kind == "none" and engine.shards != "none":
         nothing = "sharding=none" if config.sharding == "none" else "zero_stage=0"
         do = "set backend='pytorch-ddp', or leave it out"
-        problems.append(
-            Problem(f"backend={name!r}, and nothing to shard", why=f"{nothing} replicates the model", do=do)
-        )
+        problems.append(Problem(f"backend={name!r} has nothing to shard", why=f"{nothing} replicates the model", do=do))
     mesh = _mesh(config, kind, world_size, num_nodes, problems)
     problems += _useless(config, kind, engine)
     problems += _impossible(config, kind, has_batchnorm)
     if mesh.world_size > mesh.dp_replicate:
         decisions.append(Decision(f"mesh {mesh}", _why(mesh)))
     if kind == "optimizer" and mesh.data_ranks > 1:
-        why = f"each of {mesh.data_ranks} data ranks keeps a part of the optimizer state"
+        why = f"each of {mesh.data_ranks} data-parallel ranks keeps a shard of the optimizer state"
         decisions.append(Decision("ZeRO-1", why, "zero_stage"))
     styles = tuple((config.tensor_parallel_plan or {}).items())
     every, recompute = _recompute(config.activation_checkpointing)
     return Parallel(
-        name,
-        why,
-        mesh,
-        ShardPlan("full" if kind == "hybrid" else kind, tuple(config.wrap_blocks or ()), config.cpu_offload),
-        TensorPlan(styles, config.sequence_parallel),
-        PipelinePlan(config.pipeline_schedule or "1f1b"),
-        MemoryPlan(
+        engine=name,
+        why_engine=why,
+        mesh=mesh,
+        shard=ShardPlan("full" if kind == "hybrid" else kind, tuple(config.wrap_blocks or ()), config.cpu_offload),
+        tensor=TensorPlan(styles, config.sequence_parallel),
+        pipeline=PipelinePlan(config.pipeline_schedule or "1f1b"),
+        memory=MemoryPlan(
             recompute,
             every,
             compile=bool(config.compile),
             compile_whole=config.compile == "whole",
-            compile_mode=config.compile if isinstance(config.compile, str) and config.compile != "whole" else "",
+            compile_mode=_compile_mode(config),
             compile_cache=config.compile_cache or "",
             lora=_lora(config, problems),
         ),
@@ -89,7 +89,7 @@ def plan_parallel(
 def cut_for_pipeline(
     config: DistributedConfig, batch: BatchPlan, decisions: list[Decision], problems: list[Problem]
 ) -> BatchPlan:
-    """A batch of a device as micro-batches that follow each other through the stages; the global batch stays."""
+    """A device's batch cut into micro-batches for the pipeline's stages; the global batch stays."""
     stages = config.pipeline_parallel
     if stages == 1:
         return batch
@@ -99,8 +99,8 @@ def cut_for_pipeline(
         problems.append(
             Problem(
                 f"pipeline_microbatches={asked} does not divide batch_size={size}",
-                why="all micro-batches of a pipeline have one size",
-                do=f"set it to one of {', '.join(map(str, fitting[-6:]))}",
+                why="all micro-batches of a pipeline must have the same size",
+                do=f"set pipeline_microbatches to one of {', '.join(map(str, fitting[-6:]))}",
             )
         )
         return batch
@@ -110,18 +110,18 @@ def cut_for_pipeline(
         problems.append(
             Problem(
                 f"pipeline_schedule={config.pipeline_schedule!r} with {total} micro-batches and {stages} stages",
-                why="it needs a multiple of the stages",
+                why=f"this schedule needs a number of micro-batches that is a multiple of the {stages} stages",
                 do=f"set batch_size to a multiple of {stages}, or pipeline_schedule='1f1b'",
             )
         )
     idle = (stages - 1) / (total + stages - 1)
-    reason = f"{total} follow each other through {stages} stages, which then stand idle {idle:.0%} of the time"
+    reason = f"{total} micro-batches pass through {stages} stages, which are then idle {idle:.0%} of the time"
     decisions.append(Decision(f"micro-batches of {size // parts}", reason, "pipeline_microbatches"))
     return replace(batch, per_device=size // parts, accumulation=total, parts=parts)
 
 
 def _fill(size: int, stages: int, accumulation: int) -> int:
-    """Into how many parts to cut a batch: as few as keep the pipeline busy, and a multiple of the stages if possible.
+    """The number of micro-batches: as few as keep the pipeline busy, a multiple of the stages if possible.
 
     >>> _fill(32, 4, 1), _fill(6, 4, 1), _fill(8, 2, 4)
     (8, 6, 1)
@@ -131,23 +131,23 @@ def _fill(size: int, stages: int, accumulation: int) -> int:
     return next((n for n in even if n * accumulation >= _FILLED * stages), even[-1])
 
 
-def _sharding(config: DistributedConfig, problems: list[Problem]) -> str | None:
-    """What the settings say that data-parallel ranks share out; None: they say nothing."""
+def _sharding(config: DistributedConfig, problems: list[Problem]) -> Sharding | None:
+    """The sharding that the settings ask for over data-parallel ranks; None: no setting asks."""
     asked = config.sharding
     by_stage = None if config.zero_stage is None else STAGES[config.zero_stage]
     if asked is not None and by_stage is not None and by_stage != asked and (asked, by_stage) != ("hybrid", "full"):
         problems.append(
             Problem(
                 f"sharding={asked!r}, but zero_stage={config.zero_stage} is {by_stage!r}",
-                why="both say what is shared out",
-                do="keep one of them",
+                why="both say which state is sharded",
+                do="keep one of them: sharding or zero_stage",
             )
         )
     return asked or by_stage
 
 
-def _refused(strategy: str, wanted: Wanted, device: str) -> list[Problem]:
-    """Everything that is asked of an engine that cannot do it."""
+def _refused(strategy: str, wanted: EngineRequest, device: str) -> list[Problem]:
+    """A problem for each requested feature that the engine does not support."""
     found = []
     for asked, why, others in refused(strategy, wanted, device):
         do = f"set backend={' or '.join(map(repr, others))}, or leave it out" if others else "leave it out"
@@ -155,7 +155,9 @@ def _refused(strategy: str, wanted: Wanted, device: str) -> list[Problem]:
     return found
 
 
-def _mesh(config: DistributedConfig, kind: str, world_size: int, num_nodes: int, problems: list[Problem]) -> MeshSpec:
+def _mesh(
+    config: DistributedConfig, kind: Sharding, world_size: int, num_nodes: int, problems: list[Problem]
+) -> MeshSpec:
     sizes = {axis: int(getattr(config, name)) for name, axis in _AXES.items()}
     unit = sizes["pp"] * sizes["cp"] * sizes["tp"]
     if world_size % unit:
@@ -172,7 +174,7 @@ def _mesh(config: DistributedConfig, kind: str, world_size: int, num_nodes: int,
                 f"sharding='hybrid' with {groups} group{'s' * (groups > 1)} of {data} data-parallel ranks",
                 why="one group is sharding='full', and groups of one rank are sharding='none'"
                 if data % groups == 0
-                else "the groups must be of one size",
+                else f"the groups must be of one size, and {groups} does not divide {data}",
                 do=f"set shard_groups to one of {', '.join(map(str, fitting))}" if fitting else "set sharding='full'",
             )
         )
@@ -191,14 +193,14 @@ def _does_not_divide(config: DistributedConfig, world_size: int, unit: int) -> P
         others += [f"{name}={n}" for n in _nearest(size, legal)]
     ranks = " or ".join(f"num_gpus={n}" for n in (lower, upper) if n)
     return Problem(
-        f"{world_size} ranks cannot be shared out as {product}",
-        why=f"that takes {unit} ranks for each copy of the model, and {world_size} is not a multiple of {unit}",
+        f"{world_size} ranks cannot be arranged as {product}",
+        why=f"the mesh takes {unit} ranks for each copy of the model, and {world_size} is not a multiple of {unit}",
         do=f"set {ranks}" + (f", or {' or '.join(others)}" if others else ""),
     )
 
 
 def _nearest(wanted: int, legal: Sequence[int]) -> list[int]:
-    """The legal sizes next to a wanted one.
+    """The legal sizes just below and just above a wanted one.
 
     >>> _nearest(4, [1, 2, 3, 6])
     [3, 6]
@@ -207,8 +209,8 @@ def _nearest(wanted: int, legal: Sequence[int]) -> list[int]:
     return [*below[-1:], *above[:1]]
 
 
-def _useless(config: DistributedConfig, kind: str, engine: Engine) -> list[Problem]:
-    """Settings that nothing would read."""
+def _useless(config: DistributedConfig, kind: Sharding, engine: Engine) -> list[Problem]:
+    """A problem for each setting that would have no effect."""
     found = []
     for name, useless, do in (
         ("shard_groups", kind != "hybrid", "sharding='hybrid'"),
@@ -224,7 +226,7 @@ def _useless(config: DistributedConfig, kind: str, engine: Engine) -> list[Probl
     return found
 
 
-def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> list[Problem]:
+def _impossible(config: DistributedConfig, kind: Sharding, has_batchnorm: bool) -> list[Problem]:
     found = []
     shares = kind != "none" or any(getattr(config, name) > 1 for name in _AXES)
     if config.reproducible == "bitwise" and (shares or config.lora or config.compile not in (False, "auto")):
@@ -235,7 +237,7 @@ def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> li
         found.append(
             Problem(
                 f"reproducible='bitwise' with {', '.join(asked)}",
-                why="its fixed order of sums is that of whole models on every rank",
+                why="bitwise needs a fixed order of sums, and so the whole model on every rank",
                 do="set reproducible='off', or leave the other out",
             )
         )
@@ -243,7 +245,7 @@ def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> li
         found.append(
             Problem(
                 "BatchNorm is synchronized over all ranks, and pipeline_parallel gives each layer to some of them",
-                why="the others would never come to that layer",
+                why="ranks of other stages never run that layer, so the layer's all-reduce would wait for them forever",
                 do="set sync_batchnorm=false, or leave pipeline_parallel out",
             )
         )
@@ -252,7 +254,7 @@ def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> li
         found.append(
             Problem(
                 f"cpu_offload with {', '.join(shared_work)}",
-                why="gradients on the host cannot be summed over these ranks, whose links are those of the devices",
+                why="gradients on the host cannot be all-reduced over these ranks, whose process groups are of GPUs",
                 do="leave one of them out",
             )
         )
@@ -268,14 +270,14 @@ def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> li
     if shares and config.iterable_split == "dataset":
         found.append(
             Problem(
-                "iterable_split='dataset' with ranks that share the work on a model",
-                why="they must read the same samples, or as many batches as each other",
+                "iterable_split='dataset' with a model that is sharded over ranks",
+                why="ranks of one replica must read the same samples, and all ranks the same number of batches",
                 do="set iterable_split='share'",
             )
         )
     for name, why in (
-        ("context_parallel", "attention is replaced while a block runs, which a compiled block does not see"),
-        ("tensor_parallel", "the layers of each block are replaced, so that each block would be compiled by itself"),
+        ("context_parallel", "attention is replaced while a block runs, and a compiled block does not see that"),
+        ("tensor_parallel", "the layers of each block are replaced, so every block would be compiled separately"),
     ):
         if config.compile not in (False, "auto") and getattr(config, name) > 1:
             found.append(Problem(f"compile with {name}", why=why, do="leave one of them out"))
@@ -283,14 +285,14 @@ def _impossible(config: DistributedConfig, kind: str, has_batchnorm: bool) -> li
         found.append(
             Problem(
                 "context_parallel with pipeline_parallel",
-                why="a stage hands on whole sequences",
+                why="a pipeline stage sends whole sequences to the next one, and context_parallel shards them",
                 do="leave one of them out",
             )
         )
     return found
 
 
-def _recompute(asked: bool | int | str) -> tuple[int, str]:
+def _recompute(asked: bool | int | Recompute) -> tuple[int, Recompute]:
     """
     >>> _recompute(True), _recompute(2), _recompute("selective"), _recompute(False)
     ((1, 'full'), (2, 'full'), (1, 'selective'), (1, ''))
@@ -298,6 +300,10 @@ def _recompute(asked: bool | int | str) -> tuple[int, str]:
     if isinstance(asked, str):
         return 1, asked
     return (1, "full" if asked else "") if isinstance(asked, bool) or asked < 1 else (asked, "full")
+
+
+def _compile_mode(config: DistributedConfig) -> CompileMode:
+    return "" if isinstance(config.compile, bool) or config.compile == "whole" else config.compile
 
 
 def _lora(config: DistributedConfig, problems: list[Problem]) -> LoraPlan | None:
@@ -331,8 +337,8 @@ def _lora(config: DistributedConfig, problems: list[Problem]) -> LoraPlan | None
 def _why(mesh: MeshSpec) -> str:
     parts = {
         "pp": f"{mesh.pp} stages",
-        "dp_replicate": f"{mesh.dp_replicate} copies of the model",
-        "dp_shard": f"each shared out over {mesh.dp_shard} data ranks",
+        "dp_replicate": f"{mesh.dp_replicate} replicas of the model",
+        "dp_shard": f"each replica sharded over {mesh.dp_shard} data ranks",
         "cp": f"{mesh.cp} ranks for each sequence",
         "tp": f"{mesh.tp} ranks for each layer",
     }

@@ -1,13 +1,14 @@
-"""make_plan: from wishes to decisions. The one place that says no, with every reason at once."""
+"""make_plan: from settings to decisions. The one place that refuses a run, with every reason at once."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from distributed.core.choices import Collectives, ReplicaCheck
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES
-from distributed.core.env import WorkerEnv
+from distributed.core.engines.engine import ENGINES
+from distributed.core.env import WorkerEnv, inherited_environ
 from distributed.core.errors import PlanError, Problem
 from distributed.core.plan import (
     BatchPlan,
@@ -22,23 +23,25 @@ from distributed.core.plan import (
     SchedulePlan,
 )
 from distributed.core.registry import load_target
+from distributed.core.run_dir import RunDir
 from distributed.core.values import parse_best, parse_changes, parse_frequency
-from distributed.planner.deepspeed_adoption import adopt
+from distributed.planner.adoption import adopt
 from distributed.planner.hardware import Hardware
+from distributed.planner.memory import ModelSize, too_little_memory
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel
-from distributed.planner.reproducible import plan_leaves
-from distributed.planner.resources import Resources, plan_resources, too_few_gpus
+from distributed.planner.reproducible import plan_virtual_ranks
+from distributed.planner.resources import Resources, plan_resources, read_resources
 from distributed.planner.speed import plan_compile, plan_speed
 
 
 @dataclass(frozen=True)
 class JobProfile:
-    """What the planner must know of the model and the data."""
+    """The facts about model and data that the planner uses."""
 
     loader_batch_size: int | None = None
     loader_drop_last: bool = False
     samples: int | None = None  # None: a stream
-    sampling: str = ""  # how the user's own sampler is read, when that is worth saying
+    sampling: str = ""  # how the user's own sampler is read, if that is a decision to print
     has_batchnorm: bool = False
     has_convolutions: bool = False
     has_blocks: bool = False  # that can be compiled one by one
@@ -46,9 +49,10 @@ class JobProfile:
     owns_schedule: bool = False
     binds_schedule: bool = False  # ... and its scheduler has already read the optimizer's rates
     parameters: int = 0  # numbers in the model
+    size: ModelSize = field(default_factory=ModelSize)
 
 
-_REPLICA_CHECKS: dict[bool | str, str] = {True: "all", "parameters": "parameters", False: "nothing"}
+_REPLICA_CHECKS: dict[bool | str, ReplicaCheck] = {True: "all", "parameters": "parameters", False: "nothing"}
 
 
 def make_plan(
@@ -60,19 +64,59 @@ def make_plan(
     world: WorkerEnv | None = None,
     active_mlflow_run: str = "",
 ) -> Plan:
-    """The plan of a run, or a PlanError with everything that stands in its way.
+    """The plan of a run, or a PlanError with every problem. Called once in a `fit`.
 
-    `world` is the world that another launcher has made already; its size wins over the config's.
+    `world` is the world that another launcher has made; its size takes precedence over the config's.
     """
-    resources, decisions, problems = plan_resources(config, hardware)
-    if world is not None:
-        resources, decisions, problems = _join(world, config, hardware, resources, decisions, run_dir)
-    world_size = world.world_size if world else resources.world_size
-    config = adopt(config, problems, world_size)
+    if world is None:
+        resources, decisions, problems = plan_resources(config, hardware)
+    else:
+        resources, decisions, problems = read_resources(config, hardware, world)
+        decisions += _unused_run_dir(config, world, run_dir)
+    config = adopt(config, problems, resources.world_size)
+    plan = _plan_run(config, profile, hardware, resources, decisions=decisions, problems=problems)
+    plan = replace(
+        plan,
+        run_dir=run_dir,
+        memory=plan_compile(config, plan, profile.has_blocks, decisions, problems),
+        speed=plan_speed(
+            config,
+            plan,
+            hardware,
+            has_convolutions=profile.has_convolutions,
+            environ=inherited_environ(),
+            decisions=decisions,
+            problems=problems,
+        ),
+        checkpoint=_plan_checkpoints(config, run_dir),
+        observe=_plan_observers(config, run_dir, active_mlflow_run),
+    )
+    if profile.has_batchnorm and plan.replicate.sync_batchnorm:
+        reason = "statistics are taken over the micro-batches of all ranks, so the result equals that of one process"
+        decisions.append(Decision("synchronized BatchNorm", reason, "sync_batchnorm"))
+    problems += _schedule_problems(config, profile, plan.schedule)
+    problems += too_little_memory(plan, profile.size, not profile.owns_optimizer, hardware)
+    engine = ENGINES.entries[plan.strategy]
+    if engine.plans:
+        plan = replace(plan, engine=load_target(engine.plans)(config, profile, plan, decisions, problems))
+    if problems:
+        raise PlanError(problems)
+    return plan.with_decisions(*decisions)
 
+
+def _plan_run(
+    config: DistributedConfig,
+    profile: JobProfile,
+    hardware: Hardware,
+    resources: Resources,
+    *,
+    decisions: list[Decision],
+    problems: list[Problem],
+) -> Plan:
+    """The plan without its speed and memory settings, which read it, and without file paths."""
     parallel = plan_parallel(
         config,
-        world_size,
+        resources.world_size,
         resources.num_nodes,
         device=resources.device,
         is_stream=profile.samples is None,
@@ -83,29 +127,18 @@ def make_plan(
     if parallel.why_engine:
         decisions.append(Decision(f"backend {parallel.engine}", parallel.why_engine, "backend"))
     batch = _plan_batch(config, profile, parallel.mesh.data_ranks, decisions, problems)
-    batch = cut_for_pipeline(config, batch, decisions, problems)
-    bitwise = config.reproducible == "bitwise"
-    if bitwise:
-        batch = plan_leaves(
-            config,
-            batch,
-            is_stream=profile.samples is None,
-            has_batchnorm=profile.has_batchnorm,
-            decisions=decisions,
-            problems=problems,
-        )
-    syncs_batchnorm = config.sync_batchnorm and world_size > 1 and not bitwise
-    plan = Plan(
-        run_dir=run_dir,
+    is_bitwise = config.reproducible == "bitwise"
+    return Plan(
+        run_dir="",
         batch=batch,
         strategy=parallel.engine,
         mesh=parallel.mesh,
         num_nodes=resources.num_nodes,
         device=resources.device,
-        shares_gpus=config.share_gpus and resources.device == "cuda" and resources.ranks_per_node > len(hardware.gpus),
+        shares_gpus=resources.shares_gpus,
         collectives=_plan_collectives(config, resources.device, decisions, problems),
         collective_timeout_s=config.collective_timeout_s,
-        threads_per_rank=1 if bitwise else max(1, hardware.cpu_cores // resources.ranks_per_node),
+        threads_per_rank=1 if is_bitwise else max(1, hardware.cpu_cores // resources.ranks_per_node),
         seed=config.seed,
         epochs=config.epochs,
         max_steps=config.max_steps,
@@ -115,67 +148,38 @@ def make_plan(
         sample_check=config.sample_check,
         precision=_plan_precision(config, resources.device, hardware, decisions),
         optimizer=_plan_optimizer(config, profile, batch, decisions, problems),
-        schedule=SchedulePlan(
-            config.lr_schedule,
-            config.warmup_steps,
-            config.warmup_epochs,
-            config.min_lr_ratio,
-            config.scheduler_interval,
-        ),
-        replicate=ReplicatePlan(
-            config.find_unused_parameters,
-            config.static_graph,
-            config.bucket_cap_mb,
-            syncs_batchnorm,
-            _REPLICA_CHECKS[config.check_replicas],
-        ),
+        schedule=_plan_schedule(config),
+        replicate=_plan_replicas(config, resources.world_size),
         shard=parallel.shard,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         memory=parallel.memory,
         workers=config.num_workers,
-        checkpoint=_plan_checkpoints(config, run_dir),
-        observe=_plan_observers(config, run_dir, active_mlflow_run),
         settings=config.model_dump(mode="json"),
     )
-    plan = replace(
-        plan,
-        memory=plan_compile(config, plan, profile.has_blocks, decisions, problems),
-        speed=plan_speed(config, plan, hardware, profile.has_convolutions, os.environ, decisions, problems),
+
+
+def _unused_run_dir(config: DistributedConfig, world: WorkerEnv, run_dir: str) -> list[Decision]:
+    """A decision if the config asks for another run directory than the launcher's."""
+    if not world.run_dir or not config.run_dir or os.path.abspath(config.run_dir) == os.path.abspath(run_dir):
+        return []
+    return [Decision(f"run directory {run_dir}", f"the launcher chose it; run_dir={config.run_dir} is not used")]
+
+
+def _plan_schedule(config: DistributedConfig) -> SchedulePlan:
+    return SchedulePlan(
+        config.lr_schedule, config.warmup_steps, config.warmup_epochs, config.min_lr_ratio, config.scheduler_interval
     )
-    if profile.has_batchnorm and syncs_batchnorm:
-        reason = "statistics over the whole micro-batch of all ranks, so that the result is that of one process"
-        decisions.append(Decision("synchronized BatchNorm", reason, "sync_batchnorm"))
-    problems += _schedule_problems(config, profile, plan.schedule)
-    engine = ENGINES.entries[parallel.engine]
-    if engine.plans:
-        plan = replace(plan, engine=load_target(engine.plans)(config, profile, plan, decisions, problems))
-    if problems:
-        raise PlanError(problems)
-    return replace(plan, decisions=tuple(decisions))
 
 
-def _join(
-    world: WorkerEnv,
-    config: DistributedConfig,
-    hardware: Hardware,
-    asked: Resources,
-    decisions: list[Decision],
-    run_dir: str,
-) -> tuple[Resources, list[Decision], list[Problem]]:
-    """The same for a world that is there already: what the config asks otherwise is not used, and that is said."""
-    if config.num_gpus not in (None, world.world_size):
-        why = f"{world.launcher} started them; num_gpus={config.num_gpus} is not used"
-        decisions = [*decisions, Decision(f"{world.world_size} ranks", why)]
-    else:
-        decisions = [d for d in decisions if d.override != "num_gpus"]
-    if world.run_dir and config.run_dir and os.path.abspath(config.run_dir) != os.path.abspath(run_dir):
-        why = f"the launcher's; run_dir={config.run_dir} is not used"
-        decisions.append(Decision(f"run directory {run_dir}", why))
-    ranks = world.local_world_size
-    problems = [] if config.share_gpus else too_few_gpus(asked.device, ranks, hardware, world.launcher)
-    resources = Resources(asked.device, world.num_nodes, -(-world.world_size // world.num_nodes))
-    return resources, decisions, problems
+def _plan_replicas(config: DistributedConfig, world_size: int) -> ReplicatePlan:
+    return ReplicatePlan(
+        config.find_unused_parameters,
+        config.static_graph,
+        config.bucket_cap_mb,
+        sync_batchnorm=config.sync_batchnorm and world_size > 1 and config.reproducible != "bitwise",
+        check=_REPLICA_CHECKS[config.check_replicas],
+    )
 
 
 def _schedule_problems(config: DistributedConfig, profile: JobProfile, schedule: SchedulePlan) -> list[Problem]:
@@ -197,17 +201,15 @@ def _schedule_problems(config: DistributedConfig, profile: JobProfile, schedule:
             )
         )
     if config.given("scheduler_interval") and not profile.owns_schedule:
-        why = "it would have no effect"
+        why = "without a scheduler the setting would have no effect"
         problems.append(Problem("scheduler_interval is set, but no scheduler is passed", why=why, do="leave it out"))
     return problems
 
 
 def _plan_collectives(
     config: DistributedConfig, device: str, decisions: list[Decision], problems: list[Problem]
-) -> str:
+) -> Collectives:
     asked = config.communication_backend
-    if asked in ("auto", "mpi"):  # MPI is the engine's, whose own world it is; torch has none
-        return "nccl" if device == "cuda" else "gloo"
     if asked == "nccl" and device == "cpu":
         decisions.append(
             Decision(
@@ -215,7 +217,9 @@ def _plan_collectives(
             )
         )
         return "gloo"
-    return asked
+    if asked == "nccl" or asked == "gloo":
+        return asked
+    return "nccl" if device == "cuda" else "gloo"  # auto; and mpi, which is the world of an engine: torch has none
 
 
 def _plan_batch(
@@ -254,7 +258,17 @@ def _plan_batch(
                 do="set drop_last=False, or a smaller batch_size",
             )
         )
-    return batch
+    batch = cut_for_pipeline(config, batch, decisions, problems)
+    if config.reproducible != "bitwise":
+        return batch
+    return plan_virtual_ranks(
+        config,
+        batch,
+        is_stream=profile.samples is None,
+        has_batchnorm=profile.has_batchnorm,
+        decisions=decisions,
+        problems=problems,
+    )
 
 
 def _plan_precision(
@@ -262,7 +276,7 @@ def _plan_precision(
 ) -> PrecisionPlan:
     kind = config.mixed_precision
     if kind is False and config.bf16_parameters:
-        decisions.append(Decision("mixed precision bf16", "parameters in bf16 are computed with in bf16"))
+        decisions.append(Decision("mixed precision bf16", "bf16_parameters makes the model compute in bf16"))
         kind = "bf16"
     if kind is False:
         return PrecisionPlan()
@@ -270,9 +284,9 @@ def _plan_precision(
         has_bf16 = device == "cpu" or hardware.has_bf16
         kind = "bf16" if has_bf16 else "fp16"
         reason = (
-            "this device has it, and it needs no gradient scaling"
+            "this device supports bf16, which needs no gradient scaling"
             if has_bf16
-            else "this device has no bf16; gradients are scaled"
+            else "this device does not support bf16; the loss is scaled"
         )
         decisions.append(Decision(f"mixed precision {kind}", reason, "mixed_precision"))
         if has_bf16 and (config.scaler_init_scale or config.scaler_growth_interval):
@@ -294,7 +308,7 @@ def _plan_optimizer(
     factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[config.lr_scaling]
     if factor != 1.0:
         base = config.base_batch_size or batch.per_device
-        reason = f"the {config.lr_scaling} rule, for a global batch {batch.global_batch} of {ratio:g} × {base}"
+        reason = f"the {config.lr_scaling} rule for a global batch of {batch.global_batch}, which is {ratio:g} × {base}"
         decisions.append(Decision(f"learning rate × {factor:.4g}", reason, "lr_scaling"))
     if profile.owns_optimizer:
         for name in ("learning_rate", "weight_decay", "momentum", "optimizer"):
@@ -302,24 +316,24 @@ def _plan_optimizer(
                 problems.append(
                     Problem(
                         f"{name} is set ({config.source(name)}), but an optimizer is passed too",
-                        why="the optimizer has its own, so the setting would have no effect",
+                        why=f"the optimizer has its own {name}, so the setting would have no effect",
                         do=f"leave {name} out, or pass no optimizer",
                     )
                 )
     return OptimizerPlan(
-        config.optimizer,
-        config.learning_rate * factor,
-        config.weight_decay,
-        config.momentum,
-        config.gradient_clipping,
-        factor,
+        name=config.optimizer,
+        learning_rate=config.learning_rate * factor,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        clip_norm=config.gradient_clipping,
+        lr_factor=factor,
     )
 
 
 def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan:
     every, unit = parse_frequency(config.checkpoint_frequency or 1)
     return CheckpointPlan(
-        dir=config.checkpoint_dir or os.path.join(run_dir, "checkpoints"),
+        dir=config.checkpoint_dir or str(RunDir(run_dir).checkpoints),
         every=every if config.checkpoint_frequency or config.checkpoint_dir else None,
         unit=unit,
         resume=config.resume_from_checkpoint,
@@ -335,7 +349,7 @@ def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan
 
 
 def _plan_observers(config: DistributedConfig, run_dir: str, active_mlflow_run: str) -> ObservePlan:
-    tensorboard_dir = config.tensorboard_dir or (os.path.join(run_dir, "tensorboard") if config.tensorboard else "")
+    tensorboard_dir = config.tensorboard_dir or (str(RunDir(run_dir).tensorboard) if config.tensorboard else "")
     mlflow = None
     if config.mlflow_tracking or config.mlflow_experiment:
         mlflow = MlflowPlan(config.mlflow_experiment or "Default", config.mlflow_tracking_uri or "", active_mlflow_run)

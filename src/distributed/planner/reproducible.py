@@ -1,4 +1,4 @@
-"""reproducible='bitwise': whether a run can have the same bytes at any number of ranks, and what that means for it."""
+"""reproducible='bitwise': whether a run can give the same bytes at any number of ranks, and its virtual ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distributed.core.errors import Problem
 from distributed.core.plan import BatchPlan, Decision
 
 
-def plan_leaves(
+def plan_virtual_ranks(
     config: DistributedConfig,
     batch: BatchPlan,
     *,
@@ -18,7 +18,7 @@ def plan_leaves(
     decisions: list[Decision],
     problems: list[Problem],
 ) -> BatchPlan:
-    """The batch cut into one leaf for each virtual rank."""
+    """The batch plan with one leaf (a part of the global batch) for each virtual rank."""
     leaves = config.virtual_ranks
     batch = replace(batch, leaves=leaves, least_leaf=2 if has_batchnorm else 1)
     problems += _problems(batch, is_stream, has_batchnorm)
@@ -27,20 +27,20 @@ def plan_leaves(
         Decision(
             f"the same bytes at {' or '.join([', '.join(sizes[:-1]), sizes[-1]] if sizes[1:] else sizes)} ranks",
             f"a step's {batch.global_batch} samples are cut into {leaves} virtual ranks, whose gradients are added in "
-            f"one order; each rank runs {leaves // batch.ranks or 1} of them, one after the other. The global batch "
-            "must stay as it is",
+            f"a fixed order; each rank runs {leaves // batch.ranks or 1} of them in sequence. The global batch "
+            "must not change",
             "virtual_ranks",
         )
     )
     decisions.append(
         Decision(
-            "1 thread a rank and deterministic kernels",
-            "more threads add in another order; an operation that has no deterministic kernel is an error",
+            "1 thread per rank and deterministic kernels",
+            "more threads would add in another order; an operation without a deterministic kernel is an error",
             "reproducible=off",
         )
     )
     if has_batchnorm:
-        reason = "a rank cannot see the others' samples in forward; running statistics are the mean over virtual ranks"
+        reason = "virtual ranks run separately, so each normalizes its own samples; running statistics are their mean"
         decisions.append(Decision("BatchNorm sees one virtual rank's samples", reason, "virtual_ranks"))
     return batch
 
@@ -52,18 +52,18 @@ def _problems(batch: BatchPlan, is_stream: bool, has_batchnorm: bool) -> list[Pr
         found.append(
             Problem(
                 "reproducible='bitwise', and the training data is a stream",
-                why="a stream has no positions that virtual ranks could share",
+                why="a stream has no sample positions, by which virtual ranks would be assigned their samples",
                 do="pass a dataset with __len__ and __getitem__, or set reproducible='off'",
             )
         )
-    if leaves % ranks:  # leaves is a power of two, so this finds whatever is not, too
+    if leaves % ranks:  # leaves is a power of two, so any other number of ranks is found here
         legal = [2**n for n in range(leaves.bit_length())]
         near = [size for size in legal if size < ranks][-1:] + [size for size in legal if size > ranks][:1]
         more = f", or virtual_ranks={ranks} from the first run on" if ranks & (ranks - 1) == 0 else ""
         found.append(
             Problem(
                 f"reproducible='bitwise' cannot run virtual_ranks={leaves} on {ranks} ranks",
-                why="each rank runs as many of them as any other, and they are a power of two",
+                why="every rank runs the same number of virtual ranks, and their number is a power of two",
                 do=f"set num_gpus={' or '.join(map(str, near))}{more}",
             )
         )
@@ -74,7 +74,7 @@ def _problems(batch: BatchPlan, is_stream: bool, has_batchnorm: bool) -> list[Pr
         found.append(
             Problem(
                 f"virtual_ranks={leaves} makes parts of {largest} samples, but batch_size={batch.per_device}",
-                why=f"a global batch has {batch.global_batch} samples, and a virtual rank takes its part of it at once",
+                why=f"a global batch has {batch.global_batch} samples, and a virtual rank runs its part at once",
                 do=f"set virtual_ranks={enough} from the first run on, or batch_size={largest} and "
                 "gradient_accumulation_steps so that the global batch stays",
             )
@@ -84,7 +84,7 @@ def _problems(batch: BatchPlan, is_stream: bool, has_batchnorm: bool) -> list[Pr
         found.append(
             Problem(
                 f"virtual_ranks={leaves} leaves BatchNorm fewer than 2 samples of the {batch.global_batch} of a step",
-                why="under reproducible='bitwise' its statistics go over one virtual rank's samples",
+                why="under reproducible='bitwise' BatchNorm takes its statistics over one virtual rank's samples",
                 do=f"set virtual_ranks={fewer} or fewer, or a larger batch_size",
             )
         )

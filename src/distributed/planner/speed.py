@@ -1,4 +1,4 @@
-"""Free speed: which ways to a faster step a run takes, each with its reason and the setting that changes it."""
+"""Speed settings that do not change results: each is chosen with a reason and the setting that overrides it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
+from distributed.core.choices import Parameters, Switch
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES
+from distributed.core.engines.engine import ENGINES, engine_of
 from distributed.core.env import ALLOCATOR
 from distributed.core.errors import Problem
 from distributed.core.plan import Decision, MemoryPlan, Plan, SpeedPlan
 from distributed.planner.hardware import Hardware
 
-HAS_FP8 = 8.9  # Ada, and all since
+HAS_FP8 = 8.9  # the compute capability of Ada
 
 Asked = bool | Literal["auto"]
 
@@ -22,12 +23,12 @@ Asked = bool | Literal["auto"]
 def plan_compile(
     config: DistributedConfig, plan: Plan, has_blocks: bool, decisions: list[Decision], problems: list[Problem]
 ) -> MemoryPlan:
-    """What compile='auto' comes to: compiling takes a minute once, which a CPU's kernels seldom bring back."""
+    """The choice for compile='auto': compiling takes a minute, which seldom pays off on a CPU."""
     memory, holds_whole = plan.memory, plan.is_replicated
     if config.compile == "whole" and not holds_whole:
-        why = "each rank runs only parts of it, which are gathered or sent between its blocks"
+        why = "each rank runs only shards or stages of the model, with collectives between its blocks"
         problems.append(
-            Problem("compile='whole' with a model that the ranks share out", why=why, do="set compile=true")
+            Problem("compile='whole' with a model that is sharded over ranks", why=why, do="set compile=true")
         )
     if config.compile != "auto":
         return memory
@@ -35,17 +36,17 @@ def plan_compile(
     reasons = {
         "this engine has kernels of its own": not ENGINES.entries[plan.strategy].is_native,
         "there is no GPU": plan.device != "cuda",
-        "what is asked for beside it replaces parts of the model": others,
+        "tensor_parallel, context_parallel or reproducible='bitwise' replaces parts of the model": others,
         "the model has no blocks": not holds_whole and not has_blocks,
     }
     why_not = next((why for why, holds in reasons.items() if holds), "")
     if why_not:
         decisions.append(Decision("nothing compiled", why_not, "compile"))
     elif holds_whole:
-        reason = "also what lies between its blocks becomes few kernels; compiled once, and kept for later runs"
+        reason = "operations between the blocks are fused too; the code is compiled once and kept for later runs"
         decisions.append(Decision("compiled as a whole", reason, "compile"))
     else:
-        reason = "each of its blocks becomes a few kernels; equal blocks are compiled once, and kept for later runs"
+        reason = "each block becomes a few kernels; equal blocks are compiled once, and kept for later runs"
         decisions.append(Decision("compiled blocks", reason, "compile"))
     return replace(memory, compile=not why_not, compile_whole=not why_not and holds_whole, compile_mode="")
 
@@ -54,12 +55,13 @@ def plan_speed(
     config: DistributedConfig,
     plan: Plan,
     hardware: Hardware,
+    *,
     has_convolutions: bool,
     environ: Mapping[str, str],
     decisions: list[Decision],
     problems: list[Problem],
 ) -> SpeedPlan:
-    """For a plan that is made but for this."""
+    """The speed settings of a plan that is otherwise complete."""
     on_gpu, holds_whole, precision = plan.device == "cuda", plan.is_replicated, plan.precision
     is_native = ENGINES.entries[plan.strategy].is_native
     is_low = precision.kind != "fp32"
@@ -73,7 +75,7 @@ def plan_speed(
             return when
         return asked
 
-    problems += _impossible(config, plan.device, hardware, holds_whole, is_bitwise)
+    problems += _impossible(config, plan, hardware, is_bitwise)
     problems += _useless(config, on_gpu, is_native)
     return SpeedPlan(
         capture=_left_open(config.capture, on_gpu and is_native and holds_whole and not is_bitwise),
@@ -82,113 +84,117 @@ def plan_speed(
             config.fused_optimizer,
             on_gpu and is_native and holds_whole,
             "fused optimizer",
-            "where torch has one, a kernel that reads and writes each number of its state once",
+            "torch's fused kernels read and write each number of the optimizer's state once",
         ),
-        parameters=_plan_parameters(config, decisions),
+        parameters=_plan_parameters(config, holds_whole, decisions),
         channels_last=choose(
             "channels_last",
             config.channels_last,
             on_gpu and is_native and holds_whole and is_low and has_convolutions and not is_bitwise,
             "channels last",
-            "convolutions in 16 bits run on the tensor cores in this format, and without a copy into it",
+            "convolutions in 16 bits run on tensor cores in this memory format, without a copy into it",
         ),
         tf32=choose(
             "tf32",
             config.tf32,
             on_gpu and is_native and is_low and not is_bitwise and capability >= 8.0,
             "TF32",
-            f"what {precision.kind} leaves in fp32 gets 10 bits of precision, more than the 7 that the rest has",
+            f"operations that {precision.kind} leaves in fp32 keep 10 bits of precision, more than the 7 of bf16",
         ),
         expandable_segments=choose(
             "expandable_segments",
             config.expandable_segments,
             on_gpu and is_native and not any(name in environ for name in ALLOCATOR),
             "expandable segments",
-            "batches of several sizes then leave no holes in the device's memory",
+            "batches of several sizes then do not fragment the device's memory",
         ),
         keep_freed_memory=choose(
             "keep_freed_memory",
             config.keep_freed_memory,
             plan.device == "cpu" and is_native and not _why_not_kept(config) and not any(map(_is_of_malloc, environ)),
             "freed memory is kept",
-            "else the system takes back the activations of each step, and clears them page by page for the next one",
+            "otherwise the system reclaims the activations of each step, and clears their pages for the next one",
         ),
         data_on_device=_left_open(config.data_on_device, on_gpu and is_native and not is_bitwise),
     )
 
 
 def _why_not_kept(config: DistributedConfig) -> str:
-    """Why freed memory cannot be kept."""
-    if config.backend == "ray":
-        return "Ray trains in a thread of its workers, and only the memory of a first thread can be told to stay"
+    """The reason why freed memory cannot be kept; "" if it can."""
+    launcher = engine_of(config).launcher
+    if launcher is not None and launcher.runs_threads:
+        return "its ranks are threads of this engine's workers, and malloc keeps the freed memory of a main thread only"
     try:
         has_glibc = bool(os.confstr("CS_GNU_LIBC_VERSION"))
     except (AttributeError, ValueError, OSError):
         has_glibc = False
-    return "" if has_glibc else "only glibc's malloc can be told to keep what is freed, and this system has another"
+    return "" if has_glibc else "only glibc's malloc can keep freed memory, and this system has another malloc"
 
 
 def _is_of_malloc(variable: str) -> bool:
     return variable.startswith("MALLOC_") or variable in ("GLIBC_TUNABLES", "LD_PRELOAD")
 
 
-def _left_open(asked: Asked, could: bool) -> str:
-    """What is decided, and told, when a run has begun."""
+def _left_open(asked: Asked, could: bool) -> Switch:
+    """'auto' where the choice is made, and reported, once the run has started."""
     if asked == "auto":
         return "auto" if could else "off"
     return "on" if asked else "off"
 
 
-def _plan_parameters(config: DistributedConfig, decisions: list[Decision]) -> str:
+def _plan_parameters(config: DistributedConfig, holds_whole: bool, decisions: list[Decision]) -> Parameters:
     asked = config.bf16_parameters
     if not asked:
         return "fp32"
     if asked == "stochastic":
         decisions.append(
-            Decision("parameters in bf16", "rounded at random, so that small steps count on average", "bf16_parameters")
+            Decision("parameters in bf16", "stochastic rounding keeps small updates on average", "bf16_parameters")
         )
         return "stochastic"
-    reason = "the digits that bf16 cannot hold are kept aside, so that every step counts in full"
+    reason = "the optimizer keeps the digits that bf16 cannot hold, so no small update is lost"
+    if not holds_whole:
+        reason = "parameters are gathered and gradients reduced in bf16; shards are in fp32, so no small update is lost"
     decisions.append(Decision("parameters in bf16", reason, "bf16_parameters"))
     return "compensated"
 
 
-def _impossible(
-    config: DistributedConfig, device: str, hardware: Hardware, holds_whole: bool, is_bitwise: bool
-) -> list[Problem]:
+def _impossible(config: DistributedConfig, plan: Plan, hardware: Hardware, is_bitwise: bool) -> list[Problem]:
     found: list[Problem] = []
+    device, holds_whole = plan.device, plan.is_replicated
+    holds_layers = plan.mesh.ranks_per_replica == 1  # a layer is whole when it runs
     slow = [gpu for gpu in hardware.gpus if 0 < gpu.compute_capability < HAS_FP8]
     if config.mixed_precision == "fp8" and device == "cuda" and slow:
         found.append(
             Problem(
                 f"mixed_precision='fp8' on {slow[0].name}",
-                why=f"it has compute capability {slow[0].compute_capability}, and products in 8 bits need {HAS_FP8}",
+                why=f"this GPU has compute capability {slow[0].compute_capability}, and fp8 needs {HAS_FP8}",
                 do="set mixed_precision='bf16', or take a GPU of Ada, Hopper or later",
             )
         )
     if config.keep_freed_memory is True and (why := _why_not_kept(config)):
         found.append(Problem("keep_freed_memory=True would have no effect", why=why, do="leave it out"))
     asked = {
-        "bf16_parameters": config.bf16_parameters,
-        "capture": config.capture is True,
-        "channels_last": config.channels_last is True,
-        "mixed_precision='fp8'": config.mixed_precision == "fp8",
+        "bf16_parameters": (config.bf16_parameters, holds_whole or (holds_layers and plan.shard.is_fsdp)),
+        "capture": (config.capture is True, holds_whole),
+        "channels_last": (config.channels_last is True, holds_whole),
+        "mixed_precision='fp8'": (config.mixed_precision == "fp8", holds_layers),
     }
-    for name in [name for name, is_asked in asked.items() if is_asked and (not holds_whole or is_bitwise)]:
-        other = "reproducible='bitwise'" if is_bitwise else "a model that the ranks share out"
-        why = "its gradients are added up in a way of their own" if is_bitwise else "each rank has only parts of it"
+    for name in [name for name, (is_asked, can) in asked.items() if is_asked and (is_bitwise or not can)]:
+        other = "reproducible='bitwise'" if is_bitwise else "a model that is sharded over ranks"
+        why = "bitwise adds gradients in its own fixed order" if is_bitwise else "each rank holds a part of the model"
+        shards = name == "bf16_parameters" and holds_layers and not is_bitwise
         found.append(
             Problem(
                 f"{name} with {other}",
                 why=why,
-                do="leave one of them out",
+                do="set zero_stage=2 or 3, or leave it out" if shards else "leave one of them out",
             )
         )
     if config.data_on_device is True and is_bitwise:
         found.append(
             Problem(
                 "data_on_device=True with reproducible='bitwise'",
-                why="the parts of its batches are read one by one, as on any number of ranks",
+                why="bitwise reads the samples of each virtual rank separately, as on any number of ranks",
                 do="leave one of them out",
             )
         )
@@ -196,23 +202,23 @@ def _impossible(
         found.append(
             Problem(
                 "bf16_parameters with mixed_precision='fp16'",
-                why="gradients in bf16 need no scaled loss, and a model cannot compute in both",
+                why="bf16_parameters makes the model compute in bf16, and it cannot compute in fp16 as well",
                 do="set mixed_precision='bf16', or leave bf16_parameters out",
             )
         )
     return found
 
 
-_OF_A_GPU = {  # what a GPU alone has, and why
-    "channels_last": "a CPU's collectives send tensors in plain order only",
+_OF_A_GPU = {  # settings that need a GPU, and why
+    "channels_last": "gloo, which CPU ranks use, sends contiguous tensors only",
     "tf32": "TF32 is a format of GPUs",
-    "expandable_segments": "it is a way in which a GPU's memory is handed out",
-    "data_on_device": "the data is in its memory already",
+    "expandable_segments": "it is an option of the CUDA memory allocator",
+    "data_on_device": "the data is already in the CPU's memory",
 }
 
 
 def _useless(config: DistributedConfig, on_gpu: bool, is_native: bool) -> list[Problem]:
-    """What was asked for and would do nothing here; what is left to us is left out without a word."""
+    """A problem for each setting that was set and would have no effect here; 'auto' is left out silently."""
     asked = [name for name in ("fused_optimizer", "keep_freed_memory", *_OF_A_GPU) if getattr(config, name) is True]
     found: list[Problem] = []
     if config.compile_cache and not config.compile:
