@@ -1,1 +1,1 @@
-"""A plan becomes processes."""
+"""Launchers: a plan becomes the processes of its ranks."""

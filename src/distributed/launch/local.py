@@ -1,34 +1,37 @@
-"""LocalLauncher: the ranks of this node as processes of this machine. `render` decides and is pure, `run` starts."""
+"""LocalLauncher: the ranks of this node as local processes. `render` decides and is pure, `run` starts them."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from distributed.core.env import JOIN_TOKEN, WorkerEnv, gpu_names, inherited_environ
-from distributed.launch.crew import Crew
-from distributed.launch.echo import Echo, Screen
-from distributed.launch.nodes import Alone, Nodes, Round
+from distributed.core.run_dir import RunDir
+from distributed.launch.base import Launcher
+from distributed.launch.node.log_mirror import LogMirror, Screen
+from distributed.launch.node.rank_group import RankGroup
+from distributed.launch.node.shared_gpus import on_shared_gpu
+from distributed.launch.node.warm_parent import ALWAYS, WarmParent, preloads
+from distributed.launch.ports import free_port
+from distributed.launch.rendezvous.nodes import Alone, Nodes, Round
 from distributed.launch.request import LaunchRequest, NodePlace, ProcessSpec, Rendered, Role
-from distributed.launch.supervisor import Patience, Supervisor
-from distributed.launch.warm_parent import ALWAYS, preloads
+from distributed.launch.supervise.supervisor import RestartLimits, Supervisor
 
-# Of a run on one machine: what gloo and NCCL open is for this machine alone, and not for the network it is on.
+# A run on one machine: gloo and NCCL listen on the loopback interface, and not on the network.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
-_FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"  # collectives that torch remembers, for when one hangs; about 1 µs each
+_FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"  # collectives that torch records, to explain a hang; about 1 µs each
 
 
 @dataclass(frozen=True)
-class LocalLauncher:
-    """Starts ranks here.
+class LocalLauncher(Launcher):
+    """Starts ranks as processes of this machine.
 
     >>> request = LaunchRequest(("train.py", "--lr", "1"), run_dir="runs/x", ranks_per_node=2)
     >>> rendered = LocalLauncher(environ={}, python="python").render(request, NodePlace.alone(request, port=29500))
     >>> rendered.processes[1].argv
-    ('python', '-m', 'distributed.launch.rank', 'train.py', '--lr', '1')
+    ('python', '-m', 'distributed.launch.node.rank', 'train.py', '--lr', '1')
     >>> rendered.processes[1].env["RANK"], rendered.processes[1].env["MASTER_PORT"]
     ('1', '29500')
     """
@@ -38,7 +41,7 @@ class LocalLauncher:
 
     def render(self, request: LaunchRequest, place: NodePlace, restarts: int = 0) -> Rendered:
         """The exact commands, environments and log files of this node's ranks."""
-        processes = []
+        processes, attempt = [], RunDir(request.run_dir).attempt(request.attempt)
         roles = request.roles(place, request.device) if request.roles is not None else [Role()] * place.ranks
         for local_rank in range(place.ranks):
             worker = WorkerEnv(
@@ -58,14 +61,13 @@ class LocalLauncher:
             processes.append(
                 ProcessSpec(
                     rank=worker.rank,
-                    argv=(self.python, "-m", "distributed.launch.rank", *request.command),
+                    argv=(self.python, "-m", "distributed.launch.node.rank", *request.command),
                     env=self._variables(request, worker) | dict(roles[local_rank].env),
-                    log_path=os.path.join(worker.attempt_dir(request.run_dir), f"rank-{worker.rank}.log"),
+                    log_path=str(attempt.log(worker.rank)),
                     role=roles[local_rank],
                 )
             )
-        attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
-        return Rendered(request.run_dir, attempt_dir, tuple(processes), place.node_rank)
+        return Rendered(request.run_dir, str(attempt), tuple(processes), place.node_rank)
 
     def _variables(self, request: LaunchRequest, worker: WorkerEnv) -> dict[str, str]:
         variables = worker.to_environ() | {"PYTHONUNBUFFERED": "1"}
@@ -75,13 +77,55 @@ class LocalLauncher:
             variables["OMP_NUM_THREADS"] = str(request.threads_per_rank)
         if request.most_nodes == 1:
             variables |= {name: value for name, value in _LOOPBACK.items() if name not in self.environ}
-        if request.device == "cpu":  # so that a script which takes a GPU where it sees one keeps to the CPU too
+        if request.device == "cpu":  # so that a script that uses any visible GPU runs on the CPU too
             variables["CUDA_VISIBLE_DEVICES"] = ""
+        if request.device == "cuda" and request.shares_gpus:
+            variables |= on_shared_gpu(worker, request.gpus)
         return variables | dict(request.env)
 
-    def run(self, request: LaunchRequest, screen: Screen | None = None, **how: Any) -> None:
+    def describe(self, request: LaunchRequest, limits: RestartLimits) -> str:
+        """The commands of this node's ranks, with the values that are known before the rendezvous."""
+        port, lines = request.master_port or free_port(), []
+        if request.num_nodes == 1:
+            place = NodePlace.alone(request, port)
+            if request.master_port is None:
+                lines.append("MASTER_PORT is chosen at the start")
+        else:
+            host, meeting_port = request.meeting_point
+            node = request.node_rank or 0
+            place = NodePlace(
+                node,
+                num_nodes=request.num_nodes,
+                rank_offset=node * request.ranks_per_node,
+                world_size=request.num_nodes * request.ranks_per_node,
+                master_addr=host,
+                master_port=port,
+                ranks=request.ranks_per_node,
+                nodes=((host, request.ranks_per_node),) * request.num_nodes,
+            )
+            lines.append(
+                f"rendezvous of the nodes at {host}:{meeting_port}; shown is node {node}"
+                + ("" if request.node_rank is not None else ", which is agreed there")
+                + "; MASTER_ADDR and MASTER_PORT are node 0's, chosen there"
+            )
+        return "\n".join([*lines, f"run directory {request.run_dir}", str(self.render(request, place))])
+
+    def reserve(self, ranks: int, device: str) -> AbstractContextManager[object]:
+        """Reserves nothing: each job has its own processes."""
+        return nullcontext()
+
+    def run(
+        self,
+        request: LaunchRequest,
+        screen: Screen | None = None,
+        *,
+        nodes: Nodes | None = None,
+        first: Round | None = None,
+        patience: RestartLimits | None = None,
+        on_stop: Callable[[int], None] | None = None,
+    ) -> None:
         """Submit and wait."""
-        self.submit(request, screen, **how).wait()
+        self.submit(request, screen, nodes=nodes, first=first, patience=patience, on_stop=on_stop).wait()
 
     def submit(
         self,
@@ -90,35 +134,37 @@ class LocalLauncher:
         *,
         nodes: Nodes | None = None,
         first: Round | None = None,
-        patience: Patience | None = None,
+        patience: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
+        parent: WarmParent | None = None,
     ) -> Supervisor:
-        """Start the ranks; whoever waits for them also starts them again for as long as `patience` goes.
+        """Start the ranks; `wait` restarts them within the limits of `patience`.
 
-        They end with this process, and with the thread that calls this. Several nodes pass how they meet, and where
-        they have met.
+        They end with this process, and with the thread that calls this. Several nodes pass their rendezvous and its
+        first result. If a `parent` is passed, the ranks are forked from it, and it outlives them.
         """
         kept_back = ("TORCHELASTIC_", JOIN_TOKEN)
         inherited = {name: value for name, value in self.environ.items() if not name.startswith(kept_back)}
         nodes = nodes or Alone(request)
-        echo = Echo(screen)
+        echo = LogMirror(screen)
         script = None if request.command[0] == "-m" else request.command[0]
         preload = preloads(script, request.preload or ALWAYS) if request.warm else None
         supervisor = Supervisor(
-            request,
-            nodes,
-            Crew(
+            request=request,
+            nodes=nodes,
+            crew=RankGroup(
                 inherited,
                 self.python,
                 preload=preload,
+                parent=parent,
                 frees_devices=request.device == "cuda",
                 on_started=lambda member: echo.follow(member.rank, member.process.log_path),
                 door=nodes.door,
             ),
-            lambda round_, slots: self.render_round(request, round_, slots),
-            echo,
-            patience or Patience(),
-            on_stop,
+            render=lambda round_, slots: self.render_round(request, round_, slots),
+            echo=echo,
+            patience=patience or RestartLimits(),
+            on_stop=on_stop,
         )
         try:
             supervisor.start(first)
@@ -128,7 +174,7 @@ class LocalLauncher:
         return supervisor
 
     def render_round(self, request: LaunchRequest, round_: Round, slots: Sequence[int]) -> Rendered:
-        """The ranks of this node in a round; a rank has the GPU of its slot, also when others are left out."""
+        """The ranks of this node in a round; each uses the GPU of its slot, even after other slots were excluded."""
         request = replace(request, run_dir=round_.run_dir, attempt=round_.attempt)
         rendered = self.render(request, round_.place, round_.restarts)
         if request.device != "cuda" or request.shares_gpus or list(slots) == list(range(len(slots))):

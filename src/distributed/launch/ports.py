@@ -1,4 +1,4 @@
-"""TCP ports of this machine: whether one is taken, and a free one."""
+"""TCP ports of this machine: whether a port is in use, and a free port."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import random
 import socket
 
-# Below the range from which kernels serve outgoing connections, so nobody else gets one of these.
+# Below the kernel's range for outgoing connections, so no other process is assigned one of these.
 LOWEST_PORT, PORTS = 20000, 12768
 
 
@@ -28,7 +28,7 @@ def _taken(family: socket.AddressFamily, address: str, port: int) -> bool:
         try:
             probe.bind((address, port))
         except OSError as error:
-            return error.errno != errno.EADDRNOTAVAIL  # the family is there, but has no address
+            return error.errno != errno.EADDRNOTAVAIL  # the address family exists, but has no address
     return False
 
 

@@ -1,4 +1,4 @@
-"""What can be known to go wrong before any process starts. Checks return problems, so that all are told at once."""
+"""Checks before any process starts. They return problems, so that all of them are reported at once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from datetime import datetime
 from pathlib import Path
 
 from distributed.core.errors import Problem
-from distributed.core.locks import FILE as LOCK
 from distributed.core.registry import nearest
+from distributed.core.run_dir import RunDir
 from distributed.launch.ports import free_port, port_in_use
 from distributed.launch.request import LaunchRequest
 
-_TRACES = ("events.jsonl", "plan.json", "config.json", "attempts")  # of a run that used a directory
-_MOST_SOURCE = 4 * 2**20  # bytes of a script that are looked at
+_MOST_SOURCE = 4 * 2**20  # bytes of a script that are checked
 
 
 def check_script(path: str) -> list[Problem]:
-    """Whether the script is there, and is Python."""
+    """Problems if the script does not exist or is not Python."""
     if os.path.isfile(path):
         return _check_source(path)
     if os.path.isdir(path):
@@ -37,14 +36,20 @@ def check_script(path: str) -> list[Problem]:
 
 
 def _check_source(path: str) -> list[Problem]:
-    """As a rank compiles it."""
+    """Problems if the script does not compile, as a rank would compile it."""
     try:
         with open(path, "rb") as file:
             source = file.read(_MOST_SOURCE)
     except OSError as failed:
-        return [Problem(f"the script {path} cannot be read", why=failed.strerror or str(failed), do="mend that")]
+        return [Problem(f"the script {path} cannot be read", why=failed.strerror or str(failed), do=f"ls -l {path}")]
     if b"\0" in source:
-        return [Problem(f"{path} is not a Python script", why="it holds bytes that no text has", do="check --script")]
+        return [
+            Problem(
+                f"{path} is not a Python script",
+                why="it contains a zero byte",
+                do="name a Python file: --script train.py",
+            )
+        ]
     if len(source) == _MOST_SOURCE:
         return []
     try:
@@ -54,8 +59,14 @@ def _check_source(path: str) -> list[Problem]:
     except SyntaxError as wrong:
         line = f"\n    {wrong.text.strip()}" if wrong.text else ""
         why = f"{wrong.msg}{line}"
-        return [Problem(f"{path}:{wrong.lineno or 1} is not valid Python", why=why, do="mend that line, or --script")]
-    except (ValueError, RecursionError, MemoryError):  # whatever that is, a rank will say
+        return [
+            Problem(
+                f"{path}:{wrong.lineno or 1} is not valid Python",
+                why=why,
+                do="correct that line, or name another --script",
+            )
+        ]
+    except (ValueError, RecursionError, MemoryError):  # a rank will report it
         return []
     return []
 
@@ -73,17 +84,17 @@ def _some(names: list[str], most: int = 6) -> str:
 
 
 def check_resume(resume: bool | str) -> list[Problem]:
-    """Whether there are checkpoints in the folder of this machine that a run is to go on from."""
+    """Problems if the local folder that a run resumes from holds no checkpoint."""
     if isinstance(resume, bool) or "::" in resume or ("://" in resume and not resume.startswith("file://")):
         return []
     path = Path(resume.removeprefix("file://"))
     if path.is_dir() and (_is_step(path) or _steps_in(path)):
         return []
     what = f"there is no checkpoint at {resume} [resume_from_checkpoint]"
-    if path.is_dir() and (inner := path / "checkpoints").is_dir() and _steps_in(inner):
+    if path.is_dir() and (inner := RunDir(path).checkpoints).is_dir() and _steps_in(inner):
         return [Problem(what, why="it is a run directory", do=f"set resume_from_checkpoint={inner}")]
     if path.is_dir() or path.is_file():
-        why = "the folder holds none" if path.is_dir() else "it is a file"
+        why = "the folder holds no checkpoint" if path.is_dir() else "it is a file"
         return [Problem(what, why=why, do="name a checkpoint_dir, or the folder step-… of one checkpoint")]
     beside = _steps_in(path.parent) if path.parent.is_dir() else []
     do = (
@@ -101,9 +112,9 @@ def _steps_in(folder: Path) -> list[str]:
 
 
 def check_port(request: LaunchRequest) -> list[Problem]:
-    """Whether the port that this machine must open is free.
+    """Problems if the port that this machine must open is in use.
 
-    Nodes that leave their numbers to the rendezvous may share a machine, so there only node 0 by number is asked.
+    Nodes without --node-rank may share a machine, so with several nodes only node 0 is checked.
     """
     if request.num_nodes == 1:
         port = request.master_port
@@ -115,16 +126,16 @@ def check_port(request: LaunchRequest) -> list[Problem]:
     return [
         Problem(
             f"port {port} is in use on this machine",
-            why="the ranks would meet there" if request.num_nodes == 1 else "the nodes would meet there",
+            why=f"the rendezvous of the {'ranks' if request.num_nodes == 1 else 'nodes'} needs that port",
             do=f"set master_port={free_port()}, which is free ({another}), or end what listens there: ss -ltnp",
         )
     ]
 
 
 def check_run_dir(run_dir: str, resume: bool, *, may_reuse: bool = True) -> list[Problem]:
-    """Whether the directory can be written, and holds no other run unless that one shall go on.
+    """Problems if the directory cannot be written, or holds another run that is not resumed.
 
-    `may_reuse` what a launch left whose ranks never began. One that is still starting holds the directory's lock.
+    `may_reuse`: the files of a launch whose ranks never started. A launch that is still starting holds the lock.
     """
     path = Path(run_dir)
     if path.exists() and not path.is_dir():
@@ -144,29 +155,38 @@ def check_run_dir(run_dir: str, resume: bool, *, may_reuse: bool = True) -> list
         Problem(
             f"the run directory {run_dir} holds another run, {_when(path)}",
             why="its logs and events would be mixed with those of this run",
-            do="set another run_dir, or resume_from_checkpoint=true to go on with that run",
+            do="set another run_dir, or resume that run: resume_from_checkpoint=true",
         )
     ]
 
 
 def holds_run(path: Path) -> bool:
-    return any((path / name).exists() for name in _TRACES)
+    return bool(_traces(path))
+
+
+def _traces(path: Path) -> list[Path]:
+    """The files of a run that used a directory."""
+    run = RunDir(path)
+    return [trace for trace in (run.events, run.plan, run.config, run.attempts) if trace.exists()]
 
 
 def _never_began(path: Path) -> bool:
-    """Whether all that is there is a launch's own: no rank wrote a line, took a step or saved anything."""
-    if {entry.name for entry in path.iterdir()} - {"config.json", "attempts", LOCK} or not (path / "attempts").is_dir():
+    """Whether a directory holds only a launcher's files: no rank logged, took a step or saved anything."""
+    run = RunDir(path)
+    if set(path.iterdir()) - {run.config, run.attempts, run.lock} or not run.attempts.is_dir():
         return False
-    left = [file for file in (path / "attempts").rglob("*") if file.is_file() and file.name != "parent.log"]
-    return all(file.match("rank-*.log") and not file.stat().st_size for file in left)
+    attempts = [run.attempt(number) for number in run.attempt_numbers()]
+    left = {file for file in run.attempts.rglob("*") if file.is_file()} - {each.parent_log for each in attempts}
+    logs = {log for each in attempts for log in each.logs()}
+    return left <= logs and not any(log.stat().st_size for log in left)
 
 
 def _when(path: Path) -> str:
-    """When the run in a directory last did something, and how it ended, if it says so."""
-    moments = [(path / name).stat().st_mtime for name in _TRACES if (path / name).exists()]
+    """When the run in a directory was last active, and how it ended, if that is recorded."""
+    moments = [trace.stat().st_mtime for trace in _traces(path)]
     text = f"last active {datetime.fromtimestamp(max(moments)):%Y-%m-%d %H:%M:%S}"
     ends = {"RunEnded", "RankFailed"}
-    last = next((kind for kind in reversed(list(_event_kinds(path / "events.jsonl"))) if kind in ends), "")
+    last = next((kind for kind in reversed(list(_event_kinds(RunDir(path).events))) if kind in ends), "")
     return text + {"RunEnded": " and finished", "RankFailed": " and failed"}.get(last, "")
 
 
@@ -181,13 +201,11 @@ def _event_kinds(path: Path) -> Iterator[str]:
 
 def next_attempt(run_dir: str) -> int:
     """The number of a new attempt in a run directory: 0 in a fresh one."""
-    attempts = Path(run_dir) / "attempts"
-    numbers = [int(entry.name) for entry in attempts.iterdir() if entry.name.isdigit()] if attempts.is_dir() else []
-    return max(numbers, default=-1) + 1
+    return max(RunDir(run_dir).attempt_numbers(), default=-1) + 1
 
 
 def new_run_dir(base: str = "runs", now: float | None = None, token: str | None = None) -> str:
-    """A name for a run directory that nobody has: the time, and four digits for runs of the same second.
+    """A new name for a run directory: the time, and four digits for runs of the same second.
 
     >>> new_run_dir("runs", now=0.0, token="1f2e")[-5:]
     '-1f2e'

@@ -1,4 +1,4 @@
-"""What to launch and what that comes to: LaunchRequest is asked, Rendered is the exact commands; nothing runs yet."""
+"""LaunchRequest, the run to launch, and Rendered, its exact commands; nothing runs yet."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from pathlib import Path
 from typing import Protocol
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES
+from distributed.core.engines.engine import ENGINES
 from distributed.core.registry import load_target
+from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask, mask_arguments
 
-DEFAULT_MEETING_PORT = 29400  # where nodes meet when no master_port is given; torch elastic's own default
+DEFAULT_MEETING_PORT = 29400  # of the rendezvous when no master_port is given; torch elastic's own default
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a rank is to the others, where its engine does not take all for alike."""
+    """A rank's role, if its engine's ranks are not all workers."""
 
-    env: Mapping[str, str] = field(default_factory=dict)  # what it finds in its environment, beside who it is
-    serves: bool = False  # others use it: it is ended when those who do not serve have ended, and not asked to stop
-    is_vital: bool = False  # when it ends, no other rank can go on with what it holds
+    env: Mapping[str, str] = field(default_factory=dict)  # variables of its role, beside RANK and the like
+    serves: bool = False  # a server: it is ended after the workers have ended, and gets no stop signal
+    is_vital: bool = False  # if it ends, no other rank can continue with its state
 
 
 class Roles(Protocol):
     def __call__(self, place: NodePlace, device: str) -> Sequence[Role]:
-        """Of this node's ranks in a world, in their order."""
+        """The roles of this node's ranks in a world, in the order of the ranks."""
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
     """One attempt of one run: a command for every rank of this node.
 
-    `command` is what follows `python -m distributed.launch.rank`: a script and its arguments, or `-m module …`.
+    `command` is what follows `python -m distributed.launch.node.rank`: a script and its arguments, or `-m module …`.
     """
 
     command: tuple[str, ...]
@@ -43,22 +44,23 @@ class LaunchRequest:
     num_nodes: int = 1  # the nominal size
     min_nodes: int | None = None  # None: num_nodes
     max_nodes: int | None = None
-    node_rank: int | None = None  # None: agreed when the nodes meet
+    node_rank: int | None = None  # None: agreed at the rendezvous
     master_addr: str | None = None
     master_port: int | None = None
     threads_per_rank: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)  # for every rank, beside what this process has
     attempt: int = 0
     device: str = "cpu"
-    shares_gpus: bool = False  # whether several ranks have the same one
-    warm: bool = False  # fork the ranks from one process that has its imports behind it
-    preload: tuple[str, ...] = ()  # what that one imports; none: torch and ours
-    roles: Roles | None = None  # of the ranks, where they are not alike
-    join_token: str = field(default="", repr=False)  # the secret of a run over several nodes; "": left to the nodes
-    address: str | None = None  # of the cluster whose nodes run the ranks, where that is another one's to place
+    shares_gpus: bool = False  # whether several ranks use the same GPU
+    gpus: int = 0  # of this node, where several ranks share them
+    warm: bool = False  # fork the ranks from one process that has done the imports
+    preload: tuple[str, ...] = ()  # the modules that this process imports; none: torch and this library
+    roles: Roles | None = None  # of the ranks, if they are not all workers
+    join_token: str = field(default="", repr=False)  # the secret of a run over several nodes; "": node 0 makes one
+    address: str | None = None  # of the cluster whose own scheduler places the ranks
 
     def for_engine(self, name: str, config: DistributedConfig) -> LaunchRequest:
-        """The same as this engine starts it: how many processes for these devices, and what they find and import."""
+        """The request as this engine starts it: the number of processes, their environment and preloads."""
         engine, devices = ENGINES.entries[name], self.ranks_per_node
         ranks = load_target(engine.processes)(config, self.num_nodes, devices) if engine.processes else devices
         roles = load_target(engine.roles)(config, self.num_nodes, devices) if engine.roles else None
@@ -79,29 +81,38 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class NodePlace:
-    """Which part of the world this node is, and where all ranks meet."""
+    """This node's ranks in the world, and the rendezvous of all ranks."""
 
     node_rank: int
-    num_nodes: int  # that run ranks; a node that stands by comes after them
+    num_nodes: int  # that run ranks; standby nodes come after them
     rank_offset: int
     world_size: int
     master_addr: str
     master_port: int
-    ranks: int  # that this node runs; 0: it stands by
+    ranks: int  # that this node runs; 0: it is on standby
     nodes: tuple[tuple[str, int], ...] = ()  # of each node that runs ranks: its address, and how many
 
     @staticmethod
     def alone(request: LaunchRequest, port: int) -> NodePlace:
         """The place of the only node; `port` is used when the request names none."""
-        assert request.num_nodes == 1, "several nodes get their places when they meet"
+        assert request.num_nodes == 1, "several nodes get their places at the rendezvous"
         address = request.master_addr or "127.0.0.1"
         ranks = request.ranks_per_node
-        return NodePlace(0, 1, 0, ranks, address, request.master_port or port, ranks, ((address, ranks),))
+        return NodePlace(
+            node_rank=0,
+            num_nodes=1,
+            rank_offset=0,
+            world_size=ranks,
+            master_addr=address,
+            master_port=request.master_port or port,
+            ranks=ranks,
+            nodes=((address, ranks),),
+        )
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One rank's process; `env` is what is added to the environment of the process that starts it."""
+    """One rank's process; `env` is added to the environment of the process that starts it."""
 
     rank: int
     argv: tuple[str, ...]
@@ -124,7 +135,7 @@ class Rendered:
 
     @property
     def events_path(self) -> Path:
-        return Path(self.run_dir) / "events.jsonl"
+        return RunDir(self.run_dir).events
 
 
 def _describe(process: ProcessSpec) -> str:

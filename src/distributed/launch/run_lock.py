@@ -1,4 +1,4 @@
-"""The lock of a run directory, held by whoever launches: the process that calls fit, the command line, or rank 0."""
+"""The lock of a run directory, held by the launching process: `fit`, the command line, or rank 0."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from distributed.core.atomic import make_private
 from distributed.core.errors import DistributedError, LaunchError
 from distributed.core.locks import REQUEUE_S, STALE_S, InUse, Lock, LockFile, Owner
-from distributed.core.private_files import make_private
 
 
 @contextmanager
 def owned(run_dir: str | os.PathLike[str], *, resume: bool, token: str = "") -> Iterator[None]:
-    """This launch has the directory for itself. A run that resumes gives the one before it a while to end."""
+    """Hold the run directory's lock. A run that resumes waits a while for the previous run to end."""
     lock = Lock(LockFile(make_private(Path(run_dir).absolute())), Owner.me(token or uuid.uuid4().hex))
     try:
         lock.acquire(REQUEUE_S if resume else 0.0)
@@ -28,7 +28,7 @@ def owned(run_dir: str | os.PathLike[str], *, resume: bool, token: str = "") -> 
     with lock:
         try:
             yield
-        except DistributedError:  # it says what happened
+        except DistributedError:  # its message says what happened
             raise
         except BaseException as ended:
             if not lock.is_lost:
@@ -41,6 +41,6 @@ def owned(run_dir: str | os.PathLike[str], *, resume: bool, token: str = "") -> 
 def _taken(lock: Lock) -> LaunchError:
     return LaunchError(
         f"the run directory {lock.place.name} was taken by another run",
-        why=f"this one showed no sign of life for {STALE_S:.0f} s, as when its machine is suspended",
-        do="let that run go on; or wait for it to end, and resume with resume_from_checkpoint=true",
+        why=f"this run did not renew its lock for {STALE_S:.0f} s, for example because its machine was suspended",
+        do="let that run finish, or wait for it to end and resume: resume_from_checkpoint=true",
     )

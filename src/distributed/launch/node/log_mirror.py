@@ -1,17 +1,17 @@
-"""Echo: what the ranks of this node print, on the screen, and the screen's own refreshes."""
+"""LogMirror: shows the logs of this node's ranks on the screen, and refreshes the screen."""
 
 from __future__ import annotations
 
 import time
 from typing import Protocol
 
-from distributed.launch.logtail import LogTail
+from distributed.launch.node.log_tail import LogTail
 
 _REFRESH_S = 0.1
 
 
 class Screen(Protocol):
-    """Whatever shows a run to the user."""
+    """Shows a run to the user."""
 
     def rank_line(self, rank: int, text: str) -> None: ...
 
@@ -20,7 +20,7 @@ class Screen(Protocol):
     def refresh(self) -> None: ...
 
 
-class Echo:
+class LogMirror:
     """The ranks' logs on the screen."""
 
     def __init__(self, screen: Screen | None) -> None:
@@ -48,7 +48,7 @@ class Echo:
             self._screen.refresh()
 
     def finish(self, only: str | None = None) -> None:
-        """Show the rest, of all ranks or of the one that matters; what a rank said last came after its events."""
+        """Show the last log lines of all ranks, or of one; a rank's last lines come after its events."""
         if self._screen is not None:
             self._screen.refresh()
         self.drain(only, final=True)

@@ -1,4 +1,4 @@
-"""LogTail: the new complete lines of a growing log, up to the mark after which the launcher itself speaks."""
+"""LogTail: the new complete lines of a growing log, up to the mark of the failure that the launcher reports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from distributed.core.env import FAILURE_MARK
 
 _STOPS = (FAILURE_MARK, "Fatal Python error: ")  # the second is faulthandler's, after a crash in native code
 _LONGEST = 1 << 16
-_MOST_CHUNKS = 64  # at a time: a rank that writes faster than this reads must not keep its launcher from all else
+_MOST_CHUNKS = 64  # per call: a rank that logs faster than this is read must not block its launcher
 _CRASH_BYTES = 1 << 20
 
 
 class LogTail:
     """Follows one file that another process appends to.
 
-    A progress bar redraws its line with carriage returns; only what stands last is passed on.
+    A progress bar redraws its line with carriage returns; only its last state is returned.
     """
 
     def __init__(self, path: str) -> None:
@@ -24,7 +24,7 @@ class LogTail:
         self._stopped = False
 
     def lines(self, final: bool = False) -> list[str]:
-        """What came since the last call; with `final`, also a last line without its end."""
+        """The lines since the last call; with `final`, also a last line without a newline."""
         found: list[str] = []
         budget = _MOST_CHUNKS
         while not self._stopped and (final or budget) and (chunk := os.read(self._fd, _LONGEST)):
@@ -56,7 +56,7 @@ class LogTail:
 
 
 def crash_dump(path: str, most_lines: int = 80) -> str:
-    """What faulthandler wrote when native code crashed, or nothing."""
+    """The stacks that faulthandler wrote when native code crashed; empty if it did not."""
     with open(path, "rb") as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _CRASH_BYTES))
         text = log.read().decode("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""The first code that runs in a rank: it runs the user's program as Python would, and writes down how it failed.
+"""The first code that runs in a rank: it runs the user's program as Python would, and records its failure.
 
-`python -m distributed.launch.rank script.py args…` or `… -m package.module args…`. Imports stay light: what is loaded
-here is loaded before the user's program in every rank.
+`python -m distributed.launch.node.rank script.py args…` or `… -m package.module args…`. Imports stay light: what is
+loaded here is loaded before the user's program in every rank.
 """
 
 from __future__ import annotations
@@ -11,38 +11,52 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib.util
+import io
 import os
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from distributed.core.env import CONTROL_FD, FAILURE_MARK, launcher_pid, worker_env
+from distributed.core.env import FAILURE_MARK, known_control_fd, launcher_pid, worker_env
 from distributed.core.errors import DistributedError
-from distributed.core.failure import FailureRecord, failure_path, is_collateral, rank_of
+from distributed.core.protocol.failure import FailureRecord, is_collateral
+from distributed.core.protocol.gpu_memory import is_of_gpu, write_memory
+from distributed.core.run_dir import AttemptDir, RunDir
 
 _PR_SET_PDEATHSIG = 1
+# Writers that are no files and keep data until they are closed, by module and name.
+_CLOSED = (
+    ("torch.utils.tensorboard.writer", "SummaryWriter"),
+    ("tensorboardX.writer", "SummaryWriter"),
+    ("zipfile", "ZipFile"),
+)
+_CLOSING_S = 5.0  # for files that the program left open: one may lead to a pipe that nobody reads
 
 
 def main(command: list[str]) -> int:
     """Run the program to its end; the exit code of this rank."""
     die_with(launcher_pid())
     faulthandler.enable()
-    if CONTROL_FD in os.environ:  # the line is this process's alone, not that of the programs which it starts
-        os.set_inheritable(int(os.environ[CONTROL_FD]), False)
-    record_path = _record_path()
-    if record_path is not None:
-        _dump_stacks_when_asked(record_path)
+    control = known_control_fd()
+    if control is not None:  # the connection belongs to this process, and not to programs that it starts
+        os.set_inheritable(control, False)
+    files = _own_files()
+    if files is not None:
+        _dump_stacks_when_asked(files)
     try:
         module, code = _program(command)
-        # The program is the main module from here on, so that pickle and multiprocessing find what it defines.
+        # The program is the main module from here on, so that pickle and multiprocessing find its definitions.
         sys.modules["__main__"] = module
         exec(code, module.__dict__)
     except KeyboardInterrupt:
@@ -50,11 +64,11 @@ def main(command: list[str]) -> int:
     except SystemExit as ending:
         exit_code = _exit_code(ending)
         if exit_code:
-            _report(ending, exit_code, record_path)
+            _report(ending, exit_code, files)
         return exit_code
-    except BaseException as error:  # the process boundary: the failure is written down, then the rank ends
+    except BaseException as error:  # noqa: BLE001 - the process boundary: the failure is written down, the rank ends
         exit_code = error.exit_code if isinstance(error, DistributedError) else 1
-        _report(error, exit_code, record_path)
+        _report(error, exit_code, files)
         return exit_code
     return 0
 
@@ -71,7 +85,8 @@ def _program(command: list[str]) -> tuple[ModuleType, CodeType]:
     main_module.__dict__.update(
         __file__=path, __builtins__=builtins, __spec__=None, __loader__=SourceFileLoader("__main__", path)
     )
-    return main_module, compile(Path(path).read_bytes(), path, "exec")
+    # Without what this file imports from __future__: it would make strings of the script's annotations.
+    return main_module, compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
 
 def _module_program(name: str, arguments: list[str]) -> tuple[ModuleType, CodeType]:
@@ -108,21 +123,31 @@ def _exit_code(ending: SystemExit) -> int:
     return ending.code & 0xFF if isinstance(ending.code, int) else 1
 
 
-def _record_path() -> Path | None:
-    """Where to write a failure; found before the program runs, which may change directory and environment."""
+@dataclass(frozen=True)
+class _Files:
+    """The files of this rank that its launcher reads."""
+
+    attempt: AttemptDir
+    rank: int
+
+
+def _own_files() -> _Files | None:
+    """The files, resolved before the program runs, which may change directory and environment."""
     place = worker_env()
     if place is None or not place.run_dir:
         return None
-    return failure_path(os.path.abspath(place.attempt_dir(place.run_dir)), place.rank)
+    return _Files(RunDir(os.path.abspath(place.run_dir)).attempt(place.attempt), place.rank)
 
 
-def _report(error: BaseException, exit_code: int, record_path: Path | None) -> None:
-    """Into the failure file for the launcher, and after a mark into this rank's log."""
+def _report(error: BaseException, exit_code: int, files: _Files | None) -> None:
+    """Write a failure to the launcher's failure file, and after a mark to this rank's log."""
     error.__traceback__ = _without_bootstrap(error.__traceback__)
     text = "".join(traceback.format_exception(error))
-    if record_path is not None:
+    if files is not None:
+        if is_of_gpu(type(error).__name__, _message(error)):
+            _write_memory(files)
         FailureRecord(
-            rank=rank_of(record_path),
+            rank=files.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
             time=time.time(),
@@ -131,7 +156,7 @@ def _report(error: BaseException, exit_code: int, record_path: Path | None) -> N
             traceback=text,
             exit_code=exit_code,
             collateral=is_collateral(error),
-        ).write(record_path)
+        ).write(files.attempt.failure(files.rank))
     if sys.stdout is not None:
         sys.stdout.flush()
     print(FAILURE_MARK, file=sys.stderr)
@@ -141,12 +166,18 @@ def _report(error: BaseException, exit_code: int, record_path: Path | None) -> N
         sys.excepthook(type(error), error, error.__traceback__)
 
 
+def _write_memory(files: _Files) -> None:
+    """Write the GPU memory report before the failure is reported, because the launcher reads it next."""
+    with contextlib.suppress(Exception):  # a failed device or a full disk must not hide the failure itself
+        write_memory(files.attempt.memory(files.rank), files.rank, with_picture=True)
+
+
 def _message(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"the program ended itself with exit code {error.code}" if isinstance(error.code, int) else str(error)
     try:
         return str(error)
-    except Exception as unprintable:
+    except Exception as unprintable:  # noqa: BLE001 - the message of a user's exception is the user's code
         return f"<its message cannot be printed: {type(unprintable).__name__}>"
 
 
@@ -156,35 +187,65 @@ def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _dump_stacks_when_asked(record_path: Path) -> None:
+def _dump_stacks_when_asked(files: _Files) -> None:
     """SIGUSR2 writes the stacks of all threads, even while the interpreter is held by a call that does not return."""
     if not hasattr(faulthandler, "register"):
         return
-    with contextlib.suppress(OSError):  # the folder is not there: nobody looks into it either
-        stacks = record_path.with_name(f"stack-{rank_of(record_path)}.txt").open("w")
+    with contextlib.suppress(OSError):  # without the folder nobody reads the stacks
+        stacks = files.attempt.stack(files.rank).open("w")
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=False)
 
 
 def die_with(parent: int | None) -> None:
-    """A launcher that is killed cannot end what it started, so the kernel does."""
+    """Let the kernel end this rank if its launcher is killed."""
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it went before the kernel was told
+    if os.getppid() != parent:  # it ended before prctl
         os._exit(1)
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End as Python does, but without tearing the interpreter down.
+    """Exit as Python does, but without finalizing the interpreter.
 
-    Threads of the collectives that ask for the interpreter while it goes away abort a process that has done its work.
+    Threads of collectives that need the interpreter during finalization abort a process that has done its work.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
     atexit._run_exitfuncs()
+    closing = threading.Thread(target=_close_files, daemon=True)
+    closing.start()
+    closing.join(_CLOSING_S)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
     os._exit(exit_code)
+
+
+def _close_files() -> None:
+    """Write what the program left in buffers, as Python's own end does when it closes every file."""
+    left = gc.get_objects()
+    kept = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
+    plain: list[io.IOBase] = []  # of Python's own classes, which write everything at a flush
+    others: list[Any] = []  # compressed or remote files and writers with a thread, which need to be closed
+    closed = tuple(getattr(sys.modules[name], kind) for name, kind in _CLOSED if name in sys.modules)
+    for found in left:
+        if isinstance(found, io.IOBase) and id(found) not in kept:
+            (plain if type(found).__module__ == "_io" else others).append(found)
+        elif isinstance(found, closed):
+            others.append(found)
+    plain.sort(key=_may_block)
+    texts = [file for file in plain if isinstance(file, io.TextIOBase)]
+    for write in (*(file.flush for file in texts), *(file.close for file in others), *(file.flush for file in plain)):
+        with contextlib.suppress(Exception):  # a full disk, a file that is closed: Python's own end goes on as well
+            write()
+
+
+def _may_block(file: io.IOBase) -> bool:
+    """Whether nobody may read what is written to it: a pipe, a socket, a terminal."""
+    try:
+        return not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except (OSError, ValueError):  # no file of the system, or closed
+        return False
 
 
 if __name__ == "__main__":

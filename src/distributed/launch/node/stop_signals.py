@@ -1,4 +1,4 @@
-"""Stops: Ctrl-C and its kin become a number that the launcher reads, for as long as its ranks run."""
+"""Stop signals: Ctrl-C, SIGTERM and the like become a number that the launcher reads while its ranks run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was stopped from outside and all of its ranks have ended; what they saved is kept."""
+    """The run was stopped by a signal and all of its ranks have ended; their checkpoints are kept."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -18,22 +18,22 @@ class Stopped(KeyboardInterrupt):
         self.exit_code = 128 + number
 
 
-# What the ranks get; a closed terminal (SIGHUP) means to them what SIGTERM means.
+# The signal that the ranks get; for a closed terminal (SIGHUP) it is SIGTERM.
 _FORWARDED_AS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,  # what Slurm is asked to send some time before it takes the node away
+    signal.SIGUSR1: signal.SIGUSR1,  # sent by Slurm, if so configured, some time before it reclaims the node
 }
 
 
 class Stops:
-    """Counts requests to stop, and puts back the handlers that were there; does nothing outside the main thread."""
+    """Counts stop signals and restores the previous handlers; does nothing outside the main thread."""
 
     def __init__(self, on_stop: Callable[[int], None] | None = None) -> None:
         self.count = 0
         self._on_stop = on_stop
-        self.number: int | None = None  # of the first request, as the ranks shall get it
+        self.number: int | None = None  # the signal of the first request, as it is sent to the ranks
         self._before: dict[int, Any] = {}
 
     def request(self, number: int) -> None:
@@ -51,7 +51,7 @@ class Stops:
         if threading.current_thread() is threading.main_thread():
             for number in _FORWARDED_AS:
                 before = signal.getsignal(number)
-                if before is not signal.SIG_IGN and before is not None:  # nohup keeps its meaning
+                if before is not signal.SIG_IGN and before is not None:  # nohup keeps SIGHUP ignored
                     self._before[number] = signal.signal(number, self._handle)
         return self
 

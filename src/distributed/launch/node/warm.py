@@ -1,8 +1,8 @@
-"""The warm parent: a process that has the slow imports behind it and forks the ranks of a node when it is asked to.
+"""The warm parent: a process that has done the slow imports and forks the ranks of a node on request.
 
-`python -u -m distributed.launch.warm <fd of its socket> <launcher's pid> module…`. What it is asked and what it answers
-is in `warm_parent.py`, the launcher's side. The modules are names, since nothing here may depend on them; none of them
-is the user's own, which are imported anew in every rank.
+`python -u -m distributed.launch.node.warm <fd of its socket> <launcher's pid> module…`. The protocol is described in
+`warm_parent.py`, the launcher's side. The modules are names, since nothing here may depend on them; the user's own
+modules are not among them, and are imported in every rank.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
-from distributed.core.env import CONTROL_FD, LAUNCHER_PID
-from distributed.launch import rank
+from distributed.core.env import CONTROL_FD, LAUNCHER_PID, become_environ, inherited_environ
+from distributed.launch.node import rank
 
 LENGTH_BYTES = 8  # before every request: how long it is
 CANNOT_FORK = 3  # exit code of a rank that could not be forked: a LaunchError's
@@ -33,34 +33,36 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Import, then fork until the launcher hangs up."""
-    line = socket.socket(fileno=int(arguments[0]))
-    launcher, modules = int(arguments[1]), arguments[2:]
-    for number in _STOPS:  # the launcher's business
-        signal.signal(number, signal.SIG_IGN)
-    rank.die_with(launcher)
     light = frozenset(sys.modules)
     if not sys.flags.safe_path:
         del sys.path[0]  # the working directory: the user's modules are there
+    begin(socket.socket(fileno=int(arguments[0])), int(arguments[1]), arguments[2:], light)
+
+
+def begin(line: socket.socket, launcher: int, modules: list[str], light: Collection[str]) -> NoReturn:
+    """Import, then fork until the launcher disconnects. `light`: the modules of a new interpreter."""
+    for number in _STOPS:  # the launcher handles these
+        signal.signal(number, signal.SIG_IGN)
+    rank.die_with(launcher)
     gc.disable()  # a collection would write to pages that the children share
     greedy = _preload(modules)
     if greedy is not None:
-        print(f"{greedy} opens the GPU when it is imported, and a fork could not use it then: left out", flush=True)
+        print(f"not preloaded: {greedy} opens the GPU at import, and a fork could not use it then", flush=True)
         line.set_inheritable(True)
-        rest = [*arguments[:2], *(name for name in modules if name != greedy)]
-        os.execv(sys.executable, [sys.executable, "-u", "-m", "distributed.launch.warm", *rest])
+        rest = [str(line.fileno()), str(launcher), *(name for name in modules if name != greedy)]
+        os.execv(sys.executable, [sys.executable, "-u", "-m", "distributed.launch.node.warm", *rest])
     line.set_inheritable(False)
     gc.freeze()
     _Server(line, light).serve()
 
 
 def _preload(modules: list[str]) -> str | None:
-    """Import them all, or up to the one that is not to be imported before a fork, which it returns."""
+    """Import all modules, or those up to the first one that must not be imported before a fork; returns that one."""
     for name in modules:
         begin = time.perf_counter()
         try:
             importlib.import_module(name)
-        except Exception as error:  # the rank that needs it fails with the same, and says so to the user
+        except Exception as error:  # noqa: BLE001 - the rank that needs the module fails with the same, and reports it
             print(f"not preloaded: {name}: {error!r}", flush=True)
         else:
             print(f"preloaded {name} in {time.perf_counter() - begin:.2f} s", flush=True)
@@ -70,7 +72,7 @@ def _preload(modules: list[str]) -> str | None:
 
 
 def _holds_the_gpu() -> bool:
-    """Whether anyone opened its driver, CUDA or NVML: torch would know of itself alone."""
+    """Whether any library opened the GPU driver, CUDA or NVML; torch knows only of itself."""
     descriptors = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
     return any(os.readlink(path).startswith("/dev/nvidia-uvm") for path in descriptors if os.path.islink(path))
 
@@ -109,7 +111,7 @@ class _Server:
             if self._line in ready:
                 request = self._receive()
                 if request is None:
-                    os._exit(0)  # the launcher hung up; the kernel ends what is left of the ranks
+                    os._exit(0)  # the launcher disconnected; the kernel ends the remaining ranks
                 self._fork(request)
 
     def _receive(self) -> _Request | None:
@@ -134,11 +136,11 @@ class _Server:
         return bytes(received)
 
     def _fork(self, request: _Request) -> None:
-        # A signal that arrives before the child has its own handlers waits; ignored, it would be lost.
+        # A signal that arrives before the child has its own handlers is blocked; an ignored one would be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         parent = os.getpid()
         try:
-            with warnings.catch_warnings():  # of a fork beside threads: those of BLAS, which see to it themselves
+            with warnings.catch_warnings():  # a fork beside threads warns; those of BLAS handle forks themselves
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
         except OSError as error:
@@ -163,10 +165,10 @@ class _Server:
         try:
             self._line.sendall(json.dumps(report).encode() + b"\n")
         except OSError:
-            os._exit(0)  # nobody is there any more
+            os._exit(0)  # the launcher has ended
 
     def _child(self, request: _Request, parent: int) -> NoReturn:
-        """Everything from here on is in the rank."""
+        """The rank's side of the fork."""
         try:
             os.setsid()
             signal.set_wakeup_fd(-1)
@@ -185,18 +187,17 @@ class _Server:
             rank.leave(rank.main(request.command))
         except KeyboardInterrupt:  # before or after the program itself
             os._exit(130)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the boundary of a forked process
             traceback.print_exc()
         finally:
             os._exit(1)
 
 
 def _become(request: _Request, parent: int, light: Collection[str]) -> None:
-    """Make this fork what a fresh interpreter for the request would be."""
-    threads = os.environ.get("OMP_NUM_THREADS")
+    """Make this fork equal to a fresh interpreter for the request."""
+    threads = inherited_environ().get("OMP_NUM_THREADS")
     line = {} if request.control is None else {CONTROL_FD: str(request.control)}
-    os.environ.clear()
-    os.environ.update({**request.environ, **line, LAUNCHER_PID: str(parent)})
+    become_environ({**request.environ, **line, LAUNCHER_PID: str(parent)})
     os.chdir(request.cwd)
     sys.orig_argv = request.argv
     folder = request.cwd if request.command[0] == "-m" else os.path.dirname(os.path.realpath(request.command[0]))
@@ -209,7 +210,7 @@ def _become(request: _Request, parent: int, light: Collection[str]) -> None:
 
 
 def _forget_shadowed(folder: str, light: Collection[str]) -> None:
-    """The user's own `datasets.py` comes before an installed package of that name, preloaded or not."""
+    """Forget preloaded packages that a user's own module shadows, such as `datasets.py`."""
     try:
         names = {name.partition(".")[0] for name in os.listdir(folder)}
     except OSError:
@@ -223,7 +224,7 @@ def _forget_shadowed(folder: str, light: Collection[str]) -> None:
 
 
 def _refresh(numpy: Any, torch: Any, threads_before: str | None, threads: str | None) -> None:
-    """What numpy and torch took from their process while they were imported; python's own `random` does it itself."""
+    """Reseed numpy and set torch's threads, both fixed at import; Python's `random` reseeds itself after a fork."""
     if numpy is not None:
         numpy.random.seed()
     if torch is not None and threads != threads_before and (threads or "").isdigit():

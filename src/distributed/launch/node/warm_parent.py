@@ -1,6 +1,6 @@
-"""WarmParent: the launcher's side of the process that ranks are forked from, so that no rank pays for imports.
+"""WarmParent: the launcher's side of the process that forks the ranks, so that no rank spends time on imports.
 
-A request is a length, then JSON, with the rank's log and control line as descriptors. What comes back is JSON lines:
+A request is a length, then JSON, with the rank's log and control connection as descriptors. Replies are JSON lines:
 `{"id", "pid"}` from a rank as soon as it can be signalled, `{"id", "status"}` from its parent when it has ended.
 """
 
@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distributed.core.errors import LaunchError
-from distributed.launch.processes import Child, RankProcess, runs_in_group
+from distributed.launch.node.kernel import Child, runs_in_group
+from distributed.launch.node.processes import RankProcess
+from distributed.launch.node.warm import LENGTH_BYTES
 from distributed.launch.request import ProcessSpec
-from distributed.launch.warm import LENGTH_BYTES
 
 # torch._dynamo is what the first optimizer or DDP imports.
 ALWAYS = ("torch", "torch.distributed", "torch._dynamo", "numpy", "distributed.worker", "distributed.trainers.trainer")
@@ -34,13 +35,13 @@ torchaudio torchmetrics torchvision tqdm transformers yaml
 """
 SAFE_BEFORE_FORK = frozenset(_SAFE_BEFORE_FORK.split())
 _ORPHAN_S = 2.0  # for a rank to end after its parent
-_BOOTSTRAP = ("-m", "distributed.launch.rank")
+_BOOTSTRAP = ("-m", "distributed.launch.node.rank")
 
 
 def preloads(script_path: str | os.PathLike[str] | None, always: tuple[str, ...] = ALWAYS) -> tuple[str, ...]:
-    """The modules that a script's ranks will want: its engine's, and the well-known ones that it imports at its top.
+    """The modules to preload for a script: its engine's, and the known ones that it imports at its top.
 
-    None is for a program that is no script. The script is read, not run; what cannot be read is left to the rank.
+    None stands for a program that is no script. The script is parsed, not run; a syntax error is left to the rank.
 
     >>> _ = (tmp / "train.py").write_text("import os, my_model, sklearn.svm as s, torch\\nfrom tqdm.auto import tqdm")
     >>> preloads(tmp / "train.py")[len(ALWAYS):]
@@ -58,10 +59,10 @@ def preloads(script_path: str | os.PathLike[str] | None, always: tuple[str, ...]
 
 
 class WarmParent:
-    """A process that imports `preload` and then forks ranks. It ends with this one, and with the thread that makes it.
+    """A process that imports `preload` and then forks ranks; it ends with this process and with the creating thread.
 
-    `environ` is what all ranks have in common: much of it is read once, by libraries that are being imported. Made,
-    it is at work already; nothing here waits for its imports but `RankProcess.pid`.
+    `environ` holds the variables that all ranks share: libraries read many of them once, at import. The process starts
+    at once; only `RankProcess.pid` waits for its imports.
     """
 
     def __init__(
@@ -72,18 +73,10 @@ class WarmParent:
         self._received = b""
         self._hung_up = False
         self._line, theirs = socket.socketpair()
-        argv = [python, "-u", "-m", "distributed.launch.warm", str(theirs.fileno()), str(os.getpid()), *preload]
+        argv = [python, "-u", "-m", "distributed.launch.node.warm", str(theirs.fileno()), str(os.getpid()), *preload]
         try:
             with theirs, open(log_path, "ab") as log:
-                self._process = subprocess.Popen(
-                    argv,
-                    env=dict(environ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
+                self._process = self.spawn(argv, environ, theirs, log.fileno())
         except OSError as error:
             self._line.close()
             raise LaunchError(
@@ -91,8 +84,21 @@ class WarmParent:
             ) from error
 
     @staticmethod
+    def spawn(argv: list[str], environ: Mapping[str, str], line: socket.socket, log: int) -> subprocess.Popen[bytes]:
+        """Start the process with its end of the connection."""
+        return subprocess.Popen(
+            argv,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(line.fileno(),),
+            start_new_session=True,
+        )
+
+    @staticmethod
     def is_supported() -> bool:
-        """Elsewhere a fork beside what the system's own libraries run is not safe."""
+        """Whether a fork is safe on this system; elsewhere the system's own libraries run threads."""
         return sys.platform == "linux"
 
     @property
@@ -105,15 +111,15 @@ class WarmParent:
         return not self._hung_up and self._process.poll() is None
 
     def fileno(self) -> int:
-        """Of its line, for `select`: there is something to read when a rank has started or ended."""
+        """The connection's descriptor, for `select`: readable when a rank has started or ended."""
         return self._line.fileno()
 
     def start(self, spec: ProcessSpec, environ: Mapping[str, str], with_control: bool = False) -> RankProcess:
-        """A rank with exactly this environment. Asks only: it runs as soon as the imports are done."""
+        """Request a rank with exactly this environment; it starts as soon as the imports are done."""
         return RankProcess(spec, environ, with_control=with_control, start=self._request)
 
     def close(self) -> None:
-        """End it, and with it the ranks that are left."""
+        """End the process, and with it the remaining ranks."""
         for child in self._children:
             child.ended_by_us = child.ended_by_us or child.poll() is None
         self._process.kill()
@@ -149,7 +155,7 @@ class WarmParent:
         return child
 
     def _drain(self, wait: bool = False) -> None:
-        """Take in what was reported; `wait` until there is something."""
+        """Read the reports of the process; with `wait`, until there is one."""
         if self._hung_up:
             return
         if wait:
@@ -160,7 +166,7 @@ class WarmParent:
             while True:
                 try:
                     part = self._line.recv(65536, socket.MSG_DONTWAIT)
-                except ConnectionResetError:  # it went with requests unread
+                except ConnectionResetError:  # the process ended with requests unread
                     part = b""
                 if not part:
                     self._process.wait()
@@ -178,13 +184,13 @@ class WarmParent:
             child.orphan()
 
     def _cancel(self) -> None:
-        """All ranks at once, while none of them runs: nothing is lost, and imports that hang hold nobody up."""
+        """Kill the process while no rank runs yet, so that imports that hang delay nothing."""
         if not any(child.known_pid for child in self._children):
             self.close()
 
 
 class _Forked:
-    """A rank that the warm parent forks: what is known of it from its parent's reports."""
+    """A rank that the warm parent forks, known by the parent's reports."""
 
     def __init__(self, parent: WarmParent, rank: int) -> None:
         self.ended_by_us = False
@@ -228,14 +234,14 @@ class _Forked:
             self._code = os.waitstatus_to_exitcode(status)
 
     def orphan(self) -> None:
-        """Its parent is gone: the kernel kills it, and we do, should it have asked the kernel not to."""
+        """End a rank whose parent is gone: the kernel kills it, unless the rank has changed that."""
         self._orphaned = True
         if self.known_pid is None:
             self._code = -signal.SIGKILL if self._code is None else self._code
         elif self._code is None and self._runs():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.known_pid, signal.SIGKILL)
-            deadline = time.monotonic() + _ORPHAN_S  # so that all ranks are seen to have ended at once, as one fault
+            deadline = time.monotonic() + _ORPHAN_S  # so that the exits of all ranks are noticed at once, as one fault
             while self._runs() and time.monotonic() < deadline:
                 time.sleep(0.005)
 

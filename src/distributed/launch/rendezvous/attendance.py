@@ -1,8 +1,8 @@
-"""A rendezvous: those who come to a round are counted at one table of the store, until it is full or was called.
+"""Attendance: the nodes that join a round are counted in one table of the store, until the table is sealed.
 
-    open table: seats taken by name  --(the most are there, or the fewest were there for the last call)-->  sealed
+    open table: seats taken by name  --(`most` nodes joined, or `fewest` did and the last call is over)-->  sealed
 
-Every change is a compare-and-set of the whole table, so that all see the same seats once it is sealed.
+Every change is a compare-and-set of the whole table, so that all nodes read the same seats once it is sealed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from distributed.launch.peers import KeyValueStore
-from distributed.launch.rounds import Terms, TooLate
+from distributed.launch.rendezvous.node_channel import KeyValueStore
+from distributed.launch.rendezvous.rounds import Terms, TooLate
 
 _POLL_S = 0.03
 
@@ -35,7 +35,7 @@ class _Table:
 
 
 def rendezvous(store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]) -> tuple[int, int]:
-    """See rounds.Rendezvous."""
+    """Join a round; see rounds.Rendezvous."""
     key, me = f"table/{number}", uuid.uuid4().hex
     enough_since: float | None = None
     while True:

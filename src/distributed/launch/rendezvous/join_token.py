@@ -1,7 +1,7 @@
-"""The join token: the secret of a run over several nodes, and how the launcher that makes it hands it to the others.
+"""The join token: the secret of a run over several nodes, and the files through which a generated one is shared.
 
-Given by `--join-token` or in the environment it is the same on all nodes. Else the node that keeps the meeting point
-makes one and leaves it in files that only this user can read: in the run directory, where that was given, and in the
+A token from `--join-token` or the environment is the same on all nodes. Otherwise the node that runs the store
+generates one and writes it to files that only this user can read: in the run directory, if that was set, and in the
 user's cache, which nodes of a cluster often share.
 """
 
@@ -15,16 +15,16 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from distributed.core.atomic import make_private, write_private
 from distributed.core.env import JOIN_TOKEN
 from distributed.core.errors import ConfigError
-from distributed.core.private_files import make_private, write_private
+from distributed.core.run_dir import RunDir
 
-FILE = "join-token"  # in the run directory
-SHORTEST = 16  # characters: who reaches the port may guess
+SHORTEST = 16  # characters: any process that reaches the port may guess
 
 
 def read_join_token(text: str, source: str) -> str:
-    """A token as it was given: itself, or `@` and the file that holds it.
+    """The token of a setting: its text, or the content of the file after an `@`.
 
     >>> read_join_token("0123456789abcdef", "--join-token")
     '0123456789abcdef'
@@ -39,7 +39,7 @@ def read_join_token(text: str, source: str) -> str:
     if len(token) < SHORTEST:
         raise ConfigError(
             f"the join token ({source}) has {len(token)} characters",
-            why=f"whoever guesses it takes part in the run, so it has at least {SHORTEST}",
+            why=f"a process that guesses it joins the run, so a token has at least {SHORTEST} characters",
             do=make,
         )
     return token
@@ -50,17 +50,17 @@ def new_join_token() -> str:
 
 
 def token_files(host: str, port: int, run_dir: str | None, cache: Path) -> list[Path]:
-    """Where the token of the run that meets there is left; `run_dir` is the one that the user named.
+    """The token files of the run with that rendezvous endpoint; `run_dir` is the one that the user named.
 
     >>> [path.as_posix() for path in token_files("n0", 29400, "runs/a", Path("/cache"))]
     ['runs/a/join-token', '/cache/join/n0-29400']
     """
     name = re.sub(r"[^\w.-]", "_", f"{host}-{port}")
-    return [*([Path(run_dir) / FILE] if run_dir else []), cache / "join" / name]
+    return [*([RunDir(run_dir).join_token] if run_dir else []), cache / "join" / name]
 
 
 def leave_token(token: str, files: Sequence[Path]) -> list[Path]:
-    """Write it where that can be done; whole or not at all, and for this user only."""
+    """Write the token to each file that can be written, atomically and for this user only."""
     written = []
     for path in files:
         with contextlib.suppress(OSError):
@@ -71,12 +71,12 @@ def leave_token(token: str, files: Sequence[Path]) -> list[Path]:
 
 
 def find_tokens(files: Sequence[Path]) -> list[str]:
-    """What was left there by this user. Anybody else's would lead this node into a run that is not its own."""
+    """The token in the files of this user. Another user's token would join this node to another run."""
     return [token for path in files if (token := _own_text(path))]
 
 
 def remove_token(token: str, files: Sequence[Path]) -> None:
-    """Unless another run has left its own there since."""
+    """Remove the token's files, unless another run has replaced the token."""
     for path in files:
         if _own_text(path) == token:
             with contextlib.suppress(OSError):

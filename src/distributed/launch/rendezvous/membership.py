@@ -1,6 +1,6 @@
-"""Membership: one node among several that meet again and again, over a meeting point that may be out of reach.
+"""Membership: one node of several through every rendezvous of a run, also while the store cannot be reached.
 
-Whatever talks to the store may hang for good when a link is cut, so it is done in threads that are given up on.
+A call to the store may hang forever when a link is cut, so it is made in threads that can be abandoned.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ from typing import Generic, Protocol, TypeVar
 
 from distributed.core.env import StoreDoor
 from distributed.core.errors import LaunchError
-from distributed.core.store_wire import StoreRefusedError
-from distributed.launch.nodes import News, Round, RunOver, StoppedWaiting
-from distributed.launch.peers import ARRIVED, KeyValueStore, NodeTalk
+from distributed.core.protocol.store_wire import StoreRefusedError
 from distributed.launch.ports import free_port
-from distributed.launch.rendezvous import rendezvous
+from distributed.launch.rendezvous.attendance import rendezvous
+from distributed.launch.rendezvous.node_channel import ARRIVED, KeyValueStore, NodeChannel
+from distributed.launch.rendezvous.nodes import News, Round, RunOver, StoppedWaiting
+from distributed.launch.rendezvous.rounds import Rounds
+from distributed.launch.rendezvous.seating import NodeOffer, RoundRecord
 from distributed.launch.request import LaunchRequest
-from distributed.launch.rounds import Rounds
-from distributed.launch.seats import NodeCard, RoundRecord
 
 _POLL_S = 0.02
 _RETRY_S = 0.2
-_REFUSED_S = 10.0  # that a token which the user gave may be refused
-_FLUSH_S = 1.0  # for the news that makes the others come
-_FULL_S = 10.0  # a run of fixed size has had all of its nodes for so long: one more is a mistake
+_REFUSED_S = 10.0  # a user's token may be refused this long before it is an error
+_FLUSH_S = 1.0  # to send the message that makes the other nodes join the next round
+_FULL_S = 10.0  # a run of fixed size has had all of its nodes for this long: one more is a mistake
 
 T = TypeVar("T")
 
 
 class MeetingPoint(Protocol):
-    """Where the store is."""
+    """The rendezvous endpoint: where the store is, and how to connect to it."""
 
     address: str  # of this node, as the others reach it
 
     def connect(self, *, may_keep_store: bool) -> KeyValueStore:
-        """A new connection; the first may make the store in this process. Raises OSError when nobody answers."""
+        """A new connection; the first call may start the store in this process. Raises OSError without an answer."""
 
     def keeps_store(self) -> bool: ...
 
     @property
     def has_given_token(self) -> bool:
-        """Whether the token that opens it is the user's, so that one which is refused stays wrong."""
+        """Whether the user gave the join token, so that a refused one stays wrong."""
 
     def door(self) -> StoreDoor:
-        """The way to it, for the ranks."""
+        """The address of the store and its secret, for the ranks."""
 
     def close(self) -> None:
-        """Remove what was left for others to find it by."""
+        """Remove the files by which other nodes find the store."""
 
 
 @dataclass
 class _Line:
-    """Connections to the meeting point: one to meet, one to talk, since each does one thing at a time."""
+    """Connections to the store: one for the rendezvous, one for messages, since each handles one call at a time."""
 
     identity: str  # of the store, so that a new one at the same address is noticed
     agent: int
     store: KeyValueStore
-    talk: NodeTalk
+    talk: NodeChannel
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     def drop(self) -> None:
@@ -72,10 +72,10 @@ class _Line:
 
 
 class Membership:
-    """See Nodes. `timeout_s` is for the first meeting, `rejoin_timeout_s` for all later ones.
+    """See Nodes. `timeout_s` limits the first rendezvous, `rejoin_timeout_s` each later one.
 
-    Once `min_nodes` are there, the first meeting waits `first_call_s` for the rest, and later ones `last_call_s` for
-    those that were heard of lately. `try_s` is for one try to connect; one that takes longer hangs half open.
+    Once `min_nodes` have joined, the first rendezvous waits `first_call_s` for the rest, and later ones `last_call_s`
+    for nodes with a recent heartbeat. `try_s` limits one attempt to connect; a longer one hangs half open.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Membership:
         self._try_s = try_s
         self._rounds = Rounds(request, rendezvous, first_call_s=first_call_s, last_call_s=last_call_s)
         self._line: _Line | None = None
-        self._members = 0  # of the round that this node is in; 0: of none
+        self._members = 0  # nodes of this node's round; 0: it is in none
 
     def gather(
         self,
@@ -118,7 +118,7 @@ class Membership:
         while True:
             line = self._line
             if line is None or line.talk.is_cut or line.abandoned.is_set():
-                if line is not None:  # its threads hang, and must not speak for this node when the link heals
+                if line is not None:  # its threads hang, and must not send for this node when the link recovers
                     line.drop()
                 line = self._line = self._connect(line, deadline, limit_s, is_stopped)
             line.talk.flush(_FLUSH_S)
@@ -155,8 +155,8 @@ class Membership:
     def close(self) -> None:
         self._point.close()
 
-    def _card(self, line: _Line, attempt: int, sizes: Sequence[int], ranks: int) -> NodeCard:
-        return NodeCard(
+    def _card(self, line: _Line, attempt: int, sizes: Sequence[int], ranks: int) -> NodeOffer:
+        return NodeOffer(
             host=socket.gethostname(),
             address=self._point.address,
             wanted_rank=self._request.node_rank,
@@ -187,7 +187,7 @@ class Membership:
         limit_s: float,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        """Until the nodes have met; False: this node was cut off meanwhile."""
+        """Wait until the rendezvous is complete; False: this node lost its connection meanwhile."""
         host, port = self._request.meeting_point
         full_since: float | None = None
         while not errand.wait(_POLL_S):
@@ -202,7 +202,7 @@ class Membership:
                 return False
             now = time.monotonic()
             if self._rounds.is_spare:
-                deadline = now + limit_s  # others train: this may take as long as the run
+                deadline = now + limit_s  # other nodes train: the wait may last as long as the run
             full_since = (full_since or now) if self._rounds.is_spare and self._rounds.is_full_for_good else None
             if full_since is not None and now > full_since + _FULL_S:
                 line.talk.leave(ok=False)
@@ -214,13 +214,13 @@ class Membership:
                 here = len(line.talk.alive())
                 line.talk.leave(ok=False)
                 raise LaunchError(
-                    f"only {here} of {self._request.fewest_nodes} nodes came to {host}:{port} within {limit_s:.0f} s",
+                    f"only {here} of {self._request.fewest_nodes} nodes joined at {host}:{port} within {limit_s:.0f} s",
                     do=f"start the same command on all nodes, with master_addr={host} master_port={port}",
                 )
-        return not isinstance(errand.error, RuntimeError)  # as when the connection is lost
+        return not isinstance(errand.error, RuntimeError)  # the connection is lost
 
     def _connect(self, before: _Line | None, deadline: float, limit_s: float, is_stopped: Callable[[], bool]) -> _Line:
-        """A new connection to the meeting point, tried until the deadline."""
+        """A new connection to the rendezvous endpoint, retried until the deadline."""
         host, port = self._request.meeting_point
         why = "no answer"
         refused_since: float | None = None
@@ -240,7 +240,7 @@ class Membership:
             refused_since = (refused_since or now) if is_refused else None
             if is_stopped():
                 raise StoppedWaiting
-            # A run that has just ended may be there still, and a token in a file may be on its way.
+            # A run that has just ended may still listen there, and a token file may not be written yet.
             if refused_since is not None and self._point.has_given_token and now > refused_since + _REFUSED_S:
                 break
             if now > deadline:
@@ -252,21 +252,20 @@ class Membership:
             raise LaunchError(
                 f"no node of this run answers at {host}:{port} (waited up to {limit_s:.0f} s)",
                 why=why,
-                do="start the node with that address too, check the port and the firewall, and that nothing else uses"
-                " it",
+                do="start the node with that address too, and check the port (ss -ltnp there) and the firewall",
             )
         raise LaunchError(
-            f"the node that keeps the meeting point {host}:{port} is gone: no answer for {limit_s:.0f} s",
-            why=f"the nodes of a run meet through the launcher on that node, and cannot go on without it ({why})",
+            f"the node of the rendezvous endpoint {host}:{port} is gone: no answer for {limit_s:.0f} s",
+            why=f"the rendezvous store ran in the launcher on that node, and is lost with it ({why})",
             do="start the same command on all nodes again, with resume_from_checkpoint=true and the same run_dir",
         )
 
     def _open(self, before: _Line | None) -> _Line:
-        """In a thread that may be given up on: it changes nothing of this node."""
+        """Open the connections, in a thread that may be abandoned: it changes nothing of this node."""
         store = self._point.connect(may_keep_store=before is None)
         identity = store.compare_set("identity", "", uuid.uuid4().hex).decode()
         agent = before.agent if before is not None and before.identity == identity else store.add(ARRIVED, 1)
-        talk = NodeTalk(
+        talk = NodeChannel(
             self._point.connect(may_keep_store=False),
             agent,
             keeps_store=self._point.keeps_store(),
@@ -277,7 +276,7 @@ class Membership:
 
 
 class _Errand(Generic[T]):
-    """Something done in a thread of its own, which the caller may give up on."""
+    """A call in its own thread, which the caller may abandon."""
 
     def __init__(self, task: Callable[[], T]) -> None:
         self._task = task
@@ -289,7 +288,7 @@ class _Errand(Generic[T]):
     def _run(self) -> None:
         try:
             self._results.append(self._task())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the boundary of a thread: raised by `result`
             self.error = error
         finally:
             self._ended.set()
@@ -298,7 +297,7 @@ class _Errand(Generic[T]):
         return self._ended.wait(timeout_s)
 
     def give_up(self, dispose: Callable[[T], None]) -> None:
-        """Nobody waits for it any more; what still comes of it is disposed of."""
+        """Abandon the call; a result that it still returns is discarded."""
 
         def await_result() -> None:
             self._ended.wait()

@@ -1,4 +1,4 @@
-"""NodeTalk: what agents tell each other through a store: that each is there, what it does, and what happened to it."""
+"""NodeChannel: the heartbeats, states and failures that agents report to each other through the store."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from distributed.launch.nodes import News
+from distributed.launch.rendezvous.nodes import News
 
-ARRIVED, ROUND = "arrived", "round"  # keys: how many agents ever came; the number of the newest round
+ARRIVED, ROUND = "arrived", "round"  # keys: how many agents ever connected; the number of the newest round
 
-_TICK_S = 0.1  # between looks at the news
+_TICK_S = 0.1  # between reads of the messages
 _BEAT_S = 0.4
-_LEAVE_S = 5.0  # for the others to hear why this node ends
-_FRESH_S = 2.0  # a node that waits has beaten within this time
+_LEAVE_S = 5.0  # for the other nodes to read why this node ends
+_FRESH_S = 2.0  # a waiting node has sent a heartbeat within this time
 
-# What an agent does, as its beats say. Those that have gone ended well, those that have left did not.
+# An agent's state, as its heartbeats report it. An agent that has gone ended well, one that has left did not.
 _WAITING, _IN, _DONE, _GONE, _LEFT = "waiting", "in", "done", "gone", "left"
 
 
 class KeyValueStore(Protocol):
-    """The part of a StoreClient that is used here. A lost connection raises RuntimeError."""
+    """The methods of a StoreClient that are used here. A lost connection raises RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -47,17 +47,17 @@ class _Seen:
     beat: bytes
     status: str
     since: float  # when it was first seen
-    changed: float  # when the beat last was another one
+    changed: float  # when the heartbeat last changed
 
     @property
     def moves(self) -> bool:
         return self.changed > self.since
 
 
-class NodeTalk:
-    """The line between an agent and the others, over one connection to the store.
+class NodeChannel:
+    """Messages between an agent and the others, over one connection to the store.
 
-    A thread talks to the store, which may hang for good when a link is cut; the caller does not, and notices that.
+    A thread calls the store, and may hang forever when a link is cut; the caller never waits for it, and notices that.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class NodeTalk:
         self._hosts: tuple[str, ...] = ()
         self._active: frozenset[int] = frozenset()
         self._reported: set[object] = set()
-        self._early: list[tuple[int, News]] = []  # of rounds that others entered before this node did
+        self._early: list[tuple[int, News]] = []  # of rounds that other nodes entered before this one
         self._status, self._shown_status = _WAITING, ""
         self._seen: dict[int, _Seen] = {}
         self._over = self._has_looked = False
@@ -98,7 +98,7 @@ class NodeTalk:
         self._thread.start()
 
     def enter(self, number: int, agents: Sequence[int], hosts: Sequence[str], active: Sequence[int]) -> None:
-        """This node takes part in a round now; `agents` in the order of the nodes' ranks, `active` run ranks."""
+        """Enter a round; `agents` are in the order of the node ranks, and the `active` ones run ranks."""
         with self._lock:
             self._forget_last_round()
             self._round, self._agents, self._hosts = number, tuple(agents), tuple(hosts)
@@ -107,7 +107,7 @@ class NodeTalk:
             now = time.monotonic()
             for agent in self._agents:
                 seen = self._seen.get(agent, _Seen(b"", _IN, now, now))
-                if seen.status != _LEFT:  # it was there a moment ago, whatever was seen of it before
+                if seen.status != _LEFT:  # it had a heartbeat a moment ago
                     self._seen[agent] = _Seen(seen.beat, _IN, now, now)
             early, self._early = self._early, []
             for of_round, news in early:
@@ -124,7 +124,7 @@ class NodeTalk:
                 self._inbox.put(news)
 
     def wait(self) -> None:
-        """This node's round is over, and it waits for the next one."""
+        """Leave the round that is over, and wait for the next one."""
         with self._lock:
             self._agents, self._hosts, self._active = (), (), frozenset()
         self._show(_WAITING)
@@ -157,11 +157,11 @@ class NodeTalk:
 
     @property
     def has_looked(self) -> bool:
-        """Whether it knows yet who there is."""
+        """Whether the heartbeats of all agents were read at least once."""
         return self._has_looked
 
     def alive(self) -> set[int]:
-        """The agents that were heard of lately and did not leave, this one among them."""
+        """The agents with a recent heartbeat that did not leave, including this one."""
         now = time.monotonic()
         with self._lock:
             there = {
@@ -172,13 +172,13 @@ class NodeTalk:
         return there | {self._agent}
 
     def flush(self, timeout_s: float) -> None:
-        """Until what was told is out."""
+        """Wait until all messages are sent."""
         deadline = time.monotonic() + timeout_s
         while self._sent < self._told and not self._stuck() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
-        """See Peers.leave. The node that keeps the store goes last, as long as the others are about to go."""
+        """See Peers.leave. The node that runs the store leaves last, if the others are about to leave."""
         if self._closed.is_set():
             return None
         if ok:
@@ -187,7 +187,7 @@ class NodeTalk:
             if news is not None:
                 self._show(_IN)
                 return news
-        self.flush(_LEAVE_S)  # why is told before this node is seen to leave
+        self.flush(_LEAVE_S)  # the reason is sent before the heartbeat says that this node left
         self._show(_GONE if ok else _LEFT)
         deadline = time.monotonic() + _LEAVE_S
         while not self._stuck() and time.monotonic() < deadline:
@@ -199,7 +199,7 @@ class NodeTalk:
         return None
 
     def close(self) -> None:
-        """No more talk on this connection; a thread that waits in it ends."""
+        """Close the connection; a thread that waits in it ends."""
         self._closed.set()
         self._wake.set()
         self._store.cut()
@@ -233,7 +233,7 @@ class NodeTalk:
         return self.is_cut
 
     def _check_line(self) -> None:
-        """Whether the thread still gets answers. Counts small steps of time, so that no suspended agent is cut off."""
+        """Report that the thread gets no answers. Counts short intervals, so that no suspended agent is cut off."""
         now = time.monotonic()
         step, self._looked_at = min(now - self._looked_at, 1.0), now
         self._silent_s = 0.0 if self._steps != self._steps_before else self._silent_s + step
@@ -242,7 +242,7 @@ class NodeTalk:
             return
         self.is_cut = True
         why = self._broken or f"no answer for {self._silent_s:.0f} s"
-        self._inbox.put(News(-1, "", "cut off", f"this node does not reach the meeting point any more ({why})"))
+        self._inbox.put(News(-1, "", "cut off", f"this node lost its connection to the rendezvous store ({why})"))
 
     def _talk(self) -> None:
         beat_at = look_at = 0.0
@@ -274,7 +274,7 @@ class NodeTalk:
         self._shown_status = status
 
     def _send(self) -> None:
-        """At the end of the list of news, in one request each: a node that is killed meanwhile leaves no gap in it."""
+        """Append messages to the list in the store, in one request each: a node that is killed leaves no gap."""
         while not self._outbox.empty():
             of_round, news = self._outbox.get()
             entry = json.dumps({"agent": self._agent, "round": of_round, "news": asdict(news)}).encode()
@@ -291,7 +291,7 @@ class NodeTalk:
                     self._sort(entry["round"], News(**entry["news"]))
 
     def _sort(self, of_round: int, news: News) -> None:
-        """What ends the run concerns everyone; what ends a round, those who are in it."""
+        """Whether a message is for this node: the end of the run is for all nodes, that of a round for its nodes."""
         if news.kind in ("failed", "stopping"):
             self._inbox.put(news)
         elif of_round > self._round:
@@ -301,7 +301,7 @@ class NodeTalk:
             self._inbox.put(news)
 
     def _look(self) -> None:
-        """Read the beats of all agents that ever came and have not left."""
+        """Read the heartbeats of all agents that connected and have not left."""
         arrived = range(1, self._store.add(ARRIVED, 0) + 1)
         with self._lock:
             gone = {agent for agent, seen in self._seen.items() if seen.status in (_GONE, _LEFT)}
@@ -318,9 +318,9 @@ class NodeTalk:
         self._has_looked = True
 
     def _judge(self) -> None:
-        """Say once what became of the nodes of this round. A node that was cut off or killed says nothing itself."""
+        """Report once each node of this round that was lost. One that was cut off or killed sends nothing itself."""
         newest = self._store.add(ROUND, 0)
-        self._hear()  # a node tells why before it leaves, and before it opens the next round
+        self._hear()  # a node sends the reason before it leaves, and before it opens the next round
         now = time.monotonic()
         with self._lock:
             for rank, agent in enumerate(self._agents):
@@ -331,9 +331,11 @@ class NodeTalk:
                 if seen.status == _LEFT:
                     self._report(agent, News(rank, self._hosts[rank], "lost", "it left the run"))
                 elif silent_s > self._lost_after_s:
-                    self._report(agent, News(rank, self._hosts[rank], "lost", f"not heard of for {silent_s:.0f} s"))
+                    self._report(agent, News(rank, self._hosts[rank], "lost", f"no heartbeat for {silent_s:.0f} s"))
             if self._agents and newest > self._round:
-                self._report("regroup", News(-1, "", "regroup", "other nodes began to meet again", cause="regroup"))
+                self._report(
+                    "regroup", News(-1, "", "regroup", "other nodes began another rendezvous", cause="regroup")
+                )
             if self._agents and self._agent not in self._active and self._all_done():
                 self._report("done", News(-1, "", "done", "the nodes that run ranks have ended well"))
 

@@ -1,45 +1,46 @@
-"""The nodes of a run as its supervisor sees them: they meet, again and again, and tell each other what happened.
+"""The nodes of a run as its supervisor sees them: a rendezvous for each attempt, and messages in between.
 
-One agent, the launching process, stands for each node. `Alone` is the run on one node; several are in `elastic`.
+One agent, the launching process, represents each node. `Alone` is a run on one node; several nodes are in `elastic`.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
 from distributed.core.env import StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.launch.ports import free_port
+from distributed.launch.rendezvous.store_server import LocalStore
 from distributed.launch.request import LaunchRequest, NodePlace
-from distributed.launch.store_server import LocalStore
 
 
 @dataclass(frozen=True)
 class News:
-    """Something that concerns all nodes.
+    """A message to all nodes.
 
-    Kinds that a node tells: "failed" (the run is given up: everyone ends), "stopping" (with the signal) and "regroup"
-    (this round is over, all meet again). Kinds that are found out here: "lost" (a node is not heard of any more) and
-    "cut off" (this node does not reach the meeting point any more). In RunOver also "done": the others ended well.
+    Kinds that a node sends: "failed" (the run is given up: all nodes end), "stopping" (with the signal) and "regroup"
+    (this round is over, the next one begins). Kinds that are found here: "lost" (a node has no heartbeat any more) and
+    "cut off" (this node lost its connection to the store). In RunOver also "done": the other nodes ended well.
     """
 
-    node_rank: int  # -1: not known
+    node_rank: int  # -1: unknown
     host: str
     kind: str
     message: str = ""
+    _: KW_ONLY
     rank: int = -1  # -1: the node itself
     log_path: str = ""
     exit_code: int = 1
     signal: int = 0
-    cause: str = ""  # of a regroup: what kind of thing ended the round
+    cause: str = ""  # of a regroup: the kind of fault that ended the round
 
 
 @dataclass(frozen=True)
 class Round:
-    """One meeting: who is in the world now. `hosts` names those that stand by too, after those that run ranks."""
+    """The result of one rendezvous. `hosts` lists the nodes that run ranks, then those on standby."""
 
     attempt: int  # strictly increasing over all nodes of a run
     restarts: int  # worlds of this run before this one, since it was launched
@@ -49,7 +50,7 @@ class Round:
 
 
 class RunOver(LaunchError):
-    """The run ended while this node waited to take part in it."""
+    """The run ended while this node waited to join it."""
 
     def __init__(self, news: News) -> None:
         who = f"node {news.node_rank} ({news.host})" if news.node_rank >= 0 else "another node"
@@ -66,28 +67,28 @@ class RunOver(LaunchError):
 
 
 class StoppedWaiting(Exception):
-    """Whoever waited for the other nodes was asked to stop."""
+    """A stop was requested during the wait for the other nodes."""
 
 
 class Peers(Protocol):
     """The other nodes of a run."""
 
     def tell(self, news: News) -> None:
-        """Say it to all; returns at once."""
+        """Send a message to all nodes; returns at once."""
 
     def news(self) -> News | None:
-        """The next thing that another node said, or that became of it; never waits."""
+        """The next message of another node, or on its loss; never waits."""
 
     def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
-        """This node has ended. Waits no longer once `is_stopped`.
+        """Leave the run. Waits no longer once `is_stopped`.
 
-        If well, waits for the others, and returns the news if one of them did not after all: after "regroup" and
-        "lost" this node may gather again, as if it had not left.
+        If this node ended well, waits for the other nodes, and returns the message if one of them failed after all:
+        after "regroup" and "lost" this node may gather again, as if it had not left.
         """
 
 
 class Nodes(Peers, Protocol):
-    """All nodes of a run, able to meet again after something happened to one of them."""
+    """All nodes of a run, with another rendezvous after the loss of one of them."""
 
     def gather(
         self,
@@ -96,23 +97,23 @@ class Nodes(Peers, Protocol):
         ranks: int | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Round:
-        """Meet the others; blocks until enough are there.
+        """The rendezvous with the other nodes; blocks until enough have joined.
 
-        All nodes that are still there call it again for every regroup. `attempt` is the lowest number this node can
-        accept; the highest over the nodes wins. The world is the largest of the legal `sizes` (none: any) that the
-        ranks of the nodes suffice for; nodes beyond it stand by with no ranks. `ranks` are those that this node has to
-        offer, if not as many as the request says. Raises RunOver when the run ended meanwhile, LaunchError when the
-        nodes do not come together, and StoppedWaiting once `is_stopped` says so.
+        All remaining nodes call it again for every regroup. `attempt` is the lowest number this node can accept; the
+        highest over the nodes is used. The world size is the largest of the legal `sizes` (none: any) that the nodes
+        have ranks for; nodes beyond it are on standby without ranks. `ranks` is the number that this node offers, if
+        not that of the request. Raises RunOver if the run ended meanwhile, LaunchError if the rendezvous fails, and
+        StoppedWaiting once `is_stopped` is true.
         """
 
     def newcomer(self) -> bool:
-        """Whether a node waits to join, and may; never waits."""
+        """Whether a node waits to join and may do so; never waits."""
 
     def door(self) -> StoreDoor:
-        """The store at which the ranks of all nodes find each other."""
+        """The store through which the ranks of all nodes rendezvous."""
 
     def close(self) -> None:
-        """Nothing more is asked of this; what was made for the run alone is removed."""
+        """Remove the files that were made for this run only; no other call follows."""
 
 
 class Alone:
@@ -130,7 +131,7 @@ class Alone:
         ranks: int | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Round:
-        """The world of this node, with a fresh port; one that the user named is used by the first attempt only.
+        """The world of this node, with a free port; a port that the user set is used by the first attempt only.
 
         >>> Alone(LaunchRequest(("train.py",), "runs/x", ranks_per_node=3)).gather(0, sizes=(1, 2, 4)).place.ranks
         2
@@ -143,7 +144,7 @@ class Alone:
         return Round(attempt, self._met - 1, place, (socket.gethostname(),), self._request.run_dir)
 
     def tell(self, news: News) -> None:
-        """Nobody hears it."""
+        """Does nothing: no other node receives the message."""
 
     def news(self) -> News | None:
         return None
@@ -164,7 +165,7 @@ class Alone:
 
 
 def world_size(available: int, sizes: Sequence[int] = ()) -> int:
-    """The largest legal world that so many ranks suffice for.
+    """The largest legal world size for that many ranks.
 
     >>> world_size(7, (1, 2, 4, 8)), world_size(7)
     (4, 7)
@@ -172,7 +173,7 @@ def world_size(available: int, sizes: Sequence[int] = ()) -> int:
     legal = [size for size in sizes if size <= available]
     if sizes and not legal:
         raise LaunchError(
-            f"{available} ranks are there, and the smallest world that is allowed has {min(sizes)}",
+            f"{available} ranks are available, and the smallest legal world size is {min(sizes)}",
             do="start more nodes, or allow smaller worlds",
         )
     return max(legal) if legal else available

@@ -1,7 +1,7 @@
-"""Rounds: agents find the meeting that is open, or open the next one, and agree there on one record.
+"""Rounds: agents join the open round of the rendezvous, or open the next one, and agree on one record.
 
-Each round has a number and is decided once: by its record, or by the word that it came to nothing. Which of the two is
-written first in the store holds for all, so that no two nodes believe in different worlds.
+Each round has a number and is decided once: by its record, or by an entry that it failed. The first of the two that
+is written to the store holds for all nodes, so that no two nodes form different worlds.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from distributed.launch.peers import ROUND, KeyValueStore, NodeTalk
+from distributed.launch.rendezvous.node_channel import ROUND, KeyValueStore, NodeChannel
+from distributed.launch.rendezvous.seating import NodeOffer, RoundRecord, arrange
 from distributed.launch.request import LaunchRequest
-from distributed.launch.seats import NodeCard, RoundRecord, arrange
 
 _POLL_S = 0.02
 _IDLE_POLL_S = 0.1
-_CARD_S = 5.0  # for a node that was counted to say who it is
-_RECORD_S = 3.0  # beyond that, for the record to be written
-_MEMBERS_FIRST_S = 2.0  # in a full run, for the nodes of the last round to come back before others take their seats
+_CARD_S = 5.0  # for a node that has a seat to write its offer
+_RECORD_S = 3.0  # after that, for the record to be written
+_MEMBERS_FIRST_S = 2.0  # in a full run, for the nodes of the last round to rejoin before others take their seats
 
 
 class Abandoned(Exception):
-    """Whoever waited for this gave up."""
+    """The caller that waited for this thread gave up."""
 
 
 class RoundOver(Exception):
-    """The nodes have gone on to a later round."""
+    """The nodes have moved to a later round."""
 
 
 class TooLate(Exception):
@@ -38,22 +38,22 @@ class TooLate(Exception):
 
 @dataclass(frozen=True)
 class Terms:
-    """How many nodes a round takes; those who open it decide, for all who come."""
+    """How many nodes a round takes; the node that opens the round decides."""
 
     fewest: int
     most: int
-    last_call_s: float  # for more to come, once the fewest are there
+    last_call_s: float  # for more nodes to join, once `fewest` have
 
 
 class Rendezvous(Protocol):
-    """Counts those who come."""
+    """Counts the nodes that join a round."""
 
     def __call__(self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]) -> tuple[int, int]:
-        """This node's seat and how many there are; raises TooLate, and whatever `check` raises to end the wait."""
+        """This node's seat and the number of seats; raises TooLate, and what `check` raises to end the wait."""
 
 
 class Rounds:
-    """The rounds of a run as one node lives through them."""
+    """The rounds of a run, from the side of one node."""
 
     def __init__(
         self, request: LaunchRequest, rendezvous: Rendezvous, *, first_call_s: float = 30.0, last_call_s: float = 3.0
@@ -64,17 +64,17 @@ class Rounds:
         self._last_call_s = last_call_s
         self._last = 0  # the newest round that this node tried
         self._was_member = False
-        self.is_spare = False  # others are in a round that is complete, and this node waits for the next one
-        self.is_full_for_good = False  # and there will be none for it, as things stand
+        self.is_spare = False  # other nodes are in a complete round, and this one waits for the next
+        self.is_full_for_good = False  # and no later round will have a seat for it, unless a node is lost
 
     def forget(self) -> None:
-        """The store is a new one: rounds are counted from the start."""
+        """Count rounds from the start, because the store is a new one."""
         self._last = 0
 
     def meet(
-        self, store: KeyValueStore, talk: NodeTalk, card: NodeCard, abandoned: threading.Event
+        self, store: KeyValueStore, talk: NodeChannel, card: NodeOffer, abandoned: threading.Event
     ) -> tuple[int, RoundRecord]:
-        """The next round that this node is in. Runs in a thread that is abandoned when the store hangs."""
+        """Join the next round with a seat for this node. Runs in a thread that is abandoned if the store hangs."""
 
         def check() -> None:
             if abandoned.is_set():
@@ -109,7 +109,7 @@ class Rounds:
             try:
                 seat = self._rendezvous(store, number, terms, check)
                 self._last = number
-                record = self._agree(store, number, card, before, *seat)
+                record = self._agree(store, number, card, before=before, seat=seat[0], seats=seat[1])
             except RoundOver:
                 self._last = number
                 continue
@@ -117,15 +117,15 @@ class Rounds:
                 if time.monotonic() > late_since.setdefault(number, time.monotonic()) + _CARD_S + 2 * _RECORD_S:
                     store.compare_set(
                         f"record/{number}", "", RoundRecord().to_json()
-                    )  # those it was sealed with are gone
+                    )  # the nodes that it was sealed with are gone
                 time.sleep(_IDLE_POLL_S)
                 continue
             if card.agent in record.agents:
                 self._was_member = True
                 return number, record
 
-    def _open(self, store: KeyValueStore, talk: NodeTalk, number: int) -> None:
-        """Begin a round. After the first one those who are there are waited for, and nobody else."""
+    def _open(self, store: KeyValueStore, talk: NodeChannel, number: int) -> None:
+        """Open a round. After the first one, only nodes with a recent heartbeat are waited for."""
         fewest, most = self._request.fewest_nodes, self._request.most_nodes
         if _before(store, number) is None:
             terms = Terms(fewest, max(fewest, min(most, self._request.num_nodes)), self._first_call_s)
@@ -134,9 +134,9 @@ class Rounds:
         store.compare_set(f"terms/{number}", "", json.dumps(asdict(terms)))
         store.compare_set(ROUND, str(number - 1), str(number))
 
-    def _wait_outside(self, talk: NodeTalk, number: int, decided: RoundRecord) -> None:
+    def _wait_outside(self, talk: NodeChannel, number: int, decided: RoundRecord) -> None:
         there = talk.alive()
-        if not any(agent in there for agent in decided.agents):  # nobody is left who could begin the next one
+        if not any(agent in there for agent in decided.agents):  # no node is left that could open the next one
             self._last = number
             return
         fixed = self._request.fewest_nodes == self._request.most_nodes
@@ -144,13 +144,13 @@ class Rounds:
         self.is_full_for_good = fixed and full and not self._was_member
         time.sleep(_IDLE_POLL_S)
 
-    def _steps_back(self, card: NodeCard, before: RoundRecord | None) -> bool:
+    def _steps_back(self, card: NodeOffer, before: RoundRecord | None) -> bool:
         return before is not None and card.agent not in before.agents and len(before.agents) >= self._request.most_nodes
 
     def _agree(
-        self, store: KeyValueStore, number: int, card: NodeCard, before: RoundRecord | None, seat: int, seats: int
+        self, store: KeyValueStore, number: int, card: NodeOffer, *, before: RoundRecord | None, seat: int, seats: int
     ) -> RoundRecord:
-        """Lay the card on the table; the one in seat 0 writes the record."""
+        """Write this node's offer; the node in seat 0 then writes the record."""
         store.set(f"card/{number}/{seat}", json.dumps(asdict(card)))
         deadline = time.monotonic() + _CARD_S + (_RECORD_S if seat else 0.0)
         record = RoundRecord()
@@ -172,9 +172,9 @@ def _await(store: KeyValueStore, keys: list[str], deadline: float) -> bool:
     return True
 
 
-def _card(text: bytes) -> NodeCard:
+def _card(text: bytes) -> NodeOffer:
     fields = json.loads(text)
-    return NodeCard(**fields | {"sizes": tuple(fields["sizes"])})
+    return NodeOffer(**fields | {"sizes": tuple(fields["sizes"])})
 
 
 def _read(store: KeyValueStore, number: int) -> RoundRecord | None:
@@ -183,7 +183,7 @@ def _read(store: KeyValueStore, number: int) -> RoundRecord | None:
 
 
 def _before(store: KeyValueStore, number: int) -> RoundRecord | None:
-    """The record of the last round before this one that came to something."""
+    """The record of the last successful round before this one."""
     for earlier in range(number - 1, 0, -1):
         record = _read(store, earlier)
         if record is not None and record.agents:

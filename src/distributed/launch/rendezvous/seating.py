@@ -1,4 +1,4 @@
-"""Who is which node in a round: from the cards that the nodes lay on the table to one record that binds all."""
+"""Seating: from the offers of the nodes in a round to one record with their node ranks and world size."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from distributed.core.errors import LaunchError, Problem
-from distributed.launch.nodes import world_size
+from distributed.launch.rendezvous.nodes import world_size
 from distributed.launch.request import NodePlace
 
 
 @dataclass(frozen=True)
-class NodeCard:
-    """What a node says of itself when the nodes meet."""
+class NodeOffer:
+    """What a node offers at the rendezvous."""
 
     host: str
     address: str
@@ -29,7 +29,7 @@ class NodeCard:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What was agreed in a round; without `agents` it came to nothing, and the nodes go on to the next one."""
+    """The result of a round; without `agents` it failed, and the nodes continue with the next one."""
 
     agents: tuple[int, ...] = ()  # in the order of the nodes' ranks
     hosts: tuple[str, ...] = ()
@@ -72,10 +72,10 @@ class RoundRecord:
         )
 
 
-def arrange(cards: Sequence[NodeCard], before: RoundRecord | None, *, equal: bool = False) -> RoundRecord:
-    """The record of a round. `before` is that of the last one, if any; `equal`: all must run the same number of ranks.
+def arrange(cards: Sequence[NodeOffer], before: RoundRecord | None, *, equal: bool = False) -> RoundRecord:
+    """The record of a round. `before`: that of the last one, if any; `equal`: all nodes must run as many ranks.
 
-    Nodes of the last round keep their order and come first, so that rank 0 stays where the state is.
+    Nodes of the last round keep their order and come first, so that rank 0 stays on a node with the state.
     """
     problems: list[Problem] = []
     if before is None:
@@ -108,8 +108,8 @@ def arrange(cards: Sequence[NodeCard], before: RoundRecord | None, *, equal: boo
     )
 
 
-def seat(cards: Sequence[NodeCard], *, equal: bool = True) -> tuple[list[int], list[Problem]]:
-    """Who is which node: for each node rank its seat at the meeting, and what speaks against it. Alike on all nodes."""
+def seat(cards: Sequence[NodeOffer], *, equal: bool = True) -> tuple[list[int], list[Problem]]:
+    """The seat of each node rank, and the problems. Deterministic, so all nodes compute the same."""
     problems = []
     asked: dict[int, list[int]] = {}
     for number, card in enumerate(cards):
@@ -120,7 +120,7 @@ def seat(cards: Sequence[NodeCard], *, equal: bool = True) -> tuple[list[int], l
             problems.append(
                 Problem(
                     f"{len(seats)} nodes have node_rank={rank}: {', '.join(cards[number].host for number in seats)}",
-                    do="give each node its own, or leave node_rank out on all",
+                    do="give each node its own node_rank, or leave node_rank out on all nodes",
                 )
             )
     if equal and len({card.ranks for card in cards}) > 1:
@@ -128,11 +128,11 @@ def seat(cards: Sequence[NodeCard], *, equal: bool = True) -> tuple[list[int], l
         problems.append(
             Problem(
                 f"the nodes run different numbers of ranks: {counts}",
-                why="each node runs the same number",
+                why="every node of a run must have the same number of ranks",
                 do="set the same gpus_per_node on all nodes",
             )
         )
-    # Where nodes are missing, those with higher numbers move up.
+    # If nodes are missing, nodes with higher numbers move up.
     wishes = {seats[0]: rank for rank, seats in sorted(asked.items())}
     kept = {rank: number for number, rank in wishes.items() if rank < len(cards)}
     free = iter(

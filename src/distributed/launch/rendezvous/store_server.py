@@ -1,6 +1,7 @@
-"""StoreServer: the run's key-value store, kept by a thread of a launcher; only who shows the run's secret is heard.
+"""StoreServer: the run's key-value store in a thread of a launcher; clients must prove that they know its secret.
 
-Strangers cost little: their connections are short, and read 64 bytes of at most; a flood of them drops the oldest.
+An unauthenticated connection costs little: at most 64 bytes are read of it, it has a deadline, and too many of them
+drop the oldest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from distributed.core.env import StoreDoor
-from distributed.core.store_wire import (
+from distributed.core.protocol.store_wire import (
     CLIENT_BYTES,
     HELLO,
     LENGTH_BYTES,
@@ -34,8 +35,8 @@ from distributed.core.store_wire import (
     unpack,
 )
 
-_MOST_STRANGERS = 1024  # connections that have not shown the secret yet: ranks too, which all come at once
-_STRANGER_S = 5.0  # for which they may take to do so
+_MOST_STRANGERS = 1024  # connections that are not authenticated yet: ranks too, which all connect at once
+_STRANGER_S = 5.0  # for a connection to authenticate
 _BACKLOG = 1024
 _READ_BYTES = 1 << 16
 _PAUSE_S = 0.05  # when this process can open no more connections
@@ -43,10 +44,10 @@ _PAUSE_S = 0.05  # when this process can open no more connections
 
 @dataclass(eq=False)
 class _Guest:
-    """One connection."""
+    """One client's connection."""
 
     line: socket.socket
-    nonce: bytes = b""  # that it was greeted with; "": it has shown the secret
+    nonce: bytes = b""  # the challenge that was sent to it; "": it is authenticated
     since: float = 0.0
     heard: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
@@ -54,7 +55,7 @@ class _Guest:
 
 
 class StoreServer:
-    """Keeps the store from the moment it is made until `close`. One more than `most_strangers` drops the oldest."""
+    """Serves the store until `close`. More than `most_strangers` unauthenticated connections drop the oldest."""
 
     def __init__(self, listener: socket.socket, secret: str, *, most_strangers: int = _MOST_STRANGERS) -> None:
         self._listener, self._secret, self._most_strangers = listener, secret, most_strangers
@@ -71,7 +72,7 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on everyone."""
+        """Close all connections and end the thread."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(BrokenPipeError):  # the thread was awake, and has ended
@@ -95,14 +96,14 @@ class StoreServer:
     def _accept(self) -> None:
         try:
             line, _ = self._listener.accept()
-        except OSError:  # it went away again, or this process has no descriptor left
+        except OSError:  # the client disconnected, or this process has no descriptor left
             if not _allow_more_files():
                 self._drop_oldest_stranger()
                 time.sleep(_PAUSE_S)
             return
         try:
             self._greet(line)
-        except (OSError, ValueError):  # it is of another user, or went away again
+        except (OSError, ValueError):  # the client is another user's, or disconnected
             line.close()
 
     def _greet(self, line: socket.socket) -> None:
@@ -125,7 +126,7 @@ class StoreServer:
                 self._send(guest, b"")
             if events & selectors.EVENT_READ:
                 self._hear(guest)
-        except (OSError, ValueError, LookupError):  # it hung up, or does not speak our language
+        except (OSError, ValueError, LookupError):  # the client disconnected, or broke the protocol
             self._drop(guest)
 
     def _hear(self, guest: _Guest) -> None:
@@ -179,7 +180,7 @@ class StoreServer:
             self._waiting.setdefault(missing, set()).add(guest)
 
     def _tell(self, key: bytes) -> None:
-        """Those who wait for a key that is there now."""
+        """Answer the clients that wait for a key that is set now."""
         for guest in self._waiting.pop(key, ()):
             self._await(guest, guest.awaits)
 
@@ -230,7 +231,7 @@ def _add(values: _Values, words: list[bytes]) -> list[bytes]:
 
 
 def _compare(values: _Values, words: list[bytes]) -> list[bytes]:
-    """As torch's stores have it: what is not there equals nothing."""
+    """Compare and set as torch's stores do: a missing key equals an empty value."""
     key, expected, desired = words
     if key not in values and expected:
         return [expected]
@@ -259,7 +260,7 @@ _CHANGES = frozenset((b"set", b"add", b"compare", b"append"))
 
 
 def _allow_more_files() -> bool:
-    """A launcher at the meeting point has a connection for each rank of a run, and systems begin with few."""
+    """Raise the limit of open files: the store has a connection for each rank, and default limits are low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return False
@@ -270,7 +271,7 @@ def _allow_more_files() -> bool:
 
 
 class LocalStore:
-    """The store of a run on one machine: a local socket of this user, and no port at all."""
+    """The store of a run on one machine: a Unix socket of this user, and no port."""
 
     def __init__(self) -> None:
         secret = secrets.token_hex(32)

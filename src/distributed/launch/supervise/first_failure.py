@@ -1,4 +1,4 @@
-"""Who failed first: from how the ranks of a node ended to the one that is shown. Pure."""
+"""The first failure: from the endings of a node's ranks to the one that is reported. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from distributed.core.errors import CannotGoOnError, RankFailedError
-from distributed.core.failure import FailureRecord
+from distributed.core.protocol.failure import FailureRecord
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one rank ended; `time` is when it said so itself, or else when its launcher noticed."""
+    """How one rank ended; `time` is when it reported that, or else when its launcher noticed."""
 
     rank: int
     code: int  # as subprocess has it: negative for a signal
@@ -20,14 +20,12 @@ class Ending:
     log_path: str
     record: FailureRecord | None = None
     ended_by_us: bool = False
-    early_at: int | None = (
-        None  # of a rank that ended itself in mid-run with exit code 0: the step that it had finished
-    )
-    in_loop: bool = True  # False: it never came to our loop, so that nobody knows when it should have ended
+    early_at: int | None = None  # the last step of a rank that exited with code 0 before the run was over
+    in_loop: bool = True  # False: it never reached the training loop, so its right time to end is unknown
 
     @property
     def is_early(self) -> bool:
-        """It ended as if all were well, and the run was not over."""
+        """Whether the rank exited with code 0 before the run was over."""
         return self.code == 0 and self.early_at is not None
 
     @property
@@ -36,11 +34,11 @@ class Ending:
 
     @property
     def cannot_go_on(self) -> bool:
-        """It ended of itself after its world broke, so that whoever replaces it begins anew."""
+        """Whether the rank exited after its world broke, so that its replacement starts without its state."""
         return self.record is not None and self.record.exit_code == CannotGoOnError.exit_code
 
     def is_benign(self, stopping_with: int | None) -> bool:
-        """A good end, or the one that was asked for when the run is being stopped."""
+        """Whether a rank ended well, or by the signal that stops the run."""
         if stopping_with is None:
             return self.code == 0 and not self.is_early
         if self.code == 0:
@@ -50,9 +48,9 @@ class Ending:
 
 
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
-    """The rank that failed of itself, first by time; one whose connection broke only if there is no other.
+    """The earliest rank that failed by its own fault; one with a broken connection only if there is no other.
 
-    Where connections broke and nothing else did, a rank that had ended before, as if all were well, broke them.
+    If only connections broke, a rank that had exited with code 0 before broke them.
     """
     known = [ending for ending in endings if not ending.ended_by_us]
     failed = [ending for ending in known if ending.code != 0 or ending.is_early]
@@ -92,7 +90,7 @@ def describe(ending: Ending) -> str:
 
 
 def failure_error(ending: Ending, host: str, crash: str = "", *, message: str = "", why: str = "") -> RankFailedError:
-    """The one error that a user sees of a failed run."""
+    """The one error of a failed run that the user sees."""
     record = ending.record
     return RankFailedError(
         f"rank {ending.rank} (on {host}) failed: {message or describe(ending)}",

@@ -1,35 +1,36 @@
-"""HangWatch: finds a rank of this node that lives but does not move, and says where it stands and who waits for it.
+"""HangWatch: finds a rank of this node that runs without progress, and reports its line and the ranks that wait.
 
-A rank that hangs cannot be asked in words. Its heartbeat says that it is late, the kernel whether it may run at all,
-and faulthandler, which every rank has registered for SIGUSR2, in which line it is — also inside of native code.
-The kernel is asked through /proc: where there is none, no rank is found.
+A rank that hangs answers no message. Its heartbeat shows that it is late, the kernel shows whether it may run at all,
+and faulthandler, which every rank has registered for SIGUSR2, shows its line, even inside native code.
+The kernel's view is read from /proc; without /proc no hang is found.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
-from distributed.core.heartbeat import RECORD, Beat, Phase
-from distributed.launch.stacks import Standing, data_line, parse_stacks, standing
+from distributed.core.protocol.heartbeat import RECORD, Beat, Phase
+from distributed.launch.node.kernel import GONE, HALTED, Kernel
+from distributed.launch.supervise.flight_recorders import Recorders
+from distributed.launch.supervise.stacks import Whereabouts, data_line, parse_stacks, standing
+from distributed.launch.supervise.stuck_collectives import blame_mismatch, find_waits, standing_in
 
 _S = 1_000_000_000
 _SHORTEST_S = 10.0
-_STEPS = 20  # a step may last this many times the slowest recent one
+_STEPS = 20  # a step may take this many times as long as the slowest recent one
 _EVERY_NS = _S // 5
 _SETTLED_NS = _S // 10  # a dump that did not grow for this long is complete: faulthandler does not mark its end
-_PATIENCE_NS = 2 * _S  # for a dump that does not come; a loaded machine takes its time
-_WORKERS_NS = 2 * _S  # for those of all workers of the data loaders
-_SOON_NS = _S  # whoever is late this soon is asked as well: it may wait for the one that is late now
-_PAUSE_NS = 3 * _S  # not called for so long: the job or the machine was suspended, and the ranks with it
+_PATIENCE_NS = 2 * _S  # timeout for a stack dump; a loaded machine is slow
+_WORKERS_NS = 2 * _S  # timeout for the dumps of all data loader workers
+_SOON_NS = _S  # a rank that will be late this soon is queried as well: it may wait for the one that is late now
+_PAUSE_NS = 3 * _S  # not called for this long: the job or the machine was suspended, and the ranks with it
 _KINDS = ("stopped", "data", "user code", "unknown")
-_HALTED, _GONE = "Tt", "ZX"  # letters of a process's state
 
 
 @dataclass(frozen=True)
@@ -40,44 +41,50 @@ class Watched:
     stack: Path  # where faulthandler of this rank, and of the workers that it forked, writes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stall:
     rank: int
-    step: int  # the last one that it finished
+    step: int  # the last finished step of the rank
     where: str
     kind: str  # "user code", "data", "collective", "stopped" or "unknown"
-    late_s: float  # since its last sign of life
+    late_s: float  # since its last heartbeat
     deadline_s: float
     waiting: tuple[int, ...]  # ranks of this node that wait for it
     stack: str  # all of its threads, as faulthandler writes them
     stack_path: str
+    collective: str = ""  # the collective in which they wait, if it is NCCL's
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of one rank that was asked."""
+    """The whereabouts of one rank whose stacks were requested."""
 
     rank: int
     step: int
-    standing: Standing
-    is_late: bool = True  # else it is about to be
+    standing: Whereabouts
+    is_late: bool = True  # False: it is about to be late
 
 
-def deadline_s(slowest_ns: int, timeout_s: float | None) -> float:
-    """How long a step may last.
+def deadline_s(slowest_ns: int, timeout_s: float | None, collective_s: float = math.inf) -> float:
+    """The timeout of a step; if possible below `collective_s`, after which NCCL ends the ranks that wait.
 
     >>> deadline_s(2_000_000_000, None), deadline_s(1_000_000, None), deadline_s(2_000_000_000, 3.0)
     (40.0, 10.0, 3.0)
+    >>> deadline_s(100_000_000_000, None, 600.0), deadline_s(400_000_000_000, None, 600.0)
+    (540.0, 800.0)
     """
-    return timeout_s if timeout_s is not None else max(_SHORTEST_S, _STEPS * slowest_ns / _S)
+    if timeout_s is not None:
+        return timeout_s
+    slowest_s = slowest_ns / _S
+    return min(max(_SHORTEST_S, _STEPS * slowest_s), max(2 * slowest_s, 0.9 * collective_s))
 
 
-def choose(findings: Sequence[Finding], others_may_explain: bool, is_second: bool) -> tuple[int, Standing] | None:
-    """The rank to blame and what it is at; None while nothing can be said.
+def choose(findings: Sequence[Finding], others_may_explain: bool, is_second: bool) -> tuple[int, Whereabouts] | None:
+    """The rank that hangs and its whereabouts; None while that cannot be decided.
 
-    `others_may_explain`: a rank that has no deadline now, or has time left, may be what all wait for. `is_second`:
-    twice the deadline has passed. Of ranks that do not wait, the one with the fewest steps holds up the others:
-    a GPU's rank that waits may look as if it computed, but is never behind the one that it waits for.
+    `others_may_explain`: all may wait for a rank that has no deadline now, or has time left. `is_second`: twice the
+    deadline has passed. Of ranks that do not wait, the one with the fewest steps blocks the others: a rank that waits
+    on its GPU may seem to compute, but is never behind the rank that it waits for.
     """
     late = [finding for finding in findings if finding.is_late]
     active = [found for found in late if not found.standing.waits and found.standing.kind != "compiling"]
@@ -95,32 +102,37 @@ def choose(findings: Sequence[Finding], others_may_explain: bool, is_second: boo
             f"rank {f.rank} in {f.standing.where.removeprefix('the collective ')}"
             for f in sorted(findings, key=lambda f: f.rank)
         )
-        return first.rank, Standing("collective", places)
+        return first.rank, Whereabouts("collective", places)
     if is_second:  # the culprit may be on another node
-        return first.rank, Standing("unknown", first.standing.where)
+        return first.rank, Whereabouts("unknown", first.standing.where)
     return None
 
 
 class HangWatch:
-    """`look` often: it returns at once, and a Stall once per deadline for as long as a rank hangs."""
+    """Call `look` often: it returns at once, and a Stall once per deadline while a rank hangs."""
 
     def __init__(
         self,
         ranks: Sequence[Watched],
         timeout_s: float | None,
         *,
+        recorders: Recorders | None = None,
+        collective_s: float = math.inf,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        kernel: Kernel | None = None,
     ) -> None:
+        """`recorders`: for ranks that may use NCCL, in whose collectives the host does not wait."""
+        self._recorders, self._collective_s = recorders, collective_s
         self._ranks = {watched.rank: watched for watched in ranks}
-        self._timeout_s, self._clock_ns = timeout_s, clock_ns
+        self._timeout_s, self._clock_ns, self._kernel = timeout_s, clock_ns, kernel or Kernel()
         self._files: dict[int, int] = {}
         self._next = self._looked_at = 0
         self._pauses: list[tuple[int, int]] = []  # end and length, while this process itself was not running
-        self._inquiries: list[_Inquiry] = []
+        self._inquiries: list[_StackQuery] = []
         self._compiling: dict[int, tuple[int, int]] = {}  # rank: its beat, and until when it has time
-        self._judged: frozenset[tuple[int, int]] = frozenset()  # (rank, beat) of the late ones that were asked already
+        self._judged: frozenset[tuple[int, int]] = frozenset()  # (rank, beat) of the late ranks queried already
         self._judge_again = 0
-        self._halted: dict[int, int] = {}  # ranks that the kernel does not let run, though no step is due: since when
+        self._halted: dict[int, int] = {}  # ranks that the kernel does not run, though no step is due: since when
 
     def look(self) -> Stall | None:
         now = self._clock_ns()
@@ -129,7 +141,7 @@ class HangWatch:
         self._looked_at = now
         if self._inquiries:
             open_ones = [inquiry for inquiry in self._inquiries if not inquiry.is_over(now)]
-            if open_ones:
+            if open_ones or (self._recorders is not None and not self._recorders.are_in(now)):
                 return None
             inquiries, self._inquiries = self._inquiries, []
             return self._conclude(inquiries, now)
@@ -144,17 +156,20 @@ class HangWatch:
         if not late or (late == self._judged and now < self._judge_again):
             return None
         asked = [rank for rank, beat in beats.items() if now + _SOON_NS > self._due(rank, beat)]
-        self._inquiries = [_Inquiry(self._ranks[rank], beats[rank], now) for rank in asked]
+        self._inquiries = [_StackQuery(self._ranks[rank], beats[rank], now, self._kernel) for rank in asked]
+        if self._recorders is not None:
+            running = [rank for rank in beats if self._kernel.state(self._ranks[rank].pid) not in HALTED + GONE]
+            self._recorders.ask(running, now)
         return None
 
     def close(self) -> None:
-        """Let go of the heartbeat files; the next `look` opens those that are there then."""
+        """Close the heartbeat files; the next `look` opens the current ones."""
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
         self._inquiries = []
 
-    def _conclude(self, inquiries: Sequence[_Inquiry], now: int) -> Stall | None:
+    def _conclude(self, inquiries: Sequence[_StackQuery], now: int) -> Stall | None:
         beats = self._beats()
         late = self._late(beats, now)
         if not late:
@@ -168,7 +183,7 @@ class HangWatch:
             rank, beat = inquiry.watched.rank, inquiry.beat
             found = inquiry.standing()
             if found is None:
-                explain.discard(rank)  # it is gone, which its launcher learns by itself
+                explain.discard(rank)  # the rank has ended, which its launcher notices separately
             if found is None or rank not in beats or beats[rank].time_ns != beat.time_ns:
                 continue
             explain.discard(rank)
@@ -176,11 +191,14 @@ class HangWatch:
             if found.kind == "compiling":
                 self._compiling[rank] = (beat.time_ns, now + self._deadline_ns(beat))
         is_second = all(now - beat.time_ns > 2 * self._deadline_ns(beat) for beat in late_beats.values())
-        findings = [finding for _, finding in answers.values()]
-        verdict = choose(findings, bool(explain), is_second)
+        calls = {} if self._recorders is None else self._recorders.calls()
+        waits = find_waits(calls)
+        findings = [replace(f, standing=standing_in(f.standing, waits.get(f.rank))) for _, f in answers.values()]
+        verdict = blame_mismatch(calls, answers) or choose(findings, bool(explain), is_second)
         if verdict is None:
             return None
         rank, found = verdict
+        waiting = {other: wait for other, wait in waits.items() if other != rank and rank in wait.missing}
         inquiry = answers[rank][0]
         return Stall(
             rank=rank,
@@ -188,25 +206,35 @@ class HangWatch:
             where=found.where,
             kind=found.kind,
             late_s=(now - inquiry.beat.time_ns) / _S,
-            deadline_s=deadline_s(inquiry.beat.slowest_ns, self._timeout_s),
-            waiting=tuple(sorted(f.rank for f in findings if f.rank != rank and f.standing.waits)),
+            deadline_s=self._deadline_ns(inquiry.beat) / _S,
+            waiting=tuple(sorted({f.rank for f in findings if f.rank != rank and f.standing.waits} | waiting.keys())),
             stack=inquiry.text,
             stack_path=str(inquiry.watched.stack),
+            collective=next((str(wait.call) for wait in waiting.values()), ""),
         )
 
     def _long_halted(self, beats: dict[int, Beat], now: int) -> Stall | None:
-        """A rank that is stopped does not save or evaluate either, so it has a deadline in every phase."""
+        """Find a stopped rank in any phase, because it does not save or evaluate either."""
         for rank, beat in beats.items():
             watched = self._ranks[rank]
-            if beat.phase in (Phase.TRAINING, Phase.ENDED) or process_state(watched.pid) not in _HALTED:
+            if beat.phase in (Phase.TRAINING, Phase.ENDED) or self._kernel.state(watched.pid) not in HALTED:
                 self._halted.pop(rank, None)
                 continue
             since, deadline = self._halted.setdefault(rank, now), self._deadline_ns(beat)
             if now - since > deadline:
                 self._halted[rank] = now
                 others = tuple(other for other in sorted(beats) if other != rank)
-                where, late_s = describe_halt(watched.pid), (now - since) / _S
-                return Stall(rank, beat.step, where, "stopped", late_s, deadline / _S, others, "", str(watched.stack))
+                return Stall(
+                    rank=rank,
+                    step=beat.step,
+                    where=self._kernel.describe_halt(watched.pid),
+                    kind="stopped",
+                    late_s=(now - since) / _S,
+                    deadline_s=deadline / _S,
+                    waiting=others,
+                    stack="",
+                    stack_path=str(watched.stack),
+                )
         return None
 
     def _late(self, beats: dict[int, Beat], now: int) -> frozenset[tuple[int, int]]:
@@ -222,10 +250,10 @@ class HangWatch:
         return beat.time_ns + self._deadline_ns(beat) + paused
 
     def _deadline_ns(self, beat: Beat) -> int:
-        return int(deadline_s(beat.slowest_ns, self._timeout_s) * _S)
+        return int(deadline_s(beat.slowest_ns, self._timeout_s, self._collective_s) * _S)
 
     def _beats(self) -> dict[int, Beat]:
-        """Of the ranks that have begun. Read, not mapped: a mapped file that is cut short ends its reader."""
+        """The heartbeats of started ranks. Files are read, not mapped: a truncated mapped file kills its reader."""
         beats = {}
         for rank, watched in self._ranks.items():
             if rank not in self._files:
@@ -233,7 +261,7 @@ class HangWatch:
                     self._files[rank] = os.open(watched.heartbeat, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
                     continue
-            elif os.fstat(self._files[rank]).st_nlink == 0:  # replaced: the new one is opened next time
+            elif os.fstat(self._files[rank]).st_nlink == 0:  # replaced: the new file is opened next time
                 os.close(self._files.pop(rank))
                 continue
             raw = os.pread(self._files[rank], RECORD.size, 0)
@@ -245,14 +273,14 @@ class HangWatch:
         return beats
 
 
-class _Inquiry:
-    """One rank that is asked where it stands; what it says may send the question on to its data loader's workers."""
+class _StackQuery:
+    """The query of one rank's stacks, and, if it waits for data, of its data loader's workers."""
 
-    def __init__(self, watched: Watched, beat: Beat, now: int) -> None:
-        self.watched, self.beat = watched, beat
-        self._dump = _Dump(watched.pid, watched.stack, now)
-        self._found: Standing | None = None
-        self._workers: list[int] | None = None  # not asked yet; None: not known whether there are any
+    def __init__(self, watched: Watched, beat: Beat, now: int, kernel: Kernel) -> None:
+        self.watched, self.beat, self._kernel = watched, beat, kernel
+        self._dump = _Dump(watched.pid, watched.stack, now, kernel)
+        self._found: Whereabouts | None = None
+        self._workers: list[int] | None = None  # not queried yet; None: unknown
         self._worker: _Dump | None = None
         self._workers_until = 0
 
@@ -266,54 +294,54 @@ class _Inquiry:
                 return False
             self._found = self._own_standing()
             needs_worker = self._found is not None and self._found.needs_worker
-            self._workers = _children(self.watched.pid) if needs_worker else []
+            self._workers = self._kernel.forks(self.watched.pid) if needs_worker else []
             self._workers_until = now + _WORKERS_NS
         return self._worker_is_found(now)
 
-    def standing(self) -> Standing | None:
-        """None when the process is gone."""
+    def standing(self) -> Whereabouts | None:
+        """The whereabouts so far; None if the process has ended."""
         return self._found
 
-    def _own_standing(self) -> Standing | None:
-        state = process_state(self.watched.pid)
-        if state in _GONE:
+    def _own_standing(self) -> Whereabouts | None:
+        state = self._kernel.state(self.watched.pid)
+        if state in GONE:
             return None
         told = self._dump.text()
-        halted = describe_halt(self.watched.pid) if state in _HALTED or not told else ""
-        return Standing("stopped", halted) if halted else standing(parse_stacks(told), self.beat.collective)
+        halted = self._kernel.describe_halt(self.watched.pid) if state in HALTED or not told else ""
+        return Whereabouts("stopped", halted) if halted else standing(parse_stacks(told), self.beat.collective)
 
     def _worker_is_found(self, now: int) -> bool:
-        """Ask one worker after the other: they write into the same file."""
+        """Query the workers in sequence, because they write to the same file."""
         assert self._workers is not None
         while True:
             if self._worker is not None:
                 if not self._worker.is_over(now) and now < self._workers_until:
                     return False
                 told = self._worker.text()
-                line = data_line(parse_stacks(told)) if told else describe_halt(self._worker.pid)
+                line = data_line(parse_stacks(told)) if told else self._kernel.describe_halt(self._worker.pid)
                 self._worker = None
                 if line:
-                    self._found = Standing("data", f"{line}, in a data loader worker")
+                    self._found = Whereabouts("data", f"{line}, in a data loader worker")
                     self._workers.clear()
             if not self._workers or now >= self._workers_until:
                 return True
-            self._worker = _Dump(self._workers.pop(0), self.watched.stack, now)
+            self._worker = _Dump(self._workers.pop(0), self.watched.stack, now, self._kernel)
 
 
 class _Dump:
-    """The stacks of one process, asked for when this is made.
+    """The stacks of one process, requested at construction.
 
-    What was in the file before stays there: the process may not have opened it for appending, and would leave a hole.
+    The file is not truncated: a process that has not opened it for appending would leave a hole.
     """
 
-    def __init__(self, pid: int, path: Path, now: int) -> None:
+    def __init__(self, pid: int, path: Path, now: int, kernel: Kernel) -> None:
         self.pid, self._path = pid, path
         self._begins = self._size = self._now_size()
         self._asked_at = self._grew_at = now
-        self._is_asked = process_state(pid) not in _HALTED + _GONE and _answers(pid)
+        self._is_asked = kernel.state(pid) not in HALTED + GONE and kernel.handles(pid, signal.SIGUSR2)
         if self._is_asked:
             try:
-                os.kill(pid, signal.SIGUSR2)
+                kernel.kill(pid, signal.SIGUSR2)
             except ProcessLookupError:
                 self._is_asked = False
 
@@ -321,7 +349,7 @@ class _Dump:
         size = self._now_size()
         if size != self._size:
             self._size, self._grew_at = size, now
-            self._begins = self._begins if size >= self._begins else 0  # emptied by somebody
+            self._begins = self._begins if size >= self._begins else 0  # the file was truncated
         is_complete = size > self._begins and now - self._grew_at >= _SETTLED_NS
         return not self._is_asked or is_complete or now - self._asked_at >= _PATIENCE_NS
 
@@ -337,43 +365,3 @@ class _Dump:
             return self._path.stat().st_size
         except FileNotFoundError:
             return 0
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter: R runs, S sleeps, D sleeps and cannot be woken, T is stopped, t is traced; X is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # the name may hold anything
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
-
-
-def describe_halt(pid: int) -> str:
-    """Why the kernel does not let a process run; "" when it does."""
-    state = process_state(pid)
-    if state == "D":
-        try:
-            inside = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
-        except OSError:
-            inside = ""
-        return "uninterruptible sleep (D)" + (f" in the kernel's {inside}" if inside else "")
-    return {"T": "stopped (SIGSTOP)", "t": "stopped by a debugger"}.get(state, "")
-
-
-def _answers(pid: int) -> bool:
-    """Whether it handles SIGUSR2. It would end a process that does not, such as a program that a rank has started."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    caught = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
-    return bool(caught >> (signal.SIGUSR2 - 1) & 1)
-
-
-def _children(pid: int) -> list[int]:
-    """The processes that a rank has forked: they run the same program and write to the same file."""
-    try:
-        rank = psutil.Process(pid)
-        exe = os.readlink(f"/proc/{pid}/exe")
-        return [child.pid for child in rank.children() if os.readlink(f"/proc/{child.pid}/exe") == exe]
-    except (psutil.Error, OSError):
-        return []

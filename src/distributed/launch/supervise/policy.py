@@ -1,7 +1,7 @@
-"""What a fault was and what to do about it: start again, go on without a slot, or give up. Pure: no clock, no I/O.
+"""The kind of a fault and the decision on it: restart, shrink by a slot, or give up. Pure: no clock, no I/O.
 
-A machine that fails can be replaced, so its faults have a budget that is renewed by every new step. A program that
-fails in the same way at the same step will do so for ever, so it gets no second chance.
+A machine that fails can be replaced, so its faults have a budget that every new step renews. A program that fails
+in the same way at the same step will always do so, so it is not restarted again.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distributed.launch.blame import Ending, describe
+from distributed.launch.supervise.first_failure import Ending, describe
 
 Kind = Literal["machine", "code", "hang", "resize", "collateral"]
 
-MAX_RESTARTS = 10  # faults in a row without a new step, where nobody set max_restarts
-_CODE_RESTARTS = 3  # of them, exceptions that are not the same
-_SLOT_FAULTS = 3  # in a row of one slot: it is the slot
-_OWN_ERRORS = range(2, 7)  # exit codes of DistributedError's kinds: they say what to do, and it is not to try again
+MAX_RESTARTS = 10  # faults in a row without a new step, if max_restarts is not set
+_CODE_RESTARTS = 3  # of them, exceptions of the program that differ
+_SLOT_FAULTS = 3  # faults in a row of one slot that are blamed on the slot
+_OWN_ERRORS = range(2, 7)  # exit codes of DistributedError's kinds: a restart would not help
 
-# Exceptions by which Python only passes on what happened to the machine.
+# Exceptions by which Python reports a fault of the machine.
 _MACHINE_ERROR = re.compile(
     r"DataLoader worker \(pid[^)]*\) is killed by signal"
     r"|uncorrectable (ECC|NVLink) error|fallen off the bus|hardware stack error",
     re.IGNORECASE,
 )
 _MEMORY_ERROR = re.compile(r"(?:\w+\.)*(MemoryError|OutOfMemoryError)\b|CUDA out of memory")
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 _FRAME = re.compile(r"^\s*File \"")
 _PASSING = (  # what differs between two occurrences of one error
     (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
@@ -40,17 +40,17 @@ _PASSING = (  # what differs between two occurrences of one error
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that broke the world, or was seen when it broke."""
+    """One event that broke the world, or that was noticed when it broke."""
 
     kind: Kind
     rank: int
     host: str
-    step: int  # the last one that was finished; -1: not known
+    step: int  # the last finished step; -1: unknown
     message: str
     traceback: str = ""
     exit_code: int = 1  # as subprocess has it, negative for a signal; of a code fault, that of the error
-    slot: int = -1  # which device of its host, by a number that stays when others are left out; -1: not known
-    is_after: bool = False  # the training had come to its end
+    slot: int = -1  # the device of its host, by a number that stays when other slots are excluded; -1: unknown
+    is_after: bool = False  # training had ended before the fault
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Shrink:
-    """Go on without this slot of the host that failed last."""
+    """Continue without this slot of the host that failed last."""
 
     slot: int
     reason: str
@@ -81,10 +81,10 @@ def classify(
     is_alone: bool = False,
     is_after: bool = False,
 ) -> Fault:
-    """The fault that an ending shows.
+    """The fault behind the ending of a rank.
 
-    `hung`: it was ended because it made no step within its deadline. `is_alone`: no rank ended in another way than by a
-    broken connection, so that the connection itself, or a node that is gone, is to blame.
+    `hung`: the rank was ended because it made no step within its deadline. `is_alone`: every rank ended by a broken
+    connection, so the cause is the connection itself or a lost node.
 
     >>> classify(Ending(rank=1, code=-9, time=0.0, log_path=""), step=7, host="n1").kind
     'machine'
@@ -125,11 +125,11 @@ def decide(
     min_gpus: int,
     gpus: int,
 ) -> Restart | Shrink | GiveUp:
-    """What to do after the last of a run's faults, which are in order, one root cause an attempt.
+    """The decision after the last of a run's faults, which are in order, one root cause per attempt.
 
     `reached` is the highest step that the run is known to have finished, 0 for none. `max_restarts=None` is the
     default. `gpus` and `min_gpus` are those of the host that failed last. A fault whose step is -1 never counts as
-    progress: where the failing rank's step is not known, give it the highest of the ranks.
+    progress: if the failing rank's step is unknown, pass the highest step of the ranks.
 
     >>> lost = Fault("machine", rank=1, host="n1", step=40, message="killed by SIGKILL", exit_code=-9)
     >>> decide([lost], reached=40, max_restarts=None, uses_trainer=True, min_gpus=2, gpus=2)
@@ -153,12 +153,12 @@ def decide(
         where = f"slot {last.slot} of {last.host} failed {_SLOT_FAULTS} times in a row"
         if gpus - 1 >= min_gpus:
             return Shrink(last.slot, f"{where} without a new step{hint}")
-        return Restart(f"{told}; {where}, but min_gpus={min_gpus} lets no slot be left out")
+        return Restart(f"{told}; {where}, but min_gpus={min_gpus} allows no smaller number of slots")
     return Restart(told)
 
 
 def _since_progress(faults: Sequence[Fault]) -> list[Fault]:
-    """The faults, save collateral ones, since the run last finished a step that it had not finished before."""
+    """The faults since the last new step of the run, without collateral ones."""
     row: list[Fault] = []
     highest = -1
     for fault in faults:
@@ -170,10 +170,10 @@ def _since_progress(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def _hopeless(counted: Sequence[Fault], reached: int, uses_trainer: bool) -> str:
-    """Why another attempt would end as the last one did; empty where it might not."""
+    """Why another attempt would fail as the last one did; empty if it might not."""
     last = counted[-1]
     if last.exit_code in _OWN_ERRORS:
-        return "an error that another attempt would meet again"
+        return "another attempt would fail with the same error"
     if last.is_after:
         return "the program failed after its training had ended, and would do so again"
     if uses_trainer and reached <= 0:
@@ -203,7 +203,7 @@ def signature(fault: Fault) -> str:
 
 
 def _without_ours(traceback: str) -> str:
-    """Without the frames of this library: the first step of a world goes other ways in it than later ones."""
+    """The traceback without this library's frames, which differ between the first step of a world and later ones."""
     kept: list[str] = []
     is_ours = False
     for line in traceback.splitlines():

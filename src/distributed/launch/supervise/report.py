@@ -1,4 +1,4 @@
-"""RunReport: what became of a run over all of its attempts, built up as things happen. Times are given, never read."""
+"""RunReport: the attempts, faults and recoveries of a run, recorded as they happen. No clock is read here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distributed.core.events import RunReported
-from distributed.launch.policy import Fault
+from distributed.launch.supervise.policy import Fault
 
 _SHOWN = 10  # faults, the last ones
 
 
 @dataclass
 class _Entry:
-    """A fault, and how the run came back from it, if it did."""
+    """A fault, and the recovery from it, if there was one."""
 
     attempt: int
     time: float
@@ -27,7 +27,7 @@ class _Entry:
 
 @dataclass
 class RunReport:
-    """Attempts, faults and what they cost.
+    """The attempts and faults of a run, and the time that they cost.
 
     >>> report = RunReport()
     >>> report.attempt_began(0, t=0.0)
@@ -51,7 +51,7 @@ class RunReport:
     _status: str = ""
 
     def attempt_began(self, attempt: int, t: float, *, step: int = 0) -> None:
-        """`step`: of the state that it begins with; it matters for the first attempt of a resumed run."""
+        """`step`: of the state that the attempt starts from; used for the first attempt of a resumed run."""
         if self._began is None:
             self._began, self._first_step = t, step
         if attempt not in self._attempts:
@@ -59,13 +59,13 @@ class RunReport:
         self._last = max(self._last, t)
 
     def fault(self, t: float, fault: Fault) -> None:
-        """Collateral faults are told nowhere: they have a cause, and that is told."""
+        """Record a fault; collateral ones are left out, because their cause is recorded."""
         self._last, self._step = max(self._last, t), max(self._step, fault.step)
         if fault.kind != "collateral":
             self._entries.append(_Entry(self._attempts[-1] if self._attempts else 0, t, fault))
 
     def recovered(self, t: float, attempt: int, step: int, lost_steps: int, source: str) -> None:
-        """The first new step was taken, from the state of `step`. It ends every fault that is still open."""
+        """Record the first new step, taken from the state of `step`; it closes every open fault."""
         self._last, self._step = max(self._last, t), max(self._step, step)
         open_entries = [entry for entry in self._entries if entry.recovered_at is None]
         for entry in open_entries:
@@ -82,7 +82,7 @@ class RunReport:
 
     @property
     def faults(self) -> dict[str, int]:
-        """How many of each kind."""
+        """The number of faults of each kind."""
         return dict(Counter(entry.fault.kind for entry in self._entries))
 
     @property
@@ -91,7 +91,7 @@ class RunReport:
 
     @property
     def seconds_lost(self) -> float:
-        """From each fault to the first new step, and an estimate for the steps that were taken twice."""
+        """The seconds from each fault to the first new step, plus an estimate for repeated steps."""
         waited = self._waited()
         again = sum(entry.lost_steps for entry in self._entries)
         steps = max(0, self._step - self._first_step) + again
@@ -100,7 +100,7 @@ class RunReport:
 
     @property
     def goodput(self) -> float:
-        """The part of the time in which steps were taken that count; 0 where none was."""
+        """The fraction of the run's time spent on steps that count; 0 if there was none."""
         if not self.seconds or 0 <= self._step <= self._first_step:
             return 0.0
         return 1.0 - self.seconds_lost / self.seconds
@@ -168,7 +168,7 @@ def _describe(entry: _Entry) -> list[str]:
 
 
 def _quantile(values: Sequence[float], part: float) -> float | None:
-    """The smallest value that so large a part of them does not exceed; None where there is none.
+    """The smallest value that this fraction of the values does not exceed; None without values.
 
     >>> _quantile([4.0, 1.0, 3.0, 2.0], 0.5), _quantile([4.0, 1.0, 3.0, 2.0], 0.95), _quantile([], 0.5)
     (2.0, 4.0, None)

@@ -1,4 +1,4 @@
-"""Stacks: what faulthandler's text says of a process that does not move — what it is at, and in which line."""
+"""Stacks: from faulthandler's text to the kind of work and the line of a process that makes no progress."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from distributed.core.engines import ENGINES
+from distributed.core.engines.engine import ENGINES
 
 _HEADER = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[.*\])? \(most recent call first\):$")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
-# Packages that train in the model's place: they call the user's code, and else wait for the other ranks.
-_ENGINES = sorted({engine.needs.partition(".")[0] for engine in ENGINES.entries.values() if engine.needs})
-_OWN = f"{Path(__file__).parents[1]}/"
+# Packages with their own training step: they call the user's code, or wait for the other ranks.
+_ENGINES = sorted({engine.package for engine in ENGINES.entries.values() if engine.needs})
+_OWN = f"{Path(__file__).parents[2]}/"
 _LIBRARIES = re.compile(r".*/(?:site|dist)-packages/")
 _STANDARD = re.compile(r"<frozen |.*/lib/python3[.\d]*/")  # what is neither a library nor generated
 _TORCH = re.compile(
@@ -22,13 +22,13 @@ _TORCH = re.compile(
 )
 
 _COMPILERS = ("torch/_dynamo/", "torch/_inductor/", "torch/utils/cpp_extension.py", "triton/")
-# These are on the stack of every call of what was compiled before, too.
+# These are also on the stack of calls of code that is already compiled.
 _COMPILED = re.compile(
     r"torch/_dynamo/(eval_frame|external_utils|decorators)\.py|torch/_inductor/(output_code|utils|cudagraph_\w+)\.py"
     r"|torch/_inductor/runtime/|triton/runtime/(jit|driver)\.py|triton/backends/\w+/driver\.py"
 )
 _BUILD_LOCK = "torch/utils/file_baton.py"
-# What torch puts between a call and what is called: whatever stands outside of it is meant.
+# Frames that torch puts around a call: the frame outside of them names the call.
 _PLUMBING = re.compile(r"torch/(_ops|_compile|utils/_contextlib|_dynamo/eval_frame|autograd/function)\.py")
 _DATA = ("torch/utils/data/", "distributed/data/")
 _WAITING = (
@@ -50,7 +50,7 @@ class Frame:
 
     @property
     def module(self) -> str:
-        """From the package on for torch, for engines and for us; "" for the standard library; else the whole path."""
+        """The path from the package on for torch, engines and this library; "" for the standard library."""
         if self.path.startswith(_OWN):
             return f"distributed/{self.path[len(_OWN) :]}"
         torch = _TORCH.match(self.path)
@@ -61,7 +61,7 @@ class Frame:
 
     @property
     def is_foreign(self) -> bool:
-        """Neither ours, nor torch's or an engine's, nor Python's: the user's, or of a library that the user calls."""
+        """Whether the frame is the user's code, or of a library other than torch, an engine or this one."""
         return self.module == self.path
 
     @property
@@ -82,13 +82,13 @@ class Thread:
 
     @property
     def is_native(self) -> bool:
-        """Started by native code, as the threads are in which backward runs for a GPU."""
+        """Whether native code started the thread, as for the backward pass on a GPU."""
         return not any(PurePath(frame.path).name == "threading.py" for frame in self.frames[-3:])
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What one process is at; `kind` is "compiling", "collective", "data", "user code" or "unknown"."""
+class Whereabouts:
+    """Where a process is; `kind` is "compiling", "collective", "data", "user code" or "unknown"."""
 
     kind: str
     where: str
@@ -119,50 +119,50 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
     return tuple(Thread(ident, tuple(frames)) for ident, frames in threads)
 
 
-def standing(threads: Sequence[Thread], collective: str = "") -> Standing:
-    """What the main thread is at; `collective` is the one that the heartbeat names."""
+def standing(threads: Sequence[Thread], collective: str = "") -> Whereabouts:
+    """The whereabouts of the main thread; `collective` is the one in the heartbeat."""
     if collective:
-        return Standing("collective", f"the collective {collective!r}")
+        return Whereabouts("collective", f"the collective {collective!r}")
     if not threads or not threads[-1].frames:
-        return Standing("unknown", "unknown: it shows no Python stack")
+        return Whereabouts("unknown", "unknown: it shows no Python stack")
     frames = threads[-1].frames
     found = _standing(frames)
     if found.waits and any(frame.name == _BACKWARD for frame in frames):
-        # For a GPU, backward runs in other threads: what they are at explains the wait of the main one.
+        # On a GPU, backward runs in other threads, whose whereabouts explain why the main thread waits.
         busy = [_standing(thread.frames) for thread in threads[:-1] if thread.is_native and thread.frames]
         return next((other for other in busy if other.kind in ("compiling", "user code")), found)
     return found
 
 
 def data_line(threads: Sequence[Thread]) -> str:
-    """The user's line that a worker of a data loader is in; "" when it has nothing to do."""
+    """The user's line in which a data loader worker is; "" if the worker is idle."""
     if not threads:
         return ""
     line = _users_line(threads[-1].frames, _outermost(threads[-1].frames, _DATA))
     return str(line) if line is not None else ""
 
 
-def _standing(frames: Sequence[Frame]) -> Standing:
+def _standing(frames: Sequence[Frame]) -> Whereabouts:
     inside_us = next((at for at, frame in enumerate(frames) if frame.module.startswith("distributed/")), len(frames))
-    line = _users_line(frames, inside_us)  # the script that called us is not what hangs
+    line = _users_line(frames, inside_us)  # the script's call of this library is not the line that hangs
     if _compiles(frames):
-        return Standing("compiling", f"compiling for {line}" if line else "compiling")
+        return Whereabouts("compiling", f"compiling for {line}" if line else "compiling")
     waits_in = _waits_in(frames)
     if waits_in:
-        return Standing("collective", waits_in)
+        return Whereabouts("collective", waits_in)
     data = _outermost(frames, _DATA)
     if data >= 0:
         line = _users_line(frames, data)
         if line is None and any(frame.name in _WORKER_WAITS for frame in frames):
-            return Standing("data", "waits for a data loader worker", needs_worker=True)
-        return Standing("data", str(line or next(frame for frame in frames if frame.module)))
+            return Whereabouts("data", "waits for a data loader worker", needs_worker=True)
+        return Whereabouts("data", str(line or next(frame for frame in frames if frame.module)))
     if line is not None:
-        return Standing("user code", str(line))
-    return Standing("unknown", str(next((frame for frame in frames if frame.module), frames[0])))
+        return Whereabouts("user code", str(line))
+    return Whereabouts("unknown", str(next((frame for frame in frames if frame.module), frames[0])))
 
 
 def _users_line(frames: Sequence[Frame], end: int) -> Frame | None:
-    """The innermost line of the user's own, or else of a library, among the frames before `end`."""
+    """The innermost line of the user's code, or else of a library, among the frames before `end`."""
     inner = frames[: max(end, 0)]
     own = next((frame for frame in inner if frame.is_users), None)
     return own or next((frame for frame in inner if frame.is_foreign), None)
@@ -176,7 +176,7 @@ def _compiles(frames: Sequence[Frame]) -> bool:
     if any(frame.module == _BUILD_LOCK for frame in frames):
         return False  # another process compiles, or died while it did
     for frame in frames:
-        if frame.is_users:  # compiled code may call the user's again
+        if frame.is_users:  # compiled code may call the user's code again
             return False
         if frame.module.startswith(_COMPILERS) and not _COMPILED.match(frame.module):
             return True
@@ -184,7 +184,7 @@ def _compiles(frames: Sequence[Frame]) -> bool:
 
 
 def _waits_in(frames: Sequence[Frame]) -> str:
-    """The collective that the innermost calls are; "" when they are something else."""
+    """The collective of the innermost calls; "" if they are no collective."""
     inner = [frame for frame in frames if frame.module and not _PLUMBING.match(frame.module)]
     if not inner:
         return ""
@@ -198,7 +198,7 @@ def _waits_in(frames: Sequence[Frame]) -> str:
     if not first.module.startswith(_WAITING):
         return ""
     name = first.name
-    for frame in inner:  # the call that the user or we made, not what torch made of it
+    for frame in inner:  # the call of the user or of this library, not torch's calls inside it
         if not frame.module.startswith(_WAITING):
             break
         if frame.name != "wrapper":

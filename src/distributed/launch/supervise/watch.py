@@ -1,46 +1,42 @@
-"""Watch: one world of a run, looked at until it ends: well, as asked, or because something broke."""
+"""Watch: one world of a run, polled until it ends: well, by a stop signal, or by a fault."""
 
 from __future__ import annotations
 
-import os
+import math
 import signal
 import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from distributed.core.control import Dump, Resumed
 from distributed.core.events import Event, RankStalled, Recovered, Warned
-from distributed.core.heartbeat import Phase
-from distributed.launch.blame import Ending, first_failure
-from distributed.launch.crew import Crew, Member
-from distributed.launch.echo import Echo
-from distributed.launch.hangs import HangWatch, Stall
-from distributed.launch.nodes import News, Nodes, Round
-from distributed.launch.policy import Fault, classify
-from distributed.launch.report import RunReport
-from distributed.launch.stops import Stops
-
-_POLL_S = 0.1  # between looks when nothing happens; what a rank says, and its end, wake us at once
-_NEWS_EVERY_S = 0.1
-_ROOT_CAUSE_GRACE_S = 0.5  # for failures at nearly the same time
-_COLLATERAL_GRACE_S = 4.0  # when only broken connections are known: somebody must have broken them
-_LOST_GRACE_S = 1.0  # for another node to say what ended the world that our ranks lost
-_DUMP_S = 0.5  # for the flight recorders of ranks when one of them hangs
+from distributed.core.protocol.heartbeat import Phase
+from distributed.core.protocol.rank_protocol import Dump, Resumed
+from distributed.launch.clock import Clock, Timings
+from distributed.launch.node.log_mirror import LogMirror
+from distributed.launch.node.rank_group import RankGroup, RankHandle
+from distributed.launch.node.stop_signals import Stops
+from distributed.launch.rendezvous.nodes import News, Nodes, Round
+from distributed.launch.supervise.first_failure import Ending, first_failure
+from distributed.launch.supervise.flight_recorders import Recorders
+from distributed.launch.supervise.hangs import HangWatch, Stall
+from distributed.launch.supervise.memory_inquiry import MemoryInquiry
+from distributed.launch.supervise.policy import Fault, classify
+from distributed.launch.supervise.report import RunReport
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The world ends before the run does."""
+    """A fault ended the world before the run was over."""
 
     fault: Fault
-    ending: Ending | None = None  # of the rank that is to blame, where it is one of this node
-    news: News | None = None  # where it is another node's
+    ending: Ending | None = None  # of the rank to blame, if it is on this node
+    news: News | None = None  # if the rank is on another node
 
 
 @dataclass(frozen=True)
 class Ended:
-    """All ranks of this node have ended, well or as they were asked to."""
+    """All ranks of this node have ended, well or by a stop signal."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Drained:
 
 @dataclass(frozen=True)
 class Asked:
-    """Somebody wants this world to end in order: a node that waits to join, or the user, who wants another size."""
+    """A request to end this world in order: a node waits to join, or the user wants another size."""
 
     why: str
     news: News | None = None
@@ -59,29 +55,33 @@ class Asked:
 Outcome = Broken | Ended | Drained | Asked
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Watch:
-    """Of one world; `look` is called until it returns something."""
+    """Watches one world; `look` is called until it returns an outcome."""
 
     round: Round
-    crew: Crew
+    crew: RankGroup
     nodes: Nodes
-    echo: Echo
+    echo: LogMirror
     stops: Stops
     report: RunReport
     emit: Callable[[Event], None]
     hang_timeout_s: float | None
     reached_before: int  # the highest step of the worlds before this one
-    broke_at: float | None = None  # when the one before this broke
+    broke_at: float | None = None  # when the previous world broke
     wish: Callable[[], str] = lambda: ""  # why the user wants this world to end in order, if so
-    stopping: Callable[[], int | None] = lambda: None  # the signal by which the ranks were asked to stop
+    stopping: Callable[[], int | None] = lambda: None  # the stop signal that the ranks got
+    collective_timeout_s: float = math.inf  # after which a collective fails
+    clock: Clock = field(default_factory=Clock)
+    timings: Timings = field(default_factory=Timings)
 
     def __post_init__(self) -> None:
-        self.is_running = False  # all ranks have come to their loop
+        self.is_running = False  # all ranks have reached the training loop
         self.is_draining = False
-        self.begun_at = time.monotonic()
+        self.begun_at = self.clock.monotonic()
         self._stalled_at: float | None = None
         self._has_refused = False
+        self._memory = MemoryInquiry(self.crew.members, self.clock, self.timings.memory_s)
         self._hangs: HangWatch | None = None
         self._resumed: Resumed | None = None
         self._is_recovered = self.broke_at is None
@@ -90,25 +90,27 @@ class Watch:
         self._news_at = 0.0
 
     def until_it_ends(self, meanwhile: Callable[[], None]) -> Outcome:
-        """`meanwhile` is called before every look, and may signal the ranks."""
+        """Poll until the world ends; `meanwhile` is called before every poll, and may signal the ranks."""
         while True:
             meanwhile()
             outcome = self.look()
             if outcome is not None:
                 return outcome
             if self._failed_at is None:
-                self.echo.drain()  # what the survivors of a failure say stays in their logs
+                self.echo.drain()  # after a failure, the survivors' lines stay in their logs
             self.echo.refresh()
-            self.crew.wait(_POLL_S)
+            self.crew.wait(self.timings.poll_s)
 
     def look(self) -> Outcome | None:
         self.crew.notice()
-        self._hear()  # after it: what a rank said before another's end counts when that end is dealt with
+        self._memory.look()
+        self._hear()  # after it: messages sent before a rank's exit count when that exit is judged
         members, failure = self.crew.members, self.failure()
         if failure is not None:
-            self._failed_at = self._failed_at or time.monotonic()
+            self._failed_at = self._failed_at or self.clock.monotonic()
             if self._is_root_cause(failure):
-                return Broken(self._fault(failure), ending=failure)
+                told = self._memory.tell(failure)
+                return Broken(self._fault(failure, told), ending=told)
         news = self._next_news()
         if news is not None and news.kind == "stopping":
             self.stops.request(news.signal)
@@ -149,16 +151,16 @@ class Watch:
             message = (
                 "this run cannot get another number of ranks while it runs: its ranks keep no state in memory (NCCL)"
             )
-            self.emit(Warned(time=time.time(), message=message))
+            self.emit(Warned(time=self.clock.time(), message=message))
             self._has_refused = True
 
     def drain(self) -> None:
-        """The ranks were asked to leave in order: from now on that is what is waited for."""
+        """Wait from now on for the ranks to leave in order."""
         self.is_draining, self._news = True, None
 
     @property
     def is_settled(self) -> bool:
-        """Whether a signal would find the ranks at their steps, able to save: else it would only end them."""
+        """Whether the ranks are in their steps and can save after a stop signal, which otherwise only ends them."""
         lost = any(member.lost == self.round.attempt for member in self.crew.members)
         if not self.round.restarts:
             return not self.is_draining and not lost and self.failure() is None
@@ -167,16 +169,16 @@ class Watch:
 
     @property
     def step(self) -> int:
-        """The highest that is known to be finished."""
+        """The highest step that is known to be finished."""
         return max([self.reached_before, *self.crew.steps.values()])
 
     def last_step_at(self) -> float:
-        """When this world last did something, as far as this node saw: what came after it is time that was lost."""
+        """The time of the last step that this node noticed; the time after it is lost."""
         if self._stalled_at is not None:
             return self._stalled_at
         beats = [beat for member in self.crew.members if (beat := member.beat) is not None]
         signs = [beat.time_ns / 1e9 for beat in beats if beat.phase is not Phase.ENDED]
-        return max([self.begun_at, *signs]) if signs else time.monotonic()
+        return max([self.begun_at, *signs]) if signs else self.clock.monotonic()
 
     def failure(self) -> Ending | None:
         stopping = self.stopping()
@@ -194,23 +196,43 @@ class Watch:
         members = self.crew.members
         if not self.is_running and members and all(m.joined is not None and m.ending is None for m in members):
             self.is_running = True
-            self._hangs = HangWatch([member.watched for member in members], self.hang_timeout_s)
+            watched = [member.watched for member in members]
+            has_nccl = self.crew.frees_devices and self.round.place.world_size > 1
+            nccl_s = self.collective_timeout_s if has_nccl else math.inf
+            self._hangs = HangWatch(
+                watched,
+                self.hang_timeout_s,
+                recorders=self._recorders(),
+                collective_s=nccl_s,
+                clock_ns=self.clock.monotonic_ns,
+                kernel=self.crew.kernel,
+            )
         if not self._is_recovered:
             self._note_recovery()
 
+    def _recorders(self) -> Recorders | None:
+        """The flight recorders of ranks on GPUs, whose hosts do not wait in a collective."""
+        if not self.crew.frees_devices:
+            return None
+        members = {member.rank: member for member in self.crew.members}
+        return Recorders(
+            {rank: Path(member.collectives_path) for rank, member in members.items()},
+            lambda rank: members[rank].tell(Dump(members[rank].collectives_path)),
+        )
+
     def _note_recovery(self) -> None:
-        """The first step after a world broke. The node of rank 0, which knows what the state came from, tells it."""
+        """Report the first step after a fault; only the node of rank 0, which knows the source of the state, does."""
         assert self.broke_at is not None
         steps = self.crew.steps
         if self._resumed is None or not steps or max(steps.values()) <= self._resumed.step:
             return
         self._is_recovered = True
-        now, resumed = time.monotonic(), self._resumed
-        lost = max(0, self.reached_before - resumed.step)
+        now, resumed = self.clock.monotonic(), self._resumed
+        lost = 0 if resumed.is_furthest else max(0, self.reached_before - resumed.step)
         self.report.recovered(now, self.round.attempt, resumed.step, lost, resumed.source)
         self.emit(
             Recovered(
-                time=time.time(),
+                time=self.clock.time(),
                 attempt=self.round.attempt,
                 step=resumed.step,
                 lost_steps=lost,
@@ -221,7 +243,7 @@ class Watch:
         )
 
     def _is_root_cause(self, failure: Ending) -> bool:
-        """A rank that a signal ended is; of errors, several come at nearly the same time, and some only follow."""
+        """Whether the root cause is known: a signal is one, but of several errors some may be collateral."""
         assert self._failed_at is not None
         if failure.cannot_go_on:
             return True
@@ -229,37 +251,37 @@ class Watch:
         if not is_guess:
             if failure.record is None or all(member.ending is not None for member in self.crew.members):
                 return True
-            return time.monotonic() > self._failed_at + _ROOT_CAUSE_GRACE_S
-        return time.monotonic() > self._failed_at + _COLLATERAL_GRACE_S
+            return self.clock.monotonic() > self._failed_at + self.timings.root_cause_s
+        return self.clock.monotonic() > self._failed_at + self.timings.collateral_s
 
-    def _fault(self, failure: Ending) -> Fault:
+    def _fault(self, failure: Ending, told: Ending) -> Fault:
         member = next(member for member in self.crew.members if member.ending is failure)
         step = self.step if member.joined is not None else -1
         host, alone = socket.gethostname(), failure.is_collateral and not failure.cannot_go_on
         is_after = member.joined is not None and member.joined.is_done
-        return classify(failure, step, host, slot=member.slot, hung=member.hung, is_alone=alone, is_after=is_after)
+        return classify(told, step, host, slot=member.slot, hung=member.hung, is_alone=alone, is_after=is_after)
 
-    def _lost_without_cause(self, lost: Member) -> Broken | None:
-        """Ranks say that their world broke, and none of this node did it: another node did, or the network."""
-        self._failed_at = self._failed_at or time.monotonic()
-        if time.monotonic() < self._failed_at + _LOST_GRACE_S:
+    def _lost_without_cause(self, lost: RankHandle) -> Broken | None:
+        """The outcome if ranks report a broken world and no rank of this node failed: a node or the network did."""
+        self._failed_at = self._failed_at or self.clock.monotonic()
+        if self.clock.monotonic() < self._failed_at + self.timings.lost_s:
             return None
         message = f"a connection between the ranks broke: {lost.lost_message.partition(chr(10))[0]}"
         return Broken(Fault("machine", lost.rank, socket.gethostname(), self.step, message))
 
     def _next_news(self) -> News | None:
-        if self._news is None and time.monotonic() >= self._news_at:
-            self._news_at = time.monotonic() + _NEWS_EVERY_S
+        if self._news is None and self.clock.monotonic() >= self._news_at:
+            self._news_at = self.clock.monotonic() + self.timings.news_every_s
             self._news = self.nodes.news()
         return self._news
 
     def _end_stalled(self, stall: Stall) -> None:
-        """Name the rank that hangs, keep what the ranks know of their collectives, and end it."""
+        """Report the rank that hangs, keep the ranks' flight recorders, and end it."""
         if stall.kind == "unknown" and self.round.place.num_nodes > 1:
-            return  # the ranks of this node wait for one of another node's, which its own agent names
+            return  # the ranks of this node wait for a rank of another node, whose own agent reports it
         self.emit(
             RankStalled(
-                time=time.time(),
+                time=self.clock.time(),
                 rank=stall.rank,
                 host=socket.gethostname(),
                 step=stall.step,
@@ -268,13 +290,15 @@ class Watch:
                 deadline_seconds=stall.deadline_s,
                 waiting=list(stall.waiting),
                 stack_path=stall.stack_path,
+                collective=stall.collective,
             )
         )
         self.echo.refresh()
-        for member in self.crew.members:
-            member.tell(Dump(os.path.join(member.attempt_dir, f"collectives-{member.rank}.json")))
-        time.sleep(_DUMP_S)
-        self._stalled_at = time.monotonic() - stall.late_s
+        if not self.crew.frees_devices:  # otherwise the ranks have reported before
+            for member in self.crew.members:
+                member.tell(Dump(member.collectives_path))
+            self.clock.sleep(self.timings.dump_s)
+        self._stalled_at = self.clock.monotonic() - stall.late_s
         for member in self.crew.members:
             if member.rank == stall.rank:
                 member.hung = True
