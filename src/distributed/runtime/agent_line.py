@@ -1,19 +1,31 @@
-"""AgentLine: this rank's end of the line to the launcher that started it: what it is told, and what it has to tell."""
+"""AgentLine: this rank's end of the socket to the launcher that started it."""
 
 from __future__ import annotations
 
 import functools
-import json
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from distributed.core.control import Dump, Leave, Message, World, decode, encode
+from distributed.core.engines.launchers import launcher_of
 from distributed.core.env import WorkerEnv, control_fd, worker_env
+from distributed.core.protocol.gpu_memory import write_memory
+from distributed.core.protocol.rank_protocol import (
+    Dump,
+    Joined,
+    LauncherLink,
+    Leave,
+    Measure,
+    Message,
+    World,
+    decode,
+    encode,
+)
+from distributed.core.registry import load_target
 
 _CUT_EVERY_S = 0.05
 
@@ -28,15 +40,24 @@ class AgentLine:
         self._worlds: SimpleQueue[WorkerEnv | None] = SimpleQueue()
         self._leave: Leave | None = None
         self._left = -1  # the last attempt that this rank is out of
+        self._world_since_ns = 0  # when this rank joined the world that it is in
         self._lock = threading.Lock()
-        self.regroups = False  # whether this rank can go on in another world
-        self.cut_off: Callable[[], None] = lambda: None  # what ends the collective that this rank is in
+        self.regroups = False
+        self._end_collective: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._listen, name="agent-line", daemon=True)
         self._thread.start()
 
     def tell(self, message: Message) -> None:
+        if isinstance(message, Joined):
+            self.regroups = message.regroups
         with suppress(OSError):  # the launcher is gone, and the kernel will end this rank
             self._line.sendall(encode(message))
+
+    def on_cut_off(self, end: Callable[[], None]) -> None:
+        self._end_collective = end
+
+    def cut_off(self) -> None:
+        self._end_collective()
 
     def asked_to_leave(self, attempt: int) -> bool:
         """Whether this attempt shall end at the next step that all agree on."""
@@ -53,6 +74,7 @@ class AgentLine:
             world = self._worlds.get()
             if world is None or world.attempt > after_attempt:
                 world = self._newest(world)
+                self._world_since_ns = time.time_ns()
                 self._is_out_of(world.attempt - 1 if world is not None else after_attempt)
                 return world
 
@@ -83,11 +105,16 @@ class AgentLine:
             if not message.in_order:
                 threading.Thread(target=self._keep_cut_off, args=(message,), name="cut-off", daemon=True).start()
         elif isinstance(message, Dump):
-            with suppress(OSError, ValueError):  # of a disk that is full, say: this thread has more to do
-                _dump_flight_recorder(message.path)
+            from distributed.runtime.flight_recorder import write_collectives  # torch's, needed when a rank is stuck
+
+            with suppress(Exception):  # of a disk that is full, or torch's: this thread has more to do
+                write_collectives(message.path, self._world_since_ns)
+        elif isinstance(message, Measure):
+            with suppress(Exception):
+                write_memory(Path(message.path), message.rank)
 
     def _keep_cut_off(self, leave: Leave) -> None:
-        """Until this rank is out: when it was told, it may have been about to connect, or to begin a collective."""
+        """Until this rank is out: when the message came, it may have been about to connect or to begin a collective."""
         while True:
             with self._lock:
                 if self._left >= leave.attempt:
@@ -103,20 +130,9 @@ def agent_line() -> AgentLine | None:
     return None if fd is None else AgentLine(socket.socket(fileno=fd))
 
 
-def _dump_flight_recorder(path: str) -> None:
-    """Torch's record of the last collectives, where this build and backend keep one."""
-    from torch._C import _distributed_c10d as c10d  # of a thread that runs only when a rank is stuck
-
-    dump = getattr(c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return
-    try:
-        text = dump(includeCollectives=True, onlyActive=False)
-    except (RuntimeError, TypeError):
-        return
-    record = json.loads(text)
-    if record.get("entries"):
-        partial = f"{path}.{os.getpid()}"
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(record, file)
-        os.replace(partial, path)
+def launcher_line() -> LauncherLink | None:
+    """The line of this process to the launcher that started it: ours, or that of an engine."""
+    own, env = agent_line(), worker_env()
+    links = launcher_of(env.launcher).links if own is None and env is not None else ""
+    line: LauncherLink | None = load_target(links)() if links else own
+    return line

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sized
 
 _EVERY_S = 1.0
-_LOOKS = 8  # at least so many in the time that a wait has
+_LOOKS = 8  # at least that many in the time that a wait has
 
 
 class Deadline:

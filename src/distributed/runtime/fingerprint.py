@@ -10,7 +10,7 @@ import zlib
 
 import torch
 
-_COLUMNS = 128  # of eight bytes each, which a fingerprint tells apart
+_COLUMNS = 128  # of eight bytes each, which a fingerprint distinguishes
 _RAW_BYTES = 1 << 16  # up to this size a tensor's own bytes are summed up by zlib
 
 
@@ -42,6 +42,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """Odd numbers that tell the columns of a fold apart."""
+    """Odd numbers that distinguish the columns of a fold."""
     drawn = torch.randint(1, 2**62, (8 * _COLUMNS,), generator=torch.Generator().manual_seed(0))
     return (drawn * 2 + 1).to(device)

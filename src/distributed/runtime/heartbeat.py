@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from distributed.core.heartbeat import RECORD, Phase, heartbeat_path
-from distributed.core.private_files import make_private
+from distributed.core.atomic import make_private
+from distributed.core.protocol.heartbeat import RECORD, Phase
+from distributed.core.run_dir import AttemptDir
 
 _STEP = struct.Struct("<qqqq")
 _NAME_AT, _NAME_BYTES = _STEP.size, RECORD.size - _STEP.size
@@ -19,12 +20,12 @@ _FORGET = 0.99  # how much of the slowest step is remembered a step later
 
 
 class Heartbeat:
-    """`beat` after every step; `phase` around whatever is not a step."""
+    """`beat` after every step; `phase` around all that is not a step."""
 
-    def __init__(self, attempt_dir: str | Path, rank: int) -> None:
-        path = heartbeat_path(attempt_dir, rank)
+    def __init__(self, attempt_dir: str | os.PathLike[str], rank: int) -> None:
+        path = AttemptDir(attempt_dir).heartbeat(rank)
         make_private(path.parent)
-        path.unlink(missing_ok=True)  # whoever has an older one mapped must not see it cut short
+        path.unlink(missing_ok=True)  # a process that has an older one mapped must not see it truncated
         self._step, self._warm_up, self._slowest, self._phase = 0, _WARM_UP, 0, int(Phase.STARTING)
         self._last = time.monotonic_ns()
         with path.open("w+b") as file:

@@ -1,4 +1,4 @@
-"""What tells one launch of a run from others in the same folder, and what its later worlds must know of the first."""
+"""The identity of one launch among others in the same folder, and what its later worlds must know of the first."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from distributed.core.atomic import make_private, write_private
 from distributed.core.env import WorkerEnv
 from distributed.core.locks import LockFile, Owner
-from distributed.core.private_files import make_private, write_private
-from distributed.core.run_files import LAUNCH
+from distributed.core.run_dir import RunDir
 
 
 def launch_id(run_dir: str, env: WorkerEnv) -> str:
@@ -23,18 +23,18 @@ def launch_id(run_dir: str, env: WorkerEnv) -> str:
         return known
     name = owner.token if owner is not None else uuid.uuid4().hex
     make_private(run_dir)
-    write_private(Path(run_dir) / LAUNCH, json.dumps({"id": name}) + "\n")
+    write_private(RunDir(run_dir).launch, json.dumps({"id": name}) + "\n")
     return name
 
 
 def recall_launch(run_dir: str) -> dict[str, Any]:
     """What this launch has written down of itself, or the one before it."""
     try:
-        return dict(json.loads((Path(run_dir) / LAUNCH).read_text()))
+        return dict(json.loads(RunDir(run_dir).launch.read_text()))
     except FileNotFoundError:
         return {}
 
 
 def note_launch(run_dir: str, **more: str) -> None:
     """Write down what the later worlds of this launch must know."""
-    write_private(Path(run_dir) / LAUNCH, json.dumps(recall_launch(run_dir) | more) + "\n")
+    write_private(RunDir(run_dir).launch, json.dumps(recall_launch(run_dir) | more) + "\n")

@@ -1,6 +1,6 @@
-"""RankStore: the store that our launcher keeps, as torch wants a store; nobody but the run's own processes reaches it.
+"""RankStore: our launcher's store behind torch's interface; only the run's own processes reach it.
 
-Torch's TCPStore lets in whoever connects, also another user of the same machine, so ranks of ours do not use it.
+Torch's TCPStore accepts every connection, also of another user of the same machine, so ranks of ours do not use it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from distributed.core.env import StoreDoor
-from distributed.core.store_client import StoreClient
-from distributed.core.store_wire import StoreLateError, StoreLostError
+from distributed.core.protocol.store_client import StoreClient
+from distributed.core.protocol.store_wire import StoreLateError, StoreLostError
 
 
 class RankStore(dist.Store):

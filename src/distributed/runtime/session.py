@@ -19,43 +19,65 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distributed.core.env import WorkerEnv
+from distributed.core.engines.launchers import launcher_of
+from distributed.core.env import WorkerEnv, announce, announce_unset, inherited_environ
 from distributed.core.errors import LaunchError, PlanError
+from distributed.core.mesh import MeshSpec
+from distributed.runtime.nccl import Communicators, forget_groups, has_nccl, leave_errors_to_us
 from distributed.runtime.rank_store import RankStore
 from distributed.runtime.sockets import open_sockets, shut_down
+from distributed.runtime.step_gate import StepGate
+from distributed.runtime.torch_compat import default_group, default_store, reset_group_count, set_timeout
 
 _CONNECT_S = 2.0  # for one try to reach the store of a rank 0 that listens
-_MESH_S = 15.0  # for ranks that are all there to connect; gloo cannot be told that one of them has died since
-_REGROUPING = ("distributed", "horovodrun")  # launchers that make another world of the ranks that are left
+_MESH_S = 15.0  # for ranks that are all there to connect; gloo does not notice that one of them has died since
+_REGISTERS = "NCCL_GRAPH_REGISTER"  # of captured collectives: whether NCCL exchanges the ranks' buffers
 _KEEP_GROUP_S = 5.0  # for which a broken process group is kept
 
 
 class CollectiveError(RuntimeError):
     """A collective failed: says which one, of which rank."""
 
-    collateral = True  # a peer was lost: whatever ended it is to blame, not the rank that noticed
+    collateral = True  # a peer was lost: the cause is what ended it, not the rank that noticed
+
+
+def _unreported(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Session:
     """This rank's place in the world; `open` joins it."""
 
     def __init__(
-        self, env: WorkerEnv, device: torch.device, store: dist.Store | None, sockets: frozenset[int] = frozenset()
+        self,
+        env: WorkerEnv,
+        device: torch.device,
+        store: dist.Store | None,
+        sockets: frozenset[int] = frozenset(),
+        *,
+        cut_store: Callable[[], None] = lambda: None,
+        survives_nccl: bool = False,
+        is_dry: bool = False,
     ) -> None:
+        """`sockets`: of the process group, if it is ours. `cut_store` ends what this rank waits for in the store.
+        `survives_nccl`: whether this process leaves its world alive where collectives are NCCL's. `is_dry`: whether
+        tensors hold nothing and collectives do nothing."""
         self.env, self.device, self.store = env, device, store
         self.rank, self.world_size = env.rank, env.world_size
         self.data_rank = env.rank  # which samples it takes: ranks that share the work on the same ones have the same
         self.stream = env.rank  # of random numbers: of ranks that compute the same, the same
-        self.is_dry = False  # whether tensors hold nothing and collectives do nothing: of a dry run
-        self._sockets = sockets  # of the process group, if it is ours
-        self._cut_store: Callable[[], None] = lambda: None  # ends what this rank waits for in the store
+        self.is_dry, self._sockets, self._cut_store = is_dry, sockets, cut_store
         # Whether this process can leave its world and join another: the group must be ours, and end when it is cut off.
-        self.can_regroup = bool(sockets) and dist.get_backend() == "gloo"
-        self.cut_more: Callable[[], None] = lambda: None  # ends the collectives of a library beside this group
+        self.can_regroup = survives_nccl or (bool(sockets) and dist.get_backend() == "gloo")
+        # Whether NCCL does in a CUDA graph what it does outside of one. Where it registers the buffers of a graph, it
+        # waits for ranks that do not capture, and fails on memory in expandable segments.
+        self.can_capture = inherited_environ().get(_REGISTERS) == "0"
+        self.gate = StepGate(device) if survives_nccl else None
+        self._communicators = Communicators() if survives_nccl else None
+        self.begins_alike = False  # whether all ranks were handed the same weights before a strategy is set up
+        self._cut_beside: Callable[[], None] = lambda: None
         self._calls = itertools.count()
-        self.enter: Callable[[str], AbstractContextManager[None]] = lambda name: (
-            nullcontext()
-        )  # told of every collective
+        self._enter: Callable[[str], AbstractContextManager[None]] = _unreported
 
     @property
     def is_main(self) -> bool:
@@ -72,21 +94,28 @@ class Session:
         is_over: Callable[[], bool] = lambda: False,
         listener: socket.socket | None = None,
         shares_gpus: bool = False,
+        regroups: bool = False,
     ) -> Session:
         """Join the world, or the process group that the script has already made.
 
-        `opening` is given what ends the wait for the others, for another thread to call; `is_over` tells that it did.
-        `listener` is rank 0's, where it already listens at the meeting point.
+        `opening` is given what ends the wait for the others, for another thread to call; `is_over` is whether it did.
+        `listener` is rank 0's, where it already listens at the meeting point. `regroups`: whether this process is to
+        leave its world alive when that breaks.
         """
         chosen = _choose_device(device, env.local_rank, shares_gpus)
         if env.world_size == 1 and not dist.is_initialized():
             return Session(env, chosen, None)
         if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session()}", store))
         _check_collectives(collectives)
         if shares_gpus:
             _be_a_host_of_its_own(env)
+        if collectives == "nccl":
+            announce_unset({_REGISTERS: "0"})
+        survives_nccl = regroups and collectives == "nccl"
+        if survives_nccl:
+            leave_errors_to_us()
         before = set(open_sockets())
         cut_store: list[Callable[[], None]] = []
 
@@ -112,26 +141,65 @@ class Session:
                 device_id=chosen if chosen.type == "cuda" and collectives == "nccl" else None,
             )
             if meets_quickly:
-                _set_timeout(timeout_s)
+                set_timeout(timeout_s)
         except dist.DistNetworkError as failed:
             if is_over():
                 raise CollectiveError(f"[r{env.rank}] the world ended while its ranks met") from failed
             raise LaunchError(
-                f"rank {env.rank} cannot meet the others at {env.master_addr}:{env.master_port}",
+                f"the rendezvous of rank {env.rank} at {env.master_addr}:{env.master_port} failed",
                 why=str(failed).splitlines()[0],
                 do="check that the address is rank 0's host and that no other job uses the port (--master-port)",
             ) from (failed if env.restarts else None)  # later, a peer has died; at first, it is what it says
         atexit.register(leave_world)
-        ours = frozenset(set(open_sockets()) - (before if env.launcher in _REGROUPING else of_store))
-        session = Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session(new=True)}", store), ours)
-        session._cut_store = store.cut if isinstance(store, RankStore) else session._cut_store
-        return session
+        ours = frozenset(set(open_sockets()) - (before if launcher_of(env.launcher).regroups else of_store))
+        own = dist.PrefixStore(f"session-{_World.next_session(new=True)}", store)
+        cut = store.cut if isinstance(store, RankStore) else lambda: None
+        return Session(env, chosen, own, ours, cut_store=cut, survives_nccl=survives_nccl)
+
+    def take_place(self, mesh: MeshSpec) -> None:
+        """Take the samples and random numbers of this rank's place in a mesh."""
+        self.data_rank, self.stream = mesh.data_rank(self.rank), mesh.stream(self.rank)
+
+    def take_weights_as_alike(self) -> None:
+        """All ranks were handed the same weights before a strategy is set up."""
+        self.begins_alike = True
+
+    def report_collectives_to(self, enter: Callable[[str], AbstractContextManager[None]] | None) -> None:
+        """`enter` is called around every collective, with its name; None: nothing is."""
+        self._enter = _unreported if enter is None else enter
+
+    def reported(self, name: str) -> AbstractContextManager[None]:
+        """Around a wait for other ranks of which another library makes its own errors; else `named`."""
+        return self._enter(name)
+
+    def also_cut(self, cut: Callable[[], None]) -> None:
+        """`cut` ends the collectives of a library beside this group."""
+        self._cut_beside = cut
+
+    def cut_beside(self) -> None:
+        """End the collectives of a library beside this group."""
+        self._cut_beside()
 
     def cut_off(self) -> None:
         """End every collective that this rank is in or begins, here and at its peers; for any thread to call."""
-        self.cut_more()
+        if self.gate is not None:
+            self.gate.close()
+        self.cut_beside()
         self._cut_store()
+        if self._communicators is not None:
+            self._communicators.abort()
         shut_down(set(self._sockets))
+
+    def check(self) -> None:
+        """After the host has read a device's numbers: that no abort stands behind them, which raises nothing itself."""
+        if self.gate is not None and self.gate.is_closed:
+            raise CollectiveError(f"[r{self.rank}] the world ended")
+
+    def come_to_rest(self) -> None:
+        """The world is over: until nothing of it runs on the device any more."""
+        if self.gate is not None:
+            self.cut_off()
+            torch.cuda.synchronize(self.device)
 
     def number(self) -> int:
         """Counts the calls to it: the same on every rank that makes them in the same order, for names in the store."""
@@ -147,7 +215,7 @@ class Session:
     def seed_step(self, seed: int, step: int) -> None:
         """The same before every step of a world of several ranks.
 
-        A rank that is killed takes its generators with it; as a function of the step, whoever replaces it has them.
+        A rank that is killed takes its generators with it; as a function of the step, its replacement has them.
         """
         if self.world_size > 1:
             mixed = (seed * 0x9E3779B97F4A7C15 + self.stream * 0xC2B2AE3D27D4EB4F + step) * 0xBF58476D1CE4E5B9 % 2**64
@@ -158,17 +226,18 @@ class Session:
             if self.device.type == "cuda":
                 torch.cuda.default_generators[self.device.index].manual_seed(mixed % 2**63)
 
-    def sum(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over all ranks, in place."""
+    def sum(self, name: str, values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """The sum of a tensor over the ranks of a group (None: over all ranks), in place."""
         if self.world_size > 1:
             with self.named(name):
-                dist.all_reduce(values)
+                dist.all_reduce(values, group=group)
         return values
 
-    def max(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def max(self, name: str, values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """The largest values over the ranks of a group (None: over all ranks), in place."""
         if self.world_size > 1:
             with self.named(name):
-                dist.all_reduce(values, op=dist.ReduceOp.MAX)
+                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return values
 
     def gather(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -183,11 +252,13 @@ class Session:
         """Returns when every rank has come here."""
         self.sum(name, torch.zeros(1, device=self.device))
 
-    def send_from(self, name: str, rank: int, values: torch.Tensor) -> torch.Tensor:
-        """One rank's bytes of a contiguous tensor to all, in place."""
+    def send_from(
+        self, name: str, rank: int, values: torch.Tensor, group: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """One rank's bytes of a contiguous tensor to the ranks of a group (None: to all ranks), in place."""
         if self.world_size > 1:
             with self.named(name):
-                dist.broadcast(values.view(-1).view(torch.uint8), rank)
+                dist.broadcast(values.view(-1).view(torch.uint8), rank, group=group)
         return values
 
     def share_text(self, key: str, text: str | None) -> str:
@@ -215,10 +286,12 @@ class Session:
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Around a collective: what goes wrong in it is told by its name, and so is who waits in it."""
+        """Around a collective: its errors, and the ranks that wait in it, are reported with its name."""
         try:
-            with self.enter(name):
+            with self.reported(name):
                 yield
+        except torch.OutOfMemoryError:  # this rank's own, and reported as such
+            raise
         except (RuntimeError, dist.DistError) as failed:
             raise CollectiveError(f"[r{self.rank}] in the collective {name!r}: {failed}") from failed
 
@@ -246,7 +319,7 @@ def _meet(
         return RankStore(env.store, env.attempt, timeout_s), env.rank, env.world_size
     if env.is_main and listener is None:
         listener = _loopback_listener(env)
-    waits_briefly = not env.is_main and env.launcher in _REGROUPING
+    waits_briefly = not env.is_main and launcher_of(env.launcher).regroups
     deadline = time.monotonic() + timeout_s
     while True:
         if waits_briefly:
@@ -304,14 +377,8 @@ def _await_all(store: dist.Store, env: WorkerEnv, timeout_s: float, is_over: Cal
         pause = min(most_pause, pause * 1.5)
 
 
-def _set_timeout(seconds: float) -> None:
-    """Of the collectives from now on."""
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    backend._set_default_timeout(timedelta(seconds=seconds))
-
-
 def _await_listener(env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> None:
-    """Until rank 0 listens: a client of the store that finds nobody waits for up to a second before it tries again."""
+    """Until rank 0 listens: a client of the store that finds no listener waits up to a second before it retries."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if is_over():
@@ -329,21 +396,23 @@ def abandon_world() -> None:
     The group itself lives on for a while: its destructor waits for a thread that may wait for the interpreter, which
     the destructor holds. Once that thread is idle, it is freed with the next one that breaks.
     """
-    if dist.is_initialized():
+    if has_nccl():
+        forget_groups()
+    elif dist.is_initialized():
         now = time.monotonic()
         kept = [(since, group) for since, group in _World.broken if now - since < _KEEP_GROUP_S]
-        _World.broken = [*kept, (now, dist.distributed_c10d._get_default_group())]
+        _World.broken = [*kept, (now, default_group())]
         dist.destroy_process_group()
     else:  # torch counts groups by which the ranks name them, also one that broke while it was made
-        dist.distributed_c10d._world.group_count = 0
+        reset_group_count()
     gc.collect()
 
 
 def leave_world() -> None:
     """End the process group, and with it the threads of its collectives.
 
-    Whatever still holds the group (DDP does, in a cycle) would let them live on into the interpreter's end, where a
-    thread that frees a tensor aborts a process that has done its work.
+    An object that still holds the group (DDP does, in a cycle) would keep them alive into the interpreter's end, where
+    a thread that frees a tensor aborts a process that has done its work.
     """
     if dist.is_initialized():
         gc.collect()
@@ -352,21 +421,24 @@ def leave_world() -> None:
 
 def _be_a_host_of_its_own(env: WorkerEnv) -> None:
     """NCCL refuses two ranks of one host on one GPU. Taken for hosts with a GPU each, they talk over sockets."""
-    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-rank-{env.rank}"
+    # Of this process, not of its rank: a world that comes after this one may have another process in its place.
+    announce({"NCCL_HOSTID": f"{socket.gethostname()}-{os.getpid()}-rank-{env.rank}"})
     if env.num_nodes == 1:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        announce_unset({"NCCL_SOCKET_IFNAME": "lo"})
 
 
 def _choose_device(kind: str, local_rank: int, shares_gpus: bool = False) -> torch.device:
     if kind != "cuda":
         return torch.device("cpu")
-    if shares_gpus or torch.cuda.device_count() == 1:  # Slurm may show each rank its own GPU only
-        local_rank %= torch.cuda.device_count()
-    if local_rank >= torch.cuda.device_count():
+    gpus = torch.cuda.device_count()
+    if gpus == 1 or (gpus and shares_gpus):  # Slurm may show each rank its own GPU only
+        local_rank %= gpus
+    if local_rank >= gpus:
+        share = "share_gpus=true (--share-gpus) to try more ranks on fewer GPUs, " if gpus else ""
         raise PlanError(
-            f"local rank {local_rank} has no GPU: this process sees {torch.cuda.device_count()}",
+            f"local rank {local_rank} has no GPU: this process sees {gpus}",
             why="each rank of a node takes the GPU of its local rank",
-            do="start at most as many ranks a node as it has GPUs, or set device=cpu",
+            do=f"start at most as many ranks a node as it has GPUs, set {share}or set device=cpu",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -2,7 +2,7 @@
 
 It is asked for by a signal, which ends the run, or by the launcher, which wants the ranks in another world.
 
-After a signal each rank says so in the store and goes on training; once all have, rank 0 names a step two ahead. No
+After a signal each rank says so in the store and continues to train; once all have, rank 0 names a step two ahead. No
 rank waits for another, because one that waits outside a collective would hang one that waits inside.
 """
 
@@ -36,7 +36,7 @@ def left_to_launcher() -> Iterator[None]:
 
 
 class StopRequest(StopSignals):
-    """Whether somebody asked this run to stop, and at which step it will."""
+    """Whether a stop of this run was requested, and at which step it will end."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class StopRequest(StopSignals):
         self._stop_at: int | None = None
         self._is_over = False  # the step that all agreed on is done
         self._told = False
-        self.is_leaving = False  # the ranks stop in order to go on in another world
+        self.is_leaving = False  # the ranks stop in order to continue in another world
 
     def request(self, number: int) -> None:
         """What a signal does, for a rank whose process is another's, which hears signals in its place; from any

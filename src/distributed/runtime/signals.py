@@ -1,4 +1,4 @@
-"""Signals that ask a rank to stop: the first is noted, and training goes on to a step that can be saved."""
+"""Signals that request a stop of a rank: the first is noted, and training continues to a step that can be saved."""
 
 from __future__ import annotations
 

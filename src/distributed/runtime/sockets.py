@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 
-CAN_SHUT_DOWN = os.path.isdir("/proc/self/fd")  # Linux tells a process which sockets it has
+CAN_SHUT_DOWN = os.path.isdir("/proc/self/fd")  # Linux lists the sockets of a process
 
 
 def open_sockets() -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Portion: a tensor that the ranks hold in parts, as one of them sees it."""
+"""TensorShard: a tensor that the ranks hold in parts, as one of them sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Box = tuple[tuple[int, int], ...]  # of every dimension: from, to
 
 
 @dataclass(frozen=True)
-class Portion:
+class TensorShard:
     """The boxes of a tensor that are on this rank; none where others have all of it.
 
     Every element is in some rank's boxes. Where several ranks hold the same box, one of them stores it.

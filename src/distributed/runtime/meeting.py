@@ -1,0 +1,25 @@
+"""Meeting: the rendezvous of the ranks of a world, from the environment or from their launcher."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from distributed.core.engines.launchers import launcher_of
+from distributed.core.env import WorkerEnv
+from distributed.core.registry import load_target
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A world with the address of its rendezvous; rank 0 already listens there."""
+
+    env: WorkerEnv
+    listener: socket.socket | None = None
+
+
+def find_meeting(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
+    """The rendezvous of this world's ranks."""
+    meets = launcher_of(env.launcher).meets
+    meeting: Meeting = load_target(meets)(env, run_dir, timeout_s) if meets else Meeting(env)
+    return meeting

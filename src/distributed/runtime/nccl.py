@@ -1,0 +1,56 @@
+"""NCCL's communicators of a world that broke: aborted from another thread, and left behind without being destroyed.
+
+torch's own `destroy_process_group` waits for ever in a group that was aborted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from distributed.core.env import announce
+from distributed.runtime import torch_compat
+
+_left: list[Any] = []  # their destructors would wait as well; an abort has freed the memory that they had on the device
+
+
+def leave_errors_to_us() -> None:
+    """Before a group is made: torch's watchdog would end the process, or abort before the gate of steps is closed."""
+    announce({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+
+
+class Communicators:
+    """Of all groups that this process is in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._backends = list(_backends())
+
+    def abort(self) -> None:
+        """End what runs in them. Their kernels end at once; the rest, which takes half a second, is not waited for, and
+        longer where a CUDA graph that holds such kernels is still there."""
+        with self._lock:
+            backends, self._backends = self._backends, []
+        for backend in backends:
+            threading.Thread(target=backend.abort, name="nccl-abort", daemon=True).start()
+
+
+def _backends() -> Iterator[Any]:
+    for group in torch_compat.known_groups():
+        with suppress(RuntimeError):  # it has none for GPUs
+            yield torch_compat.backend_of(group, "cuda")
+
+
+def has_nccl() -> bool:
+    """Whether this process is in a world that uses it."""
+    return dist.is_initialized() and "nccl" in torch_compat.default_backends()
+
+
+def forget_groups() -> None:
+    """Leave all groups without shutting them down, which would wait for ranks that are gone."""
+    _left.append(torch_compat.known_groups())
+    torch_compat.forget_groups()
