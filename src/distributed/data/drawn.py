@@ -1,9 +1,9 @@
 """What a user's own sampler draws: one rank draws for all, once an epoch, and what it drew is part of the run's state.
 
-A sampler may draw from a generator that nobody else can seed (numpy's default_rng, say). So the ranks do not each draw
-the order of an epoch: rank 0 does, and sends it. A run that goes on in the middle of an epoch takes the order from its
-checkpoint or from another rank's memory. For the epochs that follow, a sampler that was made anew is drawn from as
-often as the one before it; whether it drew the same is known by a digest, and told if not.
+A sampler may draw from a generator that cannot be seeded from outside (numpy's default_rng, for example). So the ranks
+do not each draw the order of an epoch: rank 0 does, and sends it. A run that resumes in the middle of an epoch takes
+the order from its checkpoint or from another rank's memory. For the epochs that follow, a new sampler is drawn from as
+often as the one before it; a digest shows whether it drew the same, and a warning reports it if not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def make_here(make: Callable[[], Tree]) -> Tree:
 
 
 class SeededOrder:
-    """The order that torch's DistributedSampler(seed=…) shares out among its ranks."""
+    """The order that torch's DistributedSampler(seed=…) splits over its ranks."""
 
     def __init__(self, length: int, seed: int) -> None:
         self._length, self._seed, self._epoch = length, seed, 0
@@ -76,7 +76,7 @@ class OwnSampler:
 
     @property
     def is_pure(self) -> bool:
-        """Whether an epoch's order hangs on the seed and the epoch alone."""
+        """Whether an epoch's order depends on the seed and the epoch alone."""
         if type(self.sampler) in _TORCHS:
             return getattr(self.sampler, "generator", None) is None
         return type(self.sampler) in (*_SEQUENCES, SeededOrder)
@@ -90,11 +90,11 @@ class OwnSampler:
         return self._last[2]
 
     def state(self) -> Tree | None:
-        """Of a sampler that can tell it."""
+        """The state of a sampler with `state_dict`."""
         return self.sampler.state_dict() if self._has_state else None  # type: ignore[attr-defined]
 
     def load_state(self, state: Tree, drawn: int, digest: str | None) -> None:
-        """That of a sampler that had drawn so many epochs."""
+        """The state of a sampler that had drawn that many epochs."""
         if self._has_state:
             self.sampler.load_state_dict(state)  # type: ignore[attr-defined]
             self.drawn, self.digest, self._last, self._is_loaded = drawn, digest or "", None, True
@@ -123,9 +123,9 @@ class OwnSampler:
                 return narrow([operator.index(index) for index in self.sampler])
             except TypeError as failed:
                 raise DataError(
-                    f"the sampler {self.name} draws something that is no number of a sample",
+                    f"the sampler {self.name} draws something that is no index of a sample",
                     why=str(failed),
-                    do="let it draw numbers from range(len(dataset)), one a sample",
+                    do="let it draw integers from range(len(dataset)), one for each sample",
                 ) from failed
 
 
@@ -138,7 +138,7 @@ class DrawnOrders:
         self._order: torch.Tensor | None = None
         self._state: Tree | None = None  # of the sampler, after it has drawn that order
         self._digest: str | None = ""  # of the epochs that were drawn in this run; None: not known
-        self.note = ""  # what whoever watches the run is to be told
+        self.note = ""  # a warning for the run's events
 
     def order(self, epoch: int) -> torch.Tensor:
         """Every rank calls it for the same epochs. 64-bit numbers."""

@@ -23,7 +23,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Generators:
-    """The generators as one reader has them: they go on from one `with` to the next, whatever is drawn in between.
+    """The generators of one reader: they continue from one `with` to the next, regardless of what is drawn in between.
 
     >>> reader, drawn = Generators(1), []
     >>> for _ in range(2):

@@ -43,7 +43,7 @@ def check_loader(loader: DataLoader[Any], role: str) -> None:
     if own:
         raise DataError(
             f"{role} is a {type(loader).__name__}, which makes its batches in a {own[0]} of its own",
-            why="the ranks read its dataset themselves, and nobody would call that",
+            why=f"the ranks read its dataset themselves, so that its {own[0]} would never be called",
             do=f"pass {role}=DataLoader(dataset, batch_size=…); a run keeps its position in the data itself",
         )
     if loader.batch_size is not None:
@@ -53,19 +53,19 @@ def check_loader(loader: DataLoader[Any], role: str) -> None:
         raise DataError(
             f"{role} has a batch sampler of its own ({type(batches).__name__}), whose batches cannot be split over "
             "the ranks",
-            why="each step's samples are cut into equal shares, and a batch sampler hands out whole batches",
+            why="the samples of each step are sharded over the ranks, and a batch sampler yields whole batches",
             do="pass its sample order as DataLoader(dataset, batch_size=…, sampler=…)",
         )
     if batches is None and not isinstance(loader.dataset, IterableDataset):
         raise DataError(
             f"{role} has batch_size=None, so its batches cannot be split over the ranks",
-            why="automatic batching is off, and a sample cannot be cut",
+            why="batch_size=None turns automatic batching off, and one sample cannot be sharded",
             do="pass DataLoader(dataset, batch_size=…)",
         )
     if batches is None:
         raise DataError(
             f"{role} is a stream with batch_size=None, so its batches cannot be split over the ranks",
-            why="the stream makes its own batches, and only samples can be shared out",
+            why="the stream yields whole batches, and only samples can be sharded over the ranks",
             do="let the dataset yield samples and pass DataLoader(dataset, batch_size=…)",
         )
 
@@ -95,7 +95,7 @@ def _read_sampler(found: Sampling, sampler: Any, loader: DataLoader[Any], role: 
         raise DataError(
             f"{role} has the sampler {kind.__name__}, which draws one rank's share (num_replicas="
             f"{sampler.num_replicas})",
-            why="each rank would take its share of that share, and most samples would be left out",
+            why="each rank would take a shard of that shard, and most samples would be left out",
             do="pass a sampler that draws the whole epoch's order, the same for all ranks",
         )
     if kind is SequentialSampler and _length(sampler.data_source) == _length(dataset):
@@ -105,7 +105,7 @@ def _read_sampler(found: Sampling, sampler: Any, loader: DataLoader[Any], role: 
     if not hasattr(sampler, "__len__"):
         raise DataError(
             f"{role} has the sampler {kind.__name__}, which has no length",
-            why="how many steps an epoch has is planned before it is drawn",
+            why="the number of steps of an epoch is planned from the sampler's length",
             do="give it __len__, or pass its order as a list",
         )
     note = f"{kind.__name__} draws each epoch's order once, for all ranks"
@@ -113,7 +113,7 @@ def _read_sampler(found: Sampling, sampler: Any, loader: DataLoader[Any], role: 
 
 
 def _own(sampler: Any, loader: DataLoader[Any]) -> OwnSampler:
-    """With a generator that nobody else draws from: of two loaders that share one, each draws as if it were alone."""
+    """With a generator of its own: of two loaders that share one, each draws as if it were alone."""
     generator = getattr(sampler, "generator", None)
     if not isinstance(generator, torch.Generator):
         return OwnSampler(sampler)

@@ -45,7 +45,7 @@ class MicroCut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EpochCut:
+class EpochSplit:
     """One rank's shares of every step of an epoch of `samples` samples."""
 
     samples: int

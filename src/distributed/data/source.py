@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import DataError
-from distributed.data.dali import DaliBatches, is_dali_iterator
+from distributed.core.registry import load_target
 from distributed.data.drawn import OwnSampler
-from distributed.data.ray_data import RayRows, is_ray_dataset
+from distributed.data.loading.dali import DaliBatches, is_dali_iterator
 from distributed.data.sampling import check_loader, read_sampling
 
 
@@ -80,16 +82,18 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        gc.freeze()  # what is garbage here is the parent's to free: see ForkedLoader
+        gc.enable()
         if self.then is not None:
             self.then(worker)
 
 
 def read_source(data: object, role: str) -> Source:
-    """The Source of a DataLoader, a Dataset, a Ray dataset or a DALI iterator; `role` names it in errors."""
+    """The Source of a DataLoader, a Dataset, an engine's dataset or a DALI iterator; `role` names it in errors."""
     if isinstance(data, Source):
         return data
-    if is_ray_dataset(data):
-        return Source(RayRows(data))
+    if (dataset := _read_by_engine(data)) is not None:
+        return Source(dataset)
     if isinstance(data, DaliBatches) or is_dali_iterator(data):
         ready = data if isinstance(data, DaliBatches) else DaliBatches(data)
         note = "DALI shards and orders its data itself; a run that is resumed passes over the batches that it has had"
@@ -100,9 +104,25 @@ def read_source(data: object, role: str) -> Source:
         return Source(data)
     raise DataError(
         f"{role} is a {type(data).__name__}",
-        why="the samples are shared out among the ranks, which needs a torch DataLoader or Dataset",
+        why="the samples are sharded over the ranks, which needs a torch DataLoader or Dataset",
         do=f"pass {role}=DataLoader(dataset, batch_size=…)",
     )
+
+
+def reader_of(dataset: object) -> str:
+    """The library that reads a dataset in threads or processes of its own; "": none.
+
+    >>> reader_of([1, 2])
+    ''
+    """
+    return str(getattr(type(dataset), "read_by", ""))  # of the class: an object may answer to any name
+
+
+def _read_by_engine(data: object) -> object:
+    """The dataset that an engine makes of an object of the package that it needs; None: there is no such engine."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(data).__mro__}
+    readers = (engine.reads for engine in ENGINES.entries.values() if engine.reads and engine.package in packages)
+    return next((found for reads in readers if (found := load_target(reads)(data)) is not None), None)
 
 
 def _read_loader(loader: DataLoader[Any], role: str) -> Source:
@@ -113,11 +133,11 @@ def _read_loader(loader: DataLoader[Any], role: str) -> Source:
             do=f"pass {role}=the iterator",
         )
     check_loader(loader, role)
-    if isinstance(loader.dataset, RayRows) and loader.num_workers:
+    if loader.num_workers and (reader := reader_of(loader.dataset)):
         raise DataError(
-            f"{role} has num_workers={loader.num_workers} over a Ray dataset",
-            why="Ray has read it in processes of its own, and processes forked from a rank cannot ask Ray for it",
-            do="leave num_workers at 0",
+            f"{role} has num_workers={loader.num_workers} over a {reader} dataset",
+            why=f"{reader} reads it in processes of its own, and a data loader worker cannot reach them",
+            do="set num_workers=0",
         )
     sampling = read_sampling(loader, role)
     return Source(

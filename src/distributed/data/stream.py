@@ -1,12 +1,12 @@
 """Streams (iterable datasets): each rank keeps its share of every group of samples that makes one micro-batch.
 
-Every rank reads the whole stream, so all know where it ends without asking each other, and the batches are those of one
+Every rank reads the whole stream, so all know where it ends without a collective, and the batches are those of one
 process. With several DataLoader workers each of them reads the dataset once, as torch has it: a dataset that does not
 split itself by `get_worker_info` would be read several times.
 
 While it is read, the stream has Python's, numpy's and torch's generators to itself, seeded for the epoch: it draws the
-same on every rank, and again when a run goes on in the middle of an epoch, whatever the model draws. Collating is not
-part of that: a rank collates its own share, under its own generators.
+same on every rank, and again when a run resumes in the middle of an epoch, regardless of what the model draws.
+Collating is not part of that: a rank collates its own shard, under its own generators.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from distributed.core.errors import DataError
+from distributed.data.checks.stream_digest import StreamDigest
 from distributed.data.generators import Generators
-from distributed.data.leaves import as_read, seed_generators
+from distributed.data.loading.forks import ForkedLoader
 from distributed.data.order import derive_seed
 from distributed.data.shares import share
-from distributed.data.stream_digest import StreamDigest
+from distributed.data.virtual_ranks import as_read, seed_generators
 
 Collate = Callable[[list[Any]], Any]
 
@@ -81,7 +82,7 @@ class SharedStream(IterableDataset[StreamBatch]):
     """This rank's share of every `group` samples of a stream."""
 
     def __init__(
-        self, dataset: Iterable[Any], collate: Collate, seeds: StreamSeeds, group: int, ranks: int, rank: int
+        self, dataset: Iterable[Any], collate: Collate, seeds: StreamSeeds, *, group: int, ranks: int, rank: int
     ) -> None:
         self._dataset, self._collate, self._seeds = dataset, collate, seeds
         self._group, self._ranks, self._rank = group, ranks, rank
@@ -111,20 +112,18 @@ class OwnStream(IterableDataset[StreamBatch]):
             yield StreamBatch(self._collate(batch), len(batch), len(batch), digest)
 
 
-def open_stream(
-    stream: IterableDataset[StreamBatch], seeds: StreamSeeds, options: dict[str, Any]
-) -> DataLoader[StreamBatch]:
+def open_stream(stream: IterableDataset[StreamBatch], seeds: StreamSeeds, options: dict[str, Any]) -> ForkedLoader:
     """One pass over it, in worker processes if the options say so."""
     generator = torch.Generator().manual_seed(seeds.workers)
-    return DataLoader(stream, batch_size=None, collate_fn=as_read, generator=generator, **options)
+    return ForkedLoader(stream, batch_size=None, collate_fn=as_read, generator=generator, **options)
 
 
 def reads_otherwise(epoch: int, steps: int) -> DataError:
     """A stream that was to be read again from an epoch's beginning did not give what it gave before."""
     return DataError(
         f"the stream reads other samples than before in the first {steps} steps of epoch {epoch + 1}",
-        why="a run that goes on in the middle of an epoch reads its stream again and passes over what it has had, so "
+        why="a run that resumes in the middle of an epoch reads its stream again and skips its trained steps, so "
         "samples would be repeated and others left out",
         do="let it draw from Python's, numpy's or torch's global generators, which are seeded for each epoch, or seed "
-        "its own in set_epoch(epoch); with sample_check=False the run goes on nevertheless",
+        "its own in set_epoch(epoch); with sample_check=False the run resumes nevertheless",
     )

@@ -18,15 +18,15 @@ from distributed.data.generators import seeded
 from distributed.data.order import derive_seed
 
 
-class Leaf(NamedTuple):
+class VirtualShare(NamedTuple):
     """One leaf of one step."""
 
     step_seed: int  # the same for all leaves of the step
     number: int  # 0 ≤ number < virtual ranks
 
     @staticmethod
-    def of(seed: int, epoch: int, step: int, number: int) -> Leaf:
-        return Leaf(derive_seed(seed, "leaves", epoch, step), number)
+    def of(seed: int, epoch: int, step: int, number: int) -> VirtualShare:
+        return VirtualShare(derive_seed(seed, "leaves", epoch, step), number)
 
     @property
     def loading_seed(self) -> int:
@@ -38,7 +38,7 @@ class Leaf(NamedTuple):
 
     @property
     def after_seed(self) -> int:
-        """For whatever is drawn between this step and the next, alike on every rank."""
+        """For what is drawn between this step and the next, the same on every rank."""
         return derive_seed(self.step_seed, "after")
 
 

@@ -18,10 +18,9 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distributed.data.dali import DaliBatches
-from distributed.data.ray_data import RayRows
-from distributed.data.source import Source
-from distributed.data.stream_digest import sample_digest
+from distributed.data.checks.stream_digest import sample_digest
+from distributed.data.loading.dali import DaliBatches
+from distributed.data.source import Source, reader_of
 
 _LOOKS = 1024  # entries of what has one for each sample, evenly spaced
 _ROWS = 16  # of a tensor
@@ -60,7 +59,7 @@ def _parts(name: str, dataset: Any, depth: int) -> Iterator[tuple[str, str]]:
     length = len(dataset) if hasattr(dataset, "__len__") else None
     yield f"the class of {name}", type(dataset).__name__
     yield f"the length of {name}", str(length)
-    if depth >= _DEEPEST or not length or isinstance(dataset, RayRows):
+    if depth >= _DEEPEST or not length or reader_of(dataset):
         return
     if isinstance(dataset, Subset):
         yield f"{name}.indices", _of_entries(dataset.indices) or ""
@@ -123,7 +122,7 @@ def _raw(values: np.ndarray | torch.Tensor) -> memoryview:
 
 
 def _of_whole(values: np.ndarray | torch.Tensor) -> str:
-    """Of a tensor that nobody has written to since the last look, as it was then: each save asks."""
+    """Of a tensor, from the cache if it was not written to since: every save needs it."""
     counts = isinstance(values, torch.Tensor) and not values.is_inference()
     version, found = _KNOWN.get(values, (-1, "")) if counts else (-1, "")
     if counts and version == values._version:  # type: ignore[union-attr]

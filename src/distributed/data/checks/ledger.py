@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distributed.core.atomic import FILE_MODE
 from distributed.core.errors import DataError
-from distributed.core.private_files import FILE_MODE
+from distributed.core.run_dir import LedgerDir
 
 _HEADER = b"samples1"
-_RECORD = struct.Struct("<qqi")  # optimizer step (from 1), epoch, number of samples; then so many 64-bit indices
+_RECORD = struct.Struct("<qqi")  # optimizer step (from 1), epoch, number of samples; then their 64-bit indices
 
 
 class LedgerEntry(NamedTuple):
@@ -32,8 +33,8 @@ class LedgerEntry(NamedTuple):
 class Ledger:
     """One rank's file."""
 
-    def __init__(self, folder: str | Path, rank: int) -> None:
-        path = ledger_path(folder, rank)
+    def __init__(self, folder: str | os.PathLike[str], rank: int) -> None:
+        path = LedgerDir(folder).file(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         if os.fstat(self._fd).st_size == 0:
@@ -46,10 +47,6 @@ class Ledger:
         os.close(self._fd)
 
 
-def ledger_path(folder: str | Path, rank: int) -> Path:
-    return Path(folder) / f"rank-{rank}.samples"
-
-
 def read_ledger(path: Path) -> Iterator[LedgerEntry]:
     """The whole records of a file; what is torn at its end was not a step."""
     for entry, _ in _scan(path):
@@ -60,7 +57,7 @@ def _scan(path: Path) -> Iterator[tuple[LedgerEntry, int]]:
     """Each record and where it ends."""
     raw = path.read_bytes()
     if not raw.startswith(_HEADER):
-        raise DataError(f"{path} is no sample ledger", why="its first bytes are others", do="remove it")
+        raise DataError(f"{path} is no sample ledger", why="its first bytes are not those of one", do=f"rm {path}")
     at = len(_HEADER)
     while at + _RECORD.size <= len(raw):
         step, epoch, count = _RECORD.unpack_from(raw, at)
@@ -71,9 +68,9 @@ def _scan(path: Path) -> Iterator[tuple[LedgerEntry, int]]:
         at = end
 
 
-def rewind_ledgers(folder: str | Path, step: int) -> None:
+def rewind_ledgers(folder: str | os.PathLike[str], step: int) -> None:
     """Drop what came after `step` from every rank's file, also of ranks that this run no longer has."""
-    for path in sorted(Path(folder).glob("rank-*.samples")):
+    for path in LedgerDir(folder).files():
         keep = len(_HEADER)
         for entry, end in _scan(path):
             if entry.step > step:
@@ -82,9 +79,9 @@ def rewind_ledgers(folder: str | Path, step: int) -> None:
         os.truncate(path, keep)
 
 
-def last_recorded(folder: str | Path, rank: int) -> int:
+def last_recorded(folder: str | os.PathLike[str], rank: int) -> int:
     """The last step in a rank's file; 0 where there is none."""
-    path = ledger_path(folder, rank)
+    path = LedgerDir(folder).file(rank)
     return max((entry.step for entry in read_ledger(path)), default=0) if path.exists() else 0
 
 
@@ -108,11 +105,11 @@ class LedgerReport:
         return f"{lost} samples missing, {twice} repeated in {self.steps} steps"
 
 
-def check_ledgers(folder: str | Path, samples_per_epoch: int, *, finished: bool = True) -> LedgerReport:
+def check_ledgers(folder: str | os.PathLike[str], samples_per_epoch: int, *, finished: bool = True) -> LedgerReport:
     """Whether every epoch used every sample once; the last one may be unfinished."""
     used: dict[int, Counter[int]] = {}
     steps: set[int] = set()
-    for path in sorted(Path(folder).glob("rank-*.samples")):
+    for path in LedgerDir(folder).files():
         for entry in read_ledger(path):
             used.setdefault(entry.epoch, Counter()).update(entry.indices.tolist())
             steps.add(entry.step)

@@ -72,7 +72,7 @@ def _bytes_of(value: Any) -> Iterable[bytes]:
             yield from _bytes_of(item)
     elif isinstance(value, str | int | float | complex | bytes | bool | np.generic | None):
         yield repr(value).encode()
-    else:  # whatever its repr is may hold an address
+    else:  # its repr may hold an address
         yield type(value).__name__.encode()
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distributed.data.shares import EpochCut, share
+from distributed.data.shares import EpochSplit, share
 
 _LOOKS = 4096  # positions of an order, evenly spaced, of which its digest is made
 _SUM_BITS = 47  # of a rank's sum: those of 65,536 ranks fit into 63
@@ -44,7 +44,7 @@ def order_digest(order: list[int] | range | torch.Tensor) -> str:
     return mixed.hexdigest()
 
 
-def tally(cut: EpochCut, first_step: int, stop_step: int) -> Tally:
+def tally(cut: EpochSplit, first_step: int, stop_step: int) -> Tally:
     """Of one rank, over some steps of an epoch."""
     taken = taken_sum = due = due_sum = 0
     for positions in _taken(cut, first_step, stop_step):
@@ -63,7 +63,7 @@ def agree(total: Tally) -> bool:
     return total.taken == total.due and (total.taken_sum - total.due_sum) % 2**_SUM_BITS == 0
 
 
-def _taken(cut: EpochCut, first_step: int, stop_step: int) -> Iterator[np.ndarray]:
+def _taken(cut: EpochSplit, first_step: int, stop_step: int) -> Iterator[np.ndarray]:
     """The positions that a rank takes, in some pieces. Full steps are cut alike."""
     size, full = cut.batch.global_batch, min(cut.full_steps, stop_step)
     shape = [np.arange(c.start, c.stop, dtype=np.uint64) for c in cut.cuts(0)] if cut.full_steps else []

@@ -19,7 +19,7 @@ _PLUGIN = "nvidia.dali.plugin.pytorch"
 
 
 def is_dali_iterator(data: object) -> bool:
-    """Whether it is one of DALI's for PyTorch; tells without importing DALI."""
+    """Whether it is one of DALI's for PyTorch; found without importing DALI."""
     kinds = type(data).__mro__
     return any(f"{kind.__module__}.".startswith(f"{_PLUGIN}.") for kind in kinds) and hasattr(data, "__next__")
 
@@ -33,6 +33,8 @@ class DaliBatches(IterableDataset[Any]):
 
     With `columns` a batch is a list of these, and the last one is the target; without, it is DALI's dict.
     """
+
+    read_by = "DALI"  # in threads of its own
 
     def __init__(self, iterator: Any, columns: Sequence[str] | None = None) -> None:
         if not is_dali_iterator(iterator):
@@ -49,13 +51,13 @@ class DaliBatches(IterableDataset[Any]):
         if self.batch_size is not None and batch.per_device != self.batch_size:
             raise DataError(
                 f"batch_size={batch.per_device}, and the DALI pipeline makes batches of {self.batch_size}",
-                why="its batches are used as they come",
+                why="DALI's batches are used unchanged, so that both sizes must be the same",
                 do=f"build the pipeline with batch_size={batch.per_device}, or leave that setting out",
             )
         if batch.ranks > 1 and split != "dataset":
             raise DataError(
-                "a DALI iterator is read by several ranks, each of which would keep its share only",
-                why="its reader has sharded the data already (shard_id, num_shards), and its batches cannot be cut",
+                f"a DALI iterator is read by {batch.ranks} ranks with iterable_split={split!r}",
+                why="its reader shards the data already (shard_id, num_shards), and the ranks would shard it again",
                 do="set iterable_split='dataset'",
             )
 

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
 
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
-from distributed.data.dali import DaliBatches
+from distributed.data.checks.stream_digest import total_digest
+from distributed.data.checks.tally import Tally, order_digest, tally
 from distributed.data.drawn import DrawnOrders, Share, Tree, make_here
 from distributed.data.generators import KeptGenerators
-from distributed.data.leaves import Leaf, LeafIndices, LeafReader, as_read
+from distributed.data.loading.dali import DaliBatches
+from distributed.data.loading.forks import ForkedLoader
 from distributed.data.order import derive_seed, shuffled_order
-from distributed.data.shares import EpochCut, share, stream_weights
+from distributed.data.shares import EpochSplit, share, stream_weights
 from distributed.data.source import Source
 from distributed.data.stream import (
     OwnStream,
@@ -26,15 +27,14 @@ from distributed.data.stream import (
     open_stream,
     reads_otherwise,
 )
-from distributed.data.stream_digest import total_digest
-from distributed.data.tally import Tally, order_digest, tally
+from distributed.data.virtual_ranks import LeafIndices, LeafReader, VirtualShare, as_read
 
 
 class Microbatch(NamedTuple):
     batch: Any
     weight: float  # its part of the step's mean loss, times the number of ranks (but not for a leaf)
     size: int  # samples of this rank; 0: a stand-in that keeps the ranks in step and must leave no trace
-    leaf: Leaf | None = None  # of a virtual rank; an empty one has no batch, nothing stands in for it
+    leaf: VirtualShare | None = None  # of a virtual rank; an empty one has no batch, nothing stands in for it
 
 
 class Step(NamedTuple):
@@ -46,10 +46,10 @@ Order = list[int] | range | torch.Tensor  # of an epoch: the numbers of its samp
 
 
 class Taken(NamedTuple):
-    """The samples that a rank used in a step: kept as where to find them, because hardly anybody asks."""
+    """The samples that a rank used in a step; their indices are computed only when they are needed."""
 
     order: Order
-    cut: EpochCut
+    cut: EpochSplit
     step: int
 
     @property
@@ -66,10 +66,14 @@ class Reads:
     """The sampler of our DataLoaders: what the current pass reads."""
 
     def __init__(self) -> None:
-        self.keys: Iterator[Any] = iter(())
+        self._keys: Iterator[Any] = iter(())
+
+    def begin(self, keys: Iterator[Any]) -> None:
+        """A pass over these."""
+        self._keys = keys
 
     def __iter__(self) -> Iterator[Any]:
-        return self.keys
+        return self._keys
 
 
 def sequence(source: Source, seed: int, epoch: int) -> list[int] | range:
@@ -93,12 +97,12 @@ class TrainLoader:
         seeds_batches: bool = False,
         share: Share = make_here,
     ) -> None:
-        """`seeds_batches`: what a batch draws hangs on its place in the epoch alone, and not on who reads it. `share`:
-        how the ranks get the order that one of them draws."""
+        """`seeds_batches`: what a batch draws depends on its place in the epoch, not on the process that reads it.
+        `share`: how the ranks get the order that one of them draws."""
         self._begin(source, batch, rank, seed, share)
-        self._seeds_batches = seeds_batches or source.num_workers > 0  # whichever worker reads it, after a resume too
+        self._seeds_batches = seeds_batches or source.num_workers > 0  # the same for any worker, after a resume too
         options = source.loader_options(pin_memory=pin_memory) | {"generator": torch.Generator()}
-        self._loader = DataLoader(**_reading(source, self._reads, self._seeds_batches), **options)
+        self._loader = ForkedLoader(**_reading(source, self._reads, self._seeds_batches), **options)
 
     def _begin(self, source: Source, batch: BatchPlan, rank: int, seed: int, share: Share) -> None:
         self._source, self._batch, self._rank, self._seed = source, batch, rank, seed
@@ -126,7 +130,7 @@ class TrainLoader:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
         order = self._order(epoch)
-        cut = EpochCut(len(order), self._batch, self._rank)
+        cut = EpochSplit(len(order), self._batch, self._rank)
         batches = self._read(order, cut, epoch, first_step)
         samples, full_steps = self._batch.global_batch, max(first_step, cut.full_steps)
         shape = [(c.weight, c.size) for c in cut.micro_cuts(0)] if cut.full_steps else []
@@ -146,14 +150,14 @@ class TrainLoader:
             yield Step(micros, cut.samples_in(step))
 
     def endless(self, part: float) -> Iterator[Any]:
-        """Batches of the first epoch, again and again, for whoever wants to know how quickly they come."""
-        self._reads.keys = self.keys(part)
+        """Batches of the first epoch, repeated without end, to measure how fast they are read."""
+        self._reads.begin(self.keys(part))
         return iter(self._loader)
 
     def keys(self, part: float) -> Iterator[Any]:
         """What a data loader reads for them, from some part of the epoch on."""
         order = self._order(0)
-        cut = EpochCut(len(order), self._batch, self._rank)
+        cut = EpochSplit(len(order), self._batch, self._rank)
         first = int(part * cut.steps)
         while cut.steps:
             yield from self._keys(order, cut, 0, first)
@@ -165,18 +169,18 @@ class TrainLoader:
 
     def tally(self, epoch: int, first_step: int, stop_step: int) -> Tally:
         """What this rank has taken in these steps of an epoch that it has begun."""
-        return tally(EpochCut(len(self._order(epoch)), self._batch, self._rank), first_step, stop_step)
+        return tally(EpochSplit(len(self._order(epoch)), self._batch, self._rank), first_step, stop_step)
 
     def expect(self, digest: int) -> None:
         """Of a stream alone."""
 
     @property
     def note(self) -> str:
-        """What is to be told of the epoch's order; mostly nothing."""
+        """A warning about the epoch's order; mostly none."""
         return "" if self._drawn is None else self._drawn.note
 
     def state(self, epoch: int) -> Tree:
-        """What a run that stands in this epoch must keep to go on with the same samples."""
+        """What a run must save in this epoch to resume with the same samples."""
         return {} if self._drawn is None else self._drawn.state(epoch)
 
     def load_state(self, state: Tree) -> None:
@@ -195,12 +199,12 @@ class TrainLoader:
             return self._drawn.order(epoch)
         return sequence(self._source, self._seed, epoch)
 
-    def _read(self, order: Order, cut: EpochCut, epoch: int, first_step: int) -> Iterator[Any]:
+    def _read(self, order: Order, cut: EpochSplit, epoch: int, first_step: int) -> Iterator[Any]:
         """The batch of every micro-batch from a step on."""
-        self._reads.keys = self._keys(order, cut, epoch, first_step)
+        self._reads.begin(self._keys(order, cut, epoch, first_step))
         return iter(self._loader)
 
-    def _keys(self, order: Order, cut: EpochCut, epoch: int, first_step: int) -> Iterator[Any]:
+    def _keys(self, order: Order, cut: EpochSplit, epoch: int, first_step: int) -> Iterator[Any]:
         lists = (numbers(order[start:stop]) for start, stop in cut.spans(first_step))
         if not self._seeds_batches:
             return lists
@@ -210,9 +214,9 @@ class TrainLoader:
     def sample_indices(
         self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
     ) -> list[int]:
-        """The dataset indices that this rank used in a step, or another one in another cut, computed anew."""
+        """The dataset indices that this rank, or `rank` with `batch`, used in a step; computed, not recorded."""
         order = self._order(epoch)
-        cut = EpochCut(len(order), batch or self._batch, self._rank if rank is None else rank)
+        cut = EpochSplit(len(order), batch or self._batch, self._rank if rank is None else rank)
         return Taken(order, cut, step).indices
 
 
@@ -293,9 +297,9 @@ class StreamLoader:
                 continue
             if stand_in is None:
                 raise DataError(
-                    "this rank's part of the stream is empty, while others have samples",
-                    why="iterable_split='dataset' leaves the split to the dataset",
-                    do="give every rank at least one sample, or set iterable_split='share'",
+                    "this rank's shard of the stream is empty, while others have samples",
+                    why="iterable_split='dataset' leaves the sharding to the dataset",
+                    do="let the dataset yield at least 1 sample on every rank, or set iterable_split='share'",
                 )
             micros += [stand_in._replace(size=0)] * (most - len(micros))
             if step >= first_step:
@@ -316,7 +320,7 @@ class StreamLoader:
         if self._splits_itself:
             stream: Any = OwnStream(dataset, collate, seeds, batch.per_device)
         else:
-            stream = SharedStream(dataset, collate, seeds, batch.micro_batch, batch.ranks, self._rank)
+            stream = SharedStream(dataset, collate, seeds, group=batch.micro_batch, ranks=batch.ranks, rank=self._rank)
         return iter(open_stream(stream, seeds, self._options))
 
     def sample_indices(
@@ -377,7 +381,7 @@ class EvalLoader:
             prefix = (seed, "evaluation", self._rank)
             keys = [LeafIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists)]
         reading = _reading(self._source, keys, seed is not None)
-        return DataLoader(**reading, generator=torch.Generator(), **self._options())
+        return ForkedLoader(**reading, generator=torch.Generator(), **self._options())
 
     def _options(self) -> dict[str, Any]:
         options = self._source.loader_options(pin_memory=self._pin_memory)
@@ -400,5 +404,5 @@ class EvalLoader:
             stream: Any = OwnStream(dataset, collate, seeds, self._batch_size)
         else:
             group = self._batch_size * self._ranks
-            stream = SharedStream(dataset, collate, seeds, group, self._ranks, self._rank)
+            stream = SharedStream(dataset, collate, seeds, group=group, ranks=self._ranks, rank=self._rank)
         return open_stream(stream, seeds, self._options())

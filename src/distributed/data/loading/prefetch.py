@@ -1,7 +1,7 @@
 """Prefetch: the next step's batches are copied to the GPU on a stream of their own while this step computes.
 
-Only for reading that happens elsewhere (in worker processes) or draws nothing: whatever is read ahead in the process
-that trains would take its random numbers out of turn.
+Only for reading that happens elsewhere (in worker processes) or draws nothing: reading ahead in the process that trains
+would change the order of its random numbers.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from distributed.core.plan import BatchPlan
+from distributed.data.checks.tally import Tally
 from distributed.data.drawn import Tree
-from distributed.data.loader import Step, Taken
+from distributed.data.loading.loader import Step, Taken
+from distributed.data.loading.transfer import to_device
 from distributed.data.stream import StreamTaken
-from distributed.data.tally import Tally
-from distributed.data.transfer import to_device
 
 
 class Ahead(Protocol):
-    """A loader that can be asked for a step before its turn."""
+    """A loader from which a step can be read before it is trained."""
 
     @property
     def taken(self) -> Taken | StreamTaken | None: ...
@@ -61,10 +61,10 @@ class _Coming(NamedTuple):
 
 
 class Prefetch:
-    """A loader one step ahead of whoever trains. `indices` are those of the step that is being trained."""
+    """A loader one step ahead of training. `indices` are those of the step that is being trained."""
 
     def __init__(self, loader: Ahead, device: torch.device, *, max_steps: int | None = None) -> None:
-        """`max_steps`: of the run, whose last step does not wait for one that nobody will ask for."""
+        """`max_steps`: of the run, after whose last step none is read."""
         self._loader, self._device, self._max_steps = loader, device, max_steps
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._taken: Taken | StreamTaken | None = None
@@ -124,7 +124,7 @@ class Prefetch:
     def _look_ahead(self, steps: Iterator[Step]) -> _Coming | Exception | None:
         try:
             return self._fetch(steps)
-        except Exception as failed:
+        except Exception as failed:  # noqa: BLE001 - raised in place of the batch, when its step comes
             return failed
 
     def _fetch(self, steps: Iterator[Step]) -> _Coming | None:
@@ -135,7 +135,7 @@ class Prefetch:
         if self._stream is None:
             return _Coming(self._move(step), None, taken)
         # Memory of earlier batches is used again on this stream: first, the steps that read them must be done. All
-        # that have begun are waited for; the one that is about to begin is not, so the copy goes on beside it.
+        # that have begun are waited for; the one that is about to begin is not, so the copy overlaps with it.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             moved = self._move(step)

@@ -1,7 +1,7 @@
 """Rows: a dataset that is tensors in memory, of which a batch is gathered by index, without Python for each sample.
 
 On a GPU the tensors are moved there once, and of each epoch only the order of its samples. A batch is then an index
-and a promise: whoever moves it to the device gathers it there, in a captured step too.
+and are gathered on the device when they are moved there, in a captured step too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan, Decision
 from distributed.data.drawn import Share, make_here
-from distributed.data.loader import EvalLoader, Order, TrainLoader
+from distributed.data.loading.loader import EvalLoader, Order, TrainLoader
 from distributed.data.order import permutation
-from distributed.data.shares import EpochCut
+from distributed.data.shares import EpochSplit
 from distributed.data.source import Source
 
 _PART_OF_FREE = 10  # of the device's free memory, what rows may take by themselves: the tenth part
@@ -110,7 +110,7 @@ class Rows:
         return Rows(tensors, positions, device, samples, placing)
 
     @property
-    def is_ahead(self) -> bool:
+    def is_on_device(self) -> bool:
         """Whether a batch is where it is used."""
         return self.tensors[0].device == self.device
 
@@ -148,7 +148,7 @@ class RowLoader(TrainLoader):
             return torch.from_numpy(permutation(samples, self._seed, epoch))
         return torch.arange(samples)
 
-    def _read(self, order: Order, cut: EpochCut, epoch: int, first_step: int) -> Iterator[Any]:
+    def _read(self, order: Order, cut: EpochSplit, epoch: int, first_step: int) -> Iterator[Any]:
         return _read_spans(self._rows, order, cut.spans(first_step))
 
 
@@ -235,7 +235,7 @@ def _moved(tensor: torch.Tensor, positions: torch.Tensor | None, device: torch.d
 
 
 def _gather_pinned(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """In memory from which the device copies while the host goes on; torch keeps it until that is done."""
+    """In pinned memory, from which the device copies asynchronously; torch keeps it until that is done."""
     into = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, index, out=into)
 

@@ -1,4 +1,4 @@
-"""A batch onto this rank's device, whatever it is made of."""
+"""A batch of any structure onto this rank's device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on the device; anything with a `.to` of its own is asked to move."""
+    """The same structure with its tensors on the device; other objects are moved by their own `.to`."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

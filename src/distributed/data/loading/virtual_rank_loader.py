@@ -1,18 +1,18 @@
-"""LeafLoader: this rank's leaves of every step, the same leaves whichever rank holds them."""
+"""LeafLoader: the virtual ranks that this rank holds of every step; their samples do not depend on the rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-from torch.utils.data import DataLoader
 
 from distributed.core.plan import BatchPlan
 from distributed.data.drawn import Share, make_here
-from distributed.data.leaves import Leaf, LeafIndices, LeafReader, as_read
-from distributed.data.loader import Microbatch, Order, Step, Taken, TrainLoader, numbers
-from distributed.data.shares import EpochCut
+from distributed.data.loading.forks import ForkedLoader
+from distributed.data.loading.loader import Microbatch, Order, Step, Taken, TrainLoader, numbers
+from distributed.data.shares import EpochSplit
 from distributed.data.source import Source
+from distributed.data.virtual_ranks import LeafIndices, LeafReader, VirtualShare, as_read
 
 
 class LeafLoader(TrainLoader):
@@ -29,7 +29,7 @@ class LeafLoader(TrainLoader):
         share: Share = make_here,
     ) -> None:
         self._begin(source, batch, rank, seed, share)
-        self._loader = DataLoader(
+        self._loader = ForkedLoader(
             LeafReader(source.dataset, source.collate_fn),
             batch_size=None,
             sampler=self._reads,
@@ -40,7 +40,7 @@ class LeafLoader(TrainLoader):
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
         order = self._order(epoch)
-        cut = EpochCut(len(order), self._batch, self._rank)
+        cut = EpochSplit(len(order), self._batch, self._rank)
         batches = self._read(order, cut, epoch, first_step)
         for step in range(first_step, cut.steps):
             cuts = cut.cuts(step)
@@ -51,11 +51,11 @@ class LeafLoader(TrainLoader):
             self.taken = Taken(order, cut, step)
             yield Step(leaves, cut.samples_in(step))
 
-    def _numbered(self, cut: EpochCut, epoch: int, step: int) -> list[Leaf]:
-        first = Leaf.of(self._seed, epoch, step, cut.first_leaf)
+    def _numbered(self, cut: EpochSplit, epoch: int, step: int) -> list[VirtualShare]:
+        first = VirtualShare.of(self._seed, epoch, step, cut.first_leaf)
         return [first._replace(number=first.number + n) for n in range(self._batch.leaves // self._batch.ranks)]
 
-    def _keys(self, order: Order, cut: EpochCut, epoch: int, first_step: int) -> Iterator[LeafIndices]:
+    def _keys(self, order: Order, cut: EpochSplit, epoch: int, first_step: int) -> Iterator[LeafIndices]:
         for step in range(first_step, cut.steps):
             for c, leaf in zip(cut.cuts(step), self._numbered(cut, epoch, step), strict=True):
                 if c.size:

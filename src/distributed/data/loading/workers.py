@@ -1,7 +1,7 @@
 """How many processes read the data: measured before the first step, by every rank for itself.
 
-What a batch draws hangs on its place in the epoch and not on who reads it (TrainLoader's `seeds_batches`), so the ranks
-may choose differently, and a restarted one anew, without a change in any sample.
+What a batch draws depends on its place in the epoch, not on the process that reads it (TrainLoader's `seeds_batches`),
+so ranks may choose different numbers, and a restarted rank another one, without a change in any sample.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan, Decision
-from distributed.data.dali import DaliBatches
-from distributed.data.leaves import LeafIndices, LeafReader, as_read
-from distributed.data.loader import TrainLoader
-from distributed.data.ray_data import RayRows
-from distributed.data.source import Source
+from distributed.data.loading.forks import ForkedLoader
+from distributed.data.loading.loader import TrainLoader
+from distributed.data.source import Source, reader_of
+from distributed.data.virtual_ranks import LeafIndices, LeafReader, as_read
 
 SECONDS = 1.0  # for which a number of workers is tried
 _WORTH = 1.10  # more workers must bring so much, or no more are tried
 _NEAR = 0.95  # of the best: as good as it
-_MOST_KEYS = 256  # batches that a single reader is told to read, again and again if it is quick
+_MOST_KEYS = 256  # batches that a single reader is given, repeated if it is quick
 
 Rates = dict[int, float]  # batches a second, by the number of workers
 
 
 @dataclass(frozen=True)
-class Staff:
+class WorkerCount:
     """How many workers, and what was measured."""
 
     workers: int
@@ -54,12 +53,11 @@ class Staff:
 
 
 def with_workers(source: Source, workers: int) -> Source:
-    """The source read by so many processes, whatever its data loader says."""
-    if workers and isinstance(source.dataset, RayRows | DaliBatches):
-        own = "Ray" if isinstance(source.dataset, RayRows) else "DALI"
+    """The source read by that many processes, instead of its data loader's `num_workers`."""
+    if workers and (reader := reader_of(source.dataset)):
         raise DataError(
-            f"num_workers={workers} over data of {own}",
-            why=f"{own} reads it on its own, and processes forked from a rank cannot ask for it",
+            f"num_workers={workers} over data of {reader}",
+            why=f"{reader} reads it in processes of its own, and a data loader worker cannot reach them",
             do="leave num_workers out",
         )
     if not workers:
@@ -69,16 +67,14 @@ def with_workers(source: Source, workers: int) -> Source:
 
 def can_choose(source: Source) -> bool:
     """Whether any number of workers reads the same."""
-    return not source.is_stream and not isinstance(source.dataset, RayRows)
+    return not source.is_stream and not reader_of(source.dataset)
 
 
-def as_told(source: Source) -> Staff:
+def as_told(source: Source) -> WorkerCount:
     """Of what cannot be chosen."""
-    if isinstance(source.dataset, RayRows):
-        return Staff(0, {}, "Ray has read the data in processes of its own")
-    if isinstance(source.dataset, DaliBatches):
-        return Staff(0, {}, "DALI reads in threads of its own")
-    return Staff(source.num_workers, {}, "each worker of a stream reads a copy of it, unless it divides itself")
+    if reader := reader_of(source.dataset):
+        return WorkerCount(0, {}, f"{reader} reads the data on its own")
+    return WorkerCount(source.num_workers, {}, "each worker of a stream reads a copy of it, unless it divides itself")
 
 
 def find_staff(
@@ -91,17 +87,17 @@ def find_staff(
     pin_memory: bool = False,
     kept: Path | None = None,
     seconds: float = SECONDS,
-) -> Staff:
+) -> WorkerCount:
     """Measure; or take what this rank has measured before its run was interrupted, if `kept` has it."""
     try:
         source = _apart(source)
-    except Exception as failed:  # whatever a class of the user's raises
-        return Staff(
+    except Exception as failed:  # noqa: BLE001 - a copy of the user's sampler runs the user's code
+        return WorkerCount(
             source.num_workers, {}, f"measuring would draw from the sampler, which cannot be copied ({failed})"
         )
     if kept is not None and kept.exists():
         found = json.loads(kept.read_text())
-        return Staff(found["workers"], {int(n): rate for n, rate in found["rates"].items()})
+        return WorkerCount(found["workers"], {int(n): rate for n, rate in found["rates"].items()})
     tries = candidates(cores)
 
     def rate_of(workers: int) -> float:
@@ -112,10 +108,10 @@ def find_staff(
         return _rate(loader.endless(first), workers, seconds)
 
     rates = measure_rates(rate_of, tries)
-    return Staff(choose(rates, overlaps=overlaps), rates)
+    return WorkerCount(choose(rates, overlaps=overlaps), rates)
 
 
-def keep(staff: Staff, path: Path) -> None:
+def keep(staff: WorkerCount, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"workers": staff.workers, "rates": staff.rates}))
 
@@ -155,7 +151,7 @@ def choose(rates: Rates, *, overlaps: bool) -> int:
 
 
 def _apart(source: Source) -> Source:
-    """With a sampler to measure with: one that goes on from where it was, on ranks that have drawn from it more and
+    """With a sampler to measure with: one that continues from where it was, on ranks that have drawn from it more and
     less often, would give each an order of its own. It may have the dataset, which is not copied."""
     return replace(source, sampler=copy.deepcopy(source.sampler, {id(source.dataset): source.dataset}))
 
@@ -188,7 +184,7 @@ def _rate_alone(source: Source, batch: BatchPlan, rank: int, first: float, secon
         return 0.0
     reader = _Stopwatch(LeafReader(source.dataset, source.collate_fn), keys, seconds)
     options = replace(_tried(source, 1), timeout=0).loader_options(pin_memory=False) | {"generator": torch.Generator()}
-    (rate,) = DataLoader(reader, batch_size=None, collate_fn=as_read, **options)
+    (rate,) = ForkedLoader(reader, batch_size=None, collate_fn=as_read, **options)
     return float(rate)
 
 
