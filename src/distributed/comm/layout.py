@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from distributed.runtime.torch_compat import foreach_add_, foreach_copy_, foreach_zero_
+
 ALIGNMENT = 64  # bytes; of every tensor and every cut, so that any part can be viewed in its dtype
 
 
@@ -35,9 +37,9 @@ class Flat:
             return
         views, given, missing = self._matched(values)
         if views:
-            torch._foreach_copy_(views, given)
+            foreach_copy_(views, given)
         if missing:
-            torch._foreach_zero_(missing)
+            foreach_zero_(missing)
 
     def accumulate(self, values: Sequence[torch.Tensor | None] | None) -> None:
         """Add these values. A missing one is added as zero too: -0.0 + 0.0 is 0.0, here as in any other place."""
@@ -47,9 +49,9 @@ class Flat:
             return
         views, given, missing = self._matched(values)
         if views:
-            torch._foreach_add_(views, given)
+            foreach_add_(views, given)
         if missing:
-            torch._foreach_add_(missing, 0)
+            foreach_add_(missing, 0)
 
     def add(self, other: Flat) -> None:
         for own, others in zip(self._typed, other._typed, strict=True):

@@ -1,4 +1,4 @@
-"""A sum over leaves in one order, that of a binary tree, whatever process holds which leaf.
+"""A sum over virtual ranks in the order of a binary tree, independent of which process holds which.
 
 Process p of W holds the leaves [p·V/W, (p+1)·V/W): a subtree, which it adds up by itself. The levels above are added
 between processes, each pair swapping its sums; a + b and b + a have the same bytes, so both come to the tree's sum.
@@ -107,9 +107,10 @@ class TreeSum:
         if self._stages:  # gloo sends no GPU tensors from one process to another
             out, into = outgoing.cpu(), torch.empty(incoming.shape, dtype=torch.uint8)
         try:
-            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)])
-            for work in works:
-                work.wait()
+            with self._session.reported(self._name):
+                works = dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)])
+                for work in works:
+                    work.wait()
         except (RuntimeError, dist.DistError) as failed:
             where = f"[r{self._session.rank}] in the collective {self._name!r}, with rank {peer}"
             raise CollectiveError(f"{where}: {failed}") from failed
@@ -124,11 +125,8 @@ def send_from_first(name: str, tensors: Sequence[torch.Tensor], session: Session
     """Every rank gets rank 0's bytes of these tensors, in place."""
     if session.world_size == 1:
         return
-    try:
-        for tensor in tensors:
-            flat = tensor.detach().contiguous().view(-1)  # gloo sends permuted tensors wrongly, without an error
-            dist.broadcast(flat.view(torch.uint8), 0)
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(flat.view(tensor.shape))
-    except (RuntimeError, dist.DistError) as failed:
-        raise CollectiveError(f"[r{session.rank}] in the collective {name!r}: {failed}") from failed
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)  # gloo sends permuted tensors wrongly, without an error
+        session.send_from(name, 0, flat)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))
