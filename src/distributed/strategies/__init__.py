@@ -1,1 +1,1 @@
-"""A batch becomes a step."""
+"""Strategies: how a global batch becomes an optimizer step on the ranks."""

@@ -1,4 +1,4 @@
-"""The seam of a step: what every engine must do, and what it is given."""
+"""The interface of a step: the methods of every strategy, and the types that it gets and returns."""
 
 from __future__ import annotations
 
@@ -8,73 +8,78 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from distributed.core.plan import Plan
-from distributed.data.loader import Microbatch
-from distributed.runtime.portions import Box
+from distributed.core.plan import Decision, Plan
+from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
+from distributed.runtime.tensor_shard import Box
 from distributed.strategies.compute_clock import ComputeClock
 
 StateTree = dict[str, Any]  # nested dicts and lists of tensors and JSON values
 
 
 class Outcome(NamedTuple):
-    """What a model made of one batch."""
+    """The loss and outputs of a model for one batch."""
 
     loss: torch.Tensor  # a mean over the batch, or a sum where `is_sum`
     outputs: Any
     target: Any
-    weight: torch.Tensor | None = None  # over how much the mean goes, where that is not the number of samples
+    weight: torch.Tensor | None = None  # the count that the mean is over, if that is not the number of samples
     is_sum: bool = False
     is_own: bool = False  # whether the model itself returned the loss
     is_given: bool = False  # whether the weight came with the loss
-    fitted: Any = None  # the loss function, where it was chosen by the target
+    fitted: Any = None  # the loss function, if it was chosen by the target
 
 
 class Trial(NamedTuple):
-    """What a task may do to find out over what its loss is a mean, before the first backward pass of a world."""
+    """The tools by which a task finds what its loss is a mean over, before a world's first backward pass."""
 
     agree: Callable[[torch.Tensor], torch.Tensor]  # the sum over all ranks; every rank calls it
-    matters: bool  # whether a step has several parts, which are weighted by it
+    matters: bool  # whether a step has several parts, which are weighted by that count
     module: nn.Module
-    run: Callable[[Any], Outcome] | None  # a batch as an evaluation would; None: not while the model is in parts
-    is_rough: bool  # whether it computes in few bits
+    run: Callable[[Any], Outcome] | None  # runs a batch as an evaluation does; None: ranks compute it in parts
+    is_joint: bool  # whether `run` waits until every rank calls it
+    is_rough: bool  # whether it computes in low precision
 
 
 class MetricSum(NamedTuple):
-    """A metric as a sum and what it must be divided by, so that shares of any size add up exactly."""
+    """A metric as a sum and its divisor, so that the shares of ranks add up exactly, whatever their size."""
 
     total: torch.Tensor | float
     weight: torch.Tensor | float
 
 
 class StepOutput(NamedTuple):
-    # Of this rank's share, weighted so that the mean over the ranks is the global batch's loss. On a CPU, where reading
-    # it waits for nothing, a number: cheaper to keep than a tensor.
+    # The loss of this rank's share, weighted so that the mean over the ranks is the global batch's loss. On a CPU,
+    # where reading it does not synchronize, it is a number: cheaper to keep than a tensor.
     loss: torch.Tensor | float
     gradient_norm: torch.Tensor | None = None
-    metrics: Mapping[str, MetricSum] | None = None  # of this rank's share, when they were asked for
+    metrics: Mapping[str, MetricSum] | None = None  # of this rank's share, if they were requested
 
 
 class NonFiniteLoss(ArithmeticError):
-    """The loss of a step is not a finite number: of this one, whose weights are untouched, or of one some steps ago."""
+    """The loss of a step is not finite: of this step, which changed no weight, or of one some steps ago.
 
-    def __init__(self, value: float, steps_ago: int = 0) -> None:
+    `ranks`: the ranks with that loss, if all ranks know; otherwise this rank.
+    """
+
+    def __init__(self, value: float, steps_ago: int = 0, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(value)
-        self.value, self.steps_ago = value, steps_ago
+        self.value, self.steps_ago, self.ranks = value, steps_ago, ranks
 
 
 class StepTask(Protocol):
-    """What a strategy needs to know of the work."""
+    """The model, loss and optimizer of a user, as a strategy uses them."""
 
     model: nn.Module
-    optimizer: Any  # the user's: one that is made, what makes one, or None
+    optimizer: Any  # the user's: an optimizer, a function that makes one, or None
+    loss_fn: Any  # the user's; None: the model's own, or one chosen by its outputs
 
     @property
     def loss_module(self) -> nn.Module | None:
-        """The loss, where it is a module and no part of the model."""
+        """The loss, if it is a module outside the model."""
 
     def loss_state(self) -> dict[str, Any]:
-        """What the loss keeps from step to step, by name; {}: nothing."""
+        """The state of the loss between steps, by name; {}: none."""
 
     def move_to(self, device: torch.device) -> None: ...
 
@@ -83,15 +88,15 @@ class StepTask(Protocol):
     def run(self, model: nn.Module, batch: Any) -> Outcome: ...
 
     def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: Trial) -> Outcome | None:
-        """The first outcome of a world, with the weight that all ranks have agreed on; every rank comes here."""
+        """The first outcome of a world, with the weight that all ranks agree on; every rank must call it."""
 
     def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]: ...
 
     def check_targets(self) -> None:
-        """Raise what the targets since the last look were found to be; a device must be waited for."""
+        """Raise if targets since the last check were invalid; synchronizes with the device."""
 
     def check_share(self, outcome: Outcome, size: int) -> None:
-        """Raise if the samples of a part of a step are no weight for its loss. Reads shapes only."""
+        """Raise if the number of samples of a share cannot weight its loss. Reads shapes only."""
 
     def check_evaluated(self, outcome: Outcome) -> None:
         """The same as `check_targets` for a batch of an evaluation."""
@@ -105,39 +110,45 @@ class Capturable(Protocol):
     module: nn.Module
     optimizer: torch.optim.Optimizer
     clock: ComputeClock
+    why_not_captured: str  # why the reduction of gradients cannot be captured; "": it can
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput: ...
 
     def step(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
-        """`train_step` without its clock and without a look at any value."""
+        """`train_step` without its clock and without reading any value."""
 
     def forget_step(self) -> None:
-        """A step was begun and is not carried out: no gradient of it is left."""
+        """Drop the gradients of a step that was begun and is not completed."""
 
     def check_targets(self) -> None:
-        """After a step that is measured, where values are looked at."""
+        """Check the targets after a measured step, in which values are read anyway."""
 
     def parts(self) -> Mapping[str, Any]:
-        """What Python runs in a step, by name: the model, the loss, and the metrics."""
+        """The objects that Python calls in a step, by name: the model, the loss, and the metrics."""
 
     def changing(self) -> list[torch.Tensor]:
         """Every tensor that a step changes: parameters, buffers, and the state of optimizer and scaler."""
 
+    def stay_eager(self) -> None:
+        """Stop trying to capture steps; every rank must call it after the same step."""
+
 
 class Strategy(Protocol):
-    """A whole step is the seam, so that pipelines, ZeRO engines and a captured graph fit behind it."""
+    """One whole step is the interface, so that pipelines, ZeRO engines and captured graphs can implement it.
+
+    Made from a plan, by the target that an engine's declaration names (`core/engines/engine.py`).
+    """
 
     optimizer: torch.optim.Optimizer
     clock: ComputeClock  # of this rank's own part of a step
-    counts: bool  # whether this rank's losses and metrics are to be added up: of ranks with the same samples, one's are
-    in_step: bool  # whether an evaluation's step takes all ranks at once
-    notes: list[str]  # for people: what of a setting came to be used in this model
+    owns_metrics: bool  # whether this rank's losses and metrics are summed: one of the ranks with the same samples
+    lockstep_eval: bool  # whether an evaluation step needs all ranks at once
+    decisions: list[Decision]  # how settings were applied to this model
 
-    @staticmethod
-    def check(task: StepTask, plan: Plan) -> None:
-        """Raise what stands in the way of this plan for this model, before anything is started."""
+    def check(self, task: StepTask) -> None:
+        """Raise the problems of the plan with this model, before anything is started."""
 
-    def setup(self, task: StepTask, plan: Plan, session: Session) -> None: ...
+    def setup(self, task: StepTask, session: Session) -> None: ...
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput: ...
 
@@ -146,26 +157,26 @@ class Strategy(Protocol):
     def train(self, mode: bool) -> None: ...
 
     def finish(self) -> None:
-        """The run has ended well, and every rank comes here: what each needs of the others for the user's model."""
+        """Gather what the user's model needs of other ranks; every rank must call it after a run that ended well."""
 
     def close(self) -> None:
-        """Give the user's model back, also after a failure, when nobody may be left to ask for anything."""
+        """Restore the user's model, also after a failure, without a collective."""
 
     def state(self) -> StateTree: ...
 
     def load_state(self, tree: StateTree) -> None: ...
 
-    def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
-        """Of a tensor in a checkpoint, by its path and whole shape, what this rank needs; None: all of it."""
+    def shard_ranges(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+        """The ranges of a checkpoint's tensor that this rank needs, by its path and whole shape; None: all of it."""
 
     def replicated(self) -> Iterator[tuple[str, torch.Tensor | str]]:
-        """What this rank holds, by names that say what and which part of it: ranks with the same name hold the same.
+        """This rank's tensors, by names with their shard: ranks with the same name must hold the same values.
 
-        Texts are settings. Asks no other rank, and waits for no device.
+        Texts are settings. Uses no collective, and does not synchronize with the device.
         """
 
     def held_state(self) -> StateTree | None:
-        """`state` as this rank holds it at its last step boundary, without asking the others, which may be gone.
+        """`state` of this rank at its last step boundary, without a collective, because other ranks may be gone.
 
-        None where it does not hold all of it.
+        None if this rank does not hold all of it.
         """

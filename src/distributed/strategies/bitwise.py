@@ -1,45 +1,50 @@
-"""BitwiseReplicas: the step of data parallelism whose result has the same bytes at any number of processes.
+"""BitwiseReplicas: a data-parallel step whose result has the same bytes at any number of ranks.
 
-A step is cut into leaves, one for each virtual rank, and never otherwise: kernels see the same shapes, random streams
-belong to leaves, and the leaves' gradients are added as one binary tree. Processes only divide the leaves among them.
+A step is always cut into the same leaves, one for each virtual rank: kernels see the same shapes, random streams belong
+to leaves, and the leaves' gradients are added as one binary tree. Ranks only divide the leaves among them.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from distributed.comm.layout import FlatLayout
 from distributed.comm.tree import TreeSum, send_from_first
+from distributed.core.env import announce_unset
 from distributed.core.errors import CheckpointError, TaskError
 from distributed.core.plan import Plan
-from distributed.data.leaves import seed_generators
-from distributed.data.loader import Microbatch
-from distributed.data.transfer import to_device
+from distributed.data.loading.loader import Microbatch
+from distributed.data.loading.transfer import to_device
+from distributed.data.virtual_ranks import seed_generators
 from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import foreach_mul_
 from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.checks.sparse_layers import refuse_sparse
+from distributed.strategies.data_parallel.whole_batch import PartsOfBatch
 from distributed.strategies.leaf_buffers import LeafBuffers
-from distributed.strategies.replica import Replica, unless_empty
-from distributed.strategies.sparse_gradients import refuse_sparse
+from distributed.strategies.one_rank_step import OneRankStep, unless_empty
 
-_LOSS, _WEIGHT, _WEIGHTED, _USED = range(4)  # of the scalars that travel with the gradients; from _USED on, parameters
+_LOSS, _WEIGHT, _WEIGHTED, _USED = range(4)  # scalars reduced with the gradients; from _USED on, one per parameter
 
 
-class BitwiseReplicas(Replica):
-    """Leaf by leaf forward and backward, one sum over all leaves, then clipping and the optimizer on every rank."""
+class BitwiseReplicas(OneRankStep):
+    """Runs forward and backward for each leaf, sums over all leaves, then clips and steps on every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
         self._restore_kernels: Callable[[], None] = lambda: None
+        self._parts = PartsOfBatch() if plan.batch.leaves > 1 else nullcontext()
 
-    def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
-        self.check(task, plan)
-        super().setup(task, plan, session)
+    def setup(self, task: StepTask, session: Session) -> None:
+        self.check(task)
+        super().setup(task, session)
         _refuse_collectives(self.module)
-        self._cut = {"virtual_ranks": plan.batch.leaves, "global_batch": plan.batch.global_batch}
+        self._cut = {"virtual_ranks": self._plan.batch.leaves, "global_batch": self._plan.batch.global_batch}
         modules = [self.module, *([] if self._loss is None else [self._loss])]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         send_from_first("rank 0's model", tensors, session)
@@ -49,9 +54,8 @@ class BitwiseReplicas(Replica):
         self._tree = self._make_tree()
         self._restore_kernels = _fix_kernels(session.device)
 
-    @staticmethod
-    def check(task: StepTask, plan: Plan) -> None:
-        Replica.check(task, plan)
+    def check(self, task: StepTask) -> None:
+        super().check(task)
         refuse_sparse(task.model, "reproducible='bitwise'", "the leaves' gradients are added as dense ones")
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
@@ -73,7 +77,7 @@ class BitwiseReplicas(Replica):
             missing &= self._add_leaf(micro)
             if measure and index == last:
                 metrics = self._task.measure(outcome, micro.size)
-        if not self._is_settled:  # no leaf of this rank has a sample; the others wait for it
+        if not self._is_settled:  # no leaf of this rank has a sample; the other ranks wait for this call
             self._is_settled = True
             self._task.settle(None, None, 0, self._trial())
         if measure:
@@ -106,17 +110,18 @@ class BitwiseReplicas(Replica):
             raise CheckpointError(
                 f"the checkpoint was trained with {'; '.join(differing)}",
                 why="reproducible='bitwise' promises the bytes of one run, and these settings change them",
-                do="set them as they were (global_batch is batch_size × ranks × gradient_accumulation_steps), "
+                do="set these as before (global_batch is batch_size × ranks × gradient_accumulation_steps), "
                 "or reproducible='off'",
             )
         super().load_state(tree)
 
     def _train_leaf(self, micro: Microbatch) -> Outcome:
         """Forward and backward under the leaf's random streams; the scalars hold its loss and weight."""
-        assert micro.leaf is not None, "this strategy is given leaves"
+        assert micro.leaf is not None, "this strategy needs micro-batches that are leaves"
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
         seed_generators(micro.leaf.training_seed, self._session.device)
-        outcome = self._forward(self._model, batch)
+        with self._parts:
+            outcome = self._forward(self._model, batch)
         if not self._is_settled:
             outcome = self._settle(outcome, batch, micro.size)
         part = outcome.loss
@@ -135,7 +140,7 @@ class BitwiseReplicas(Replica):
         return outcome
 
     def _add_leaf(self, micro: Microbatch) -> set[int]:
-        """The leaf's gradients, scalars and buffers into the tree; returns which parameters it did not use."""
+        """Add the leaf's gradients, scalars and buffers to the tree; returns the parameters that it did not use."""
         gradients = [parameter.grad for parameter in self._parameters]
         missing = {index for index, gradient in enumerate(gradients) if gradient is None}
         if missing:
@@ -148,16 +153,16 @@ class BitwiseReplicas(Replica):
         return missing
 
     def _take_totals(self, missing: set[int], is_weighted: bool | None) -> torch.Tensor:
-        """Gradients and buffers of the whole step onto the model; returns its loss, the same on every rank.
+        """Set the gradients and buffers of the whole step on the model; returns its loss, the same on every rank.
 
-        The host looks at a value only if this rank's leaves cannot tell: they were empty, or used not all parameters.
+        The host reads a value only if this rank's leaves were empty or did not use all parameters.
         """
         self.clock.mark()  # the sum waits for the other ranks' leaves
         totals = self._tree.total()
         count = len(self._parameters)
         gradients, scalars, changes = totals[:count], totals[count], totals[count + 1 :]
         self._buffers.end_step(changes)
-        if missing:  # those that nobody used have no gradient, as in one process: the optimizer leaves them alone
+        if missing:  # parameters that no rank used have no gradient, as in one process: the optimizer skips them
             missing = {index for index, used in enumerate(scalars[_USED:].tolist()) if not used}
         for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
             parameter.grad = None if index in missing else _laid_out(gradient, parameter)
@@ -166,7 +171,7 @@ class BitwiseReplicas(Replica):
         if not is_weighted:
             return scalars[_LOSS].clone()
         factor = 1.0 / scalars[_WEIGHT]
-        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+        foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
         loss = scalars[_LOSS] * factor
         if self._checks_loss and not math.isfinite(value := loss.item()):  # a mean over no target at all
             raise NonFiniteLoss(value)
@@ -178,7 +183,7 @@ class BitwiseReplicas(Replica):
 
 
 def _laid_out(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """In the order of its parameter: a fused optimizer takes both as they lie in memory."""
+    """A gradient in the memory format of its parameter, which a fused optimizer needs."""
     is_alike = gradient.stride() == parameter.stride()
     return gradient if is_alike else torch.empty_like(parameter).copy_(gradient)
 
@@ -188,18 +193,18 @@ def _refuse_collectives(module: nn.Module) -> None:
     if found:
         raise TaskError(
             f"{found[0]} is a SyncBatchNorm",
-            why="it talks to the other ranks in forward, and under reproducible='bitwise' these run other leaves",
-            do="use BatchNorm, whose statistics then are those of a leaf, or GroupNorm",
+            why="SyncBatchNorm all-reduces in forward, and under reproducible='bitwise' the ranks run separate leaves",
+            do="use BatchNorm, whose statistics are then those of one leaf, or GroupNorm",
         )
 
 
 def _fix_kernels(device: torch.device) -> Callable[[], None]:
-    """One thread and deterministic kernels in this process; returns what undoes it."""
+    """Set one thread and deterministic kernels in this process; returns the stack that undoes it."""
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+        announce_unset({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})  # cuBLAS reads it at its first use
     torch.set_num_threads(1)
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)

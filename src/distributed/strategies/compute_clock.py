@@ -1,7 +1,7 @@
-"""ComputeClock: how long a rank's own work of a step takes, up to where it begins to wait for the others.
+"""ComputeClock: the time of a rank's own work in a step, until it begins to wait for other ranks.
 
-A host's clock does not show what a GPU does. There, a pair of events is recorded at steps that are measured anyway, and
-read when the next such step begins: nobody waits for them.
+A host's clock does not show the work of a GPU. There, a pair of CUDA events is recorded at steps that are measured
+anyway, and read when the next such step begins, so that nothing synchronizes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 class ComputeClock:
     """A strategy calls `begin` when a step begins and `mark` before each backward pass; the last mark counts.
 
-    The backward pass of the last micro-batch reduces gradients while it runs, so that it takes as long on every rank:
-    what can be compared is what comes before it.
+    The last backward pass reduces gradients while it runs, so it takes equally long on every rank: only the time
+    before it can be compared.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Gradients that no hook reduces, over the ranks of a group: flat, in buckets that are worth a message of their own."""
+"""Reduction of gradients that no hook reduces, over the ranks of a group, in flat buckets."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distributed.runtime.session import Session
+from distributed.strategies.placement import local
+
 _BUCKET_BYTES = 64 * 2**20
 
 
-def mean_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def mean_gradients(name: str, parameters: Iterable[nn.Parameter], session: Session, group: dist.ProcessGroup) -> None:
     """The mean over a group's ranks, in place; a parameter without a gradient counts as one with zeros."""
-    _reduce(parameters, group, 1.0 / group.size())
+    _reduce(name, parameters, session, group, 1.0 / group.size())
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def sum_gradients(name: str, parameters: Iterable[nn.Parameter], session: Session, group: dist.ProcessGroup) -> None:
     """The sum over a group's ranks, in place; a parameter without a gradient counts as one with zeros."""
-    _reduce(parameters, group, 1.0)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
-    here = getattr(tensor, "to_local", None)
-    return here() if here is not None else tensor  # type: ignore[no-any-return]
+    _reduce(name, parameters, session, group, 1.0)
 
 
 @torch.no_grad()
-def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, factor: float) -> None:
+def _reduce(
+    name: str, parameters: Iterable[nn.Parameter], session: Session, group: dist.ProcessGroup, factor: float
+) -> None:
     for grads in _buckets(_gradient(parameter) for parameter in parameters):
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=group)
+        session.sum(name, flat, group)
         if factor != 1.0:
             flat *= factor
         parts = flat.split([grad.numel() for grad in grads])
@@ -40,14 +39,14 @@ def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, factor
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """All ranks must come with as many numbers, also where one has not used a parameter."""
+    """The gradients, with zeros for unused parameters, because all ranks must send as many numbers."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours of one type."""
+    """Buckets of neighbouring gradients of one type."""
     bucket: list[torch.Tensor] = []
     held = 0
     for grad in grads:

@@ -1,7 +1,7 @@
-"""Buffers that a forward pass changes (BatchNorm's statistics, counters), when a step has many forward passes at once.
+"""Buffers that a forward pass changes (BatchNorm's statistics, counters), in a step with several leaves.
 
-Every leaf begins with the buffers that the step began with. The step ends with these plus the mean of what the leaves
-made of them, weighted by samples; integers and booleans end as leaf 0 left them, so a counter advances once a step.
+Every leaf begins with the buffers of the step's beginning. The step ends with these plus the mean of the leaves'
+changes, weighted by samples; integers and booleans end as leaf 0 left them, so a counter advances once per step.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from distributed.core.errors import TaskError
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import NormBase
 
 
 class _Buffer:
@@ -23,7 +23,7 @@ class _Buffer:
     def __init__(self, name: str, owner: nn.Module, key: str, tensor: torch.Tensor) -> None:
         self.name, self._owner, self._key, self._tensor = name, owner, key, tensor
         self.tensor = _countable(tensor)
-        changes = isinstance(owner, _NormBase)  # even if it is frozen now
+        changes = isinstance(owner, NormBase)  # even if the layer is frozen now
         self.changes = torch.tensor(changes, device=tensor.device)
         self.begin_step()
 
@@ -32,7 +32,7 @@ class _Buffer:
         self._version = self._tensor._version
 
     def take_change(self, micro: Microbatch, *, looks: bool) -> torch.Tensor | None:
-        """The leaf's part of the step's change; the buffer is as before again. `looks`: note whether it changed."""
+        """The leaf's part of the step's change; resets the buffer. `looks`: record whether it changed."""
         assert micro.leaf is not None
         current = self._owner._buffers[self._key]
         assert current is not None
@@ -53,19 +53,19 @@ class _Buffer:
         if self._is_written:
             raise TaskError(
                 f"the buffer {self.name} changed in this step, but not in the first one",
-                why="reproducible='bitwise' reduces those buffers that change in the first step",
+                why="reproducible='bitwise' reduces only buffers that change in the first step",
                 do="let forward change it in every step while it trains, or never",
             )
 
     @property
     def _is_written(self) -> bool:
-        """By torch's count of writes. Native kernels and `.data` pass it by; but to look at it waits for no GPU."""
+        """Whether torch's version counter changed. Native kernels and `.data` bypass it; reading it never waits."""
         current = self._owner._buffers[self._key]
         return current is not self._tensor or current._version != self._version
 
 
 class LeafBuffers:
-    """All buffers of a model and its loss. After the first step only those that change are kept and sent."""
+    """All buffers of a model and its loss. After the first step only those that change are kept and reduced."""
 
     def __init__(self, *modules: nn.Module) -> None:
         named = ((owner, key, b) for m in modules for owner in m.modules() for key, b in owner._buffers.items())
@@ -85,19 +85,19 @@ class LeafBuffers:
 
     @torch.no_grad()
     def take_changes(self, micro: Microbatch) -> list[torch.Tensor | None]:
-        """What one leaf did to them, in the order of `tensors`."""
+        """The changes by one leaf, in the order of `tensors`."""
         for buffer in self._still:
             buffer.refuse_change()
         return [buffer.take_change(micro, looks=not self._agreed) for buffer in self._watched]
 
     @torch.no_grad()
     def end_step(self, changes: Sequence[torch.Tensor]) -> None:
-        """`changes` are the sums over all leaves."""
+        """Apply `changes`, the sums over all leaves."""
         for buffer, change in zip(self._watched, changes, strict=True):
             buffer.tensor.add_(change)
 
     def agree(self, session: Session) -> bool:
-        """After the first step: keep those that changed on any rank. Returns whether `tensors` is another list now."""
+        """After the first step, keep the buffers that changed on any rank; returns whether `tensors` changed."""
         if self._agreed:
             return False
         changes = torch.stack([buffer.changes.to(session.device) for buffer in self._watched])

@@ -1,4 +1,4 @@
-"""Passes: forward and backward over the micro-batches of a step, which add up to the gradient of the global batch."""
+"""MicrobatchStep: forward and backward over micro-batches, which add up to the gradient of the global batch."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from distributed.data.loader import Microbatch
-from distributed.data.transfer import to_device
+from distributed.data.loading.loader import Microbatch
+from distributed.data.loading.transfer import to_device
 from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome
-from distributed.strategies.forward_changes import ForwardChanges
-from distributed.strategies.parameter_hooks import refuse_new_hooks
-from distributed.strategies.replica import Replica, unless_empty
-from distributed.strategies.replicated import sees_its_share
-from distributed.strategies.whole_batch import WholeBatch
+from distributed.strategies.checks.forward_changes import ForwardChanges
+from distributed.strategies.checks.parameter_hooks import refuse_new_hooks
+from distributed.strategies.checks.torch_errors import explain_freed
+from distributed.strategies.data_parallel.ddp import sees_its_share
+from distributed.strategies.data_parallel.whole_batch import WholeBatch
+from distributed.strategies.one_rank_step import OneRankStep, unless_empty
 
 
 class Passed(NamedTuple):
-    """What the passes of a step came to on this rank."""
+    """The results of a step's forward and backward passes on this rank."""
 
     loss: torch.Tensor | float
-    weight: torch.Tensor | None  # over how much the loss is a mean, where that is not the number of samples
+    weight: torch.Tensor | None  # the count that the loss is a mean over, if that is not the number of samples
     metrics: Mapping[str, MetricSum] | None
 
 
-class Passes(Replica):
-    """What engines share that take micro-batches one after the other, each with its own forward and backward pass."""
+class MicrobatchStep(OneRankStep):
+    """The base of engines that run micro-batches in sequence, each with its own forward and backward pass."""
 
     _ranks: int  # data-parallel ones
-    _keeps_small = False  # whether gradients pass through a precision that does not hold large numbers
-    _unit = 1.0  # a loss's weight is counted in these
-    _whole_batch: WholeBatch | None = None  # where samples are shared out over ranks
+    _keeps_small = False  # whether gradients pass through a precision with a small range
+    _unit = 1.0  # the unit of a loss's weight
+    _whole_batch: WholeBatch | None = None  # if samples are divided over ranks
     _changes: ForwardChanges | None = None  # of parameters, in the first steps
     _check_reduced: Callable[[], None] | None = None  # raises unless DDP has reduced all gradients of the step
-    _normalizes = False  # whether BatchNorm sees the samples of all ranks
-    _buffers_differ = False  # whether those of the ranks may
-    _data_groups: Sequence[dist.ProcessGroup | None] = (None,)  # over which the samples are shared out; None: all ranks
+    _normalizes = False  # whether BatchNorm is synchronized over all ranks
+    _buffers_differ = False  # whether buffers may differ between ranks
+    _data_groups: Sequence[dist.ProcessGroup | None] = (None,)  # over which the samples are divided; None: all ranks
 
     def train(self, mode: bool) -> None:
         if not mode:
@@ -47,11 +48,12 @@ class Passes(Replica):
         super().train(mode)
 
     def _agree_on_buffers(self) -> None:
-        """The first data rank's are those that count, for DDP, checkpoints and evaluation. Every rank comes here."""
+        """Broadcast the first data rank's buffers, for DDP, checkpoints and evaluation; all ranks must call it."""
         if self._buffers_differ:
             for buffer in self.module.buffers():
                 for group in self._data_groups if not buffer.is_meta else ():
-                    dist.broadcast(buffer, group=group, group_src=0)
+                    with self._session.named("buffers of the first data rank"):
+                        dist.broadcast(buffer, group=group, group_src=0)
 
     def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
         if self._changes is None:
@@ -61,7 +63,7 @@ class Passes(Replica):
 
     @contextmanager
     def _watched_changes(self) -> Iterator[None]:
-        """Around the passes of one of the first steps."""
+        """The scope of the passes of one of the first steps."""
         assert self._changes is not None
         with self._changes.watching():
             yield
@@ -79,11 +81,11 @@ class Passes(Replica):
             else:
                 with self._special_scope(micro, index == last):
                     outcome, part = self._pass(micro)
-            loss = loss + part
+            loss = loss + part if index else part
             if outcome.weight is not None:
                 weight = outcome.weight if micro.size else outcome.weight * 0
                 total = weight if total is None else total + weight
-        if self._check_reduced is not None:  # before anything else is sent: another rank may wait for gradients
+        if self._check_reduced is not None:  # before any other collective: another rank may wait for gradients
             self._check_reduced()
         metrics = None
         if measure and micro.size:
@@ -94,7 +96,13 @@ class Passes(Replica):
         self._task.check_targets()
 
     def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
-        """Forward and backward over one micro-batch, and its part of the loss."""
+        """Run forward and backward over one micro-batch; returns its part of the loss."""
+        if self.compiled is not None and micro.size < self.compiled.least:
+            with self.compiled.off():
+                return self._pass_whole(micro)
+        return self._pass_whole(micro)
+
+    def _pass_whole(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         if self._whole_batch is None:
             return self._pass_share(micro)
         with self._whole_batch.of(micro.size):
@@ -102,7 +110,7 @@ class Passes(Replica):
 
     def _pass_share(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
-        outcome = self._task.run(self._model, batch) if self._autocast is None else self._forward(self._model, batch)
+        outcome = self._forward(self._model, batch)
         if not self._is_settled:
             outcome = self._settle(outcome, batch, micro.size)
         if self._keeps_small and outcome.weight is not None:
@@ -110,7 +118,12 @@ class Passes(Replica):
         part = self._part_of(micro, outcome)
         value = self._value_of(part)
         self.clock.mark()
-        self._backward(part)
+        try:
+            self._backward(part)
+        except RuntimeError as failed:
+            if not self._is_whole:
+                explain_freed(failed)
+            raise
         return outcome, value
 
     def _choose_unit(self, weight: torch.Tensor) -> None:
@@ -137,14 +150,14 @@ class Passes(Replica):
             if micro.size:
                 self._task.check_share(outcome, micro.size)
             part = part if micro.weight == 1.0 else part * micro.weight
-        return part if micro.size else part.nan_to_num(0.0)  # a stand-in's loss has weight 0, whatever it is
+        return part if micro.size else part.nan_to_num(0.0)  # a stand-in's loss has weight 0, even if it is NaN
 
     @contextmanager
     def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
-        """Around a micro-batch that does not end its step, or is a stand-in: it leaves no trace in BatchNorm."""
+        """The scope of a stand-in, or of a micro-batch that is not the last: it changes no BatchNorm statistics."""
         unsynced = [] if micro.size or self._normalizes else [m for m in self.module.modules() if sees_its_share(m)]
         for module in unsynced:
-            module.eval()  # keeps its running statistics as they are
+            module.eval()  # does not update its running statistics
         try:
             yield
         finally:

@@ -1,25 +1,28 @@
-"""Layout: where the parts of each tensor of a model are, for a rank that does not hold all of them.
+"""Layout: the shards of each tensor of a model on a rank that does not hold all of them.
 
 Tensor parallelism cuts a tensor along one dimension, where a rank may get several ranges (of a fused query, key and
-value, say), which lie in its local tensor one after the other. Data-parallel sharding then cuts the rows of what is
-left. A pipeline leaves whole tensors to other ranks. All of it is known by the names of the whole model.
+value, say), which are contiguous in its local tensor. Data-parallel sharding then cuts the rows of the local tensor. A
+pipeline places whole tensors on other ranks. All of this is recorded by the names of the whole model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from distributed.runtime.portions import Box, Portion, whole_box
-from distributed.strategies.gradient_sums import local
+from distributed.runtime.tensor_shard import Box, TensorShard, whole_box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # takes long to import
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The ranges of one dimension that this rank has, one after the other in its local tensor."""
+    """The ranges of one dimension on this rank, concatenated in its local tensor."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
@@ -29,7 +32,7 @@ class Cut:
         return sum(stop - start for start, stop in self.ranges)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole tensor, in memory of its own.
+        """This rank's shard of the whole tensor, as a copy.
 
         >>> Cut(0, ((0, 1), (2, 3))).take(torch.tensor([10, 20, 30, 40])).tolist()
         [10, 30]
@@ -44,7 +47,7 @@ class _Whole:
 
 
 class Layout:
-    """Made of the whole model, before anything is cut; told of every cut."""
+    """The layout of a model: made before anything is cut, it records every cut."""
 
     def __init__(self, module: nn.Module) -> None:
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -63,88 +66,88 @@ class Layout:
         return self._whole[name].shape
 
     def first_name(self, name: str) -> str:
-        """Of the names of a tied tensor, the first."""
+        """The first of a tied tensor's names."""
         return self._firsts[name]
 
     def cut(self, name: str, cut: Cut) -> None:
-        """Of this tensor, this rank has only these ranges."""
+        """Record that this rank has only these ranges of a tensor."""
         self._cuts[name] = cut
 
     def cut_of(self, name: str) -> Cut | None:
         return self._cuts.get(name)
 
     def leave_out(self, name: str) -> None:
-        """This tensor is on other ranks."""
+        """Record that a tensor is on other ranks only."""
         self._absent.add(name)
 
     def is_here(self, name: str) -> bool:
         return name not in self._absent
 
     def shard_rows(self, name: str, rows: tuple[int, int]) -> None:
-        """Of what this rank has of this tensor, it keeps only these rows."""
+        """Record that this rank keeps only these rows of its local tensor."""
         self._rows[name] = rows
 
     def set_stores(self, name: str, stores: bool) -> None:
-        """Whether this rank writes what it has of this tensor; by default it does."""
+        """Record whether this rank saves its shard of a tensor; by default it does."""
         self._stores[name] = stores
 
     def stores(self, name: str) -> bool:
         return self._stores.get(name, True)
 
     def is_sharded(self, name: str) -> bool:
-        """Whether data ranks have different rows of it."""
+        """Whether the rows of a tensor are sharded over data-parallel ranks."""
         return name in self._rows
 
     def is_whole(self, name: str) -> bool:
-        """Whether this rank, like every other, has all of it."""
+        """Whether every rank has the whole tensor."""
         return name not in self._cuts and name not in self._rows and name not in self._absent
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """The boxes of the whole tensor that are here."""
+        """The boxes of the whole tensor on this rank."""
         return tuple(box for box, _ in self._places(name))
 
-    def portion(self, name: str, tensor: torch.Tensor | None) -> Portion:
-        """What this rank has of a tensor of this name and shape: the parameter itself, or its optimizer state."""
+    def portion(self, name: str, tensor: torch.Tensor | None) -> TensorShard:
+        """This rank's shard of a tensor of this name and shape: the parameter, or its optimizer state."""
         whole = self._whole[name]
         if tensor is None:
-            return Portion(whole.shape, whole.dtype, (), False)
+            return TensorShard(whole.shape, whole.dtype, (), False)
         here = local(tensor)
         pieces = tuple((box, here[index]) for box, index in self._places(name))
-        return Portion(whole.shape, here.dtype, pieces, self.stores(name))
+        return TensorShard(whole.shape, here.dtype, pieces, self.stores(name))
 
-    def take_portion(self, name: str, portion: Portion, tensor: torch.Tensor) -> None:
-        """The elements of a portion with this layout's boxes, into the local tensor."""
+    def take_portion(self, name: str, portion: TensorShard, tensor: torch.Tensor) -> None:
+        """Copy a shard with this layout's boxes into the local tensor."""
         here = local(tensor)
         found = dict(portion.pieces)
         for box, index in self._places(name):
             here[index].copy_(found[box])
 
     def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's local tensor, before its rows are sharded, of the whole one."""
+        """This rank's local tensor of the whole one, before its rows are sharded."""
         cut = self._cuts.get(name)
         return whole if cut is None else cut.take(whole)
 
     def place(self, name: str, whole: torch.Tensor, target: torch.Tensor) -> None:
-        """Of the whole tensor, what is here, into the local one."""
+        """Copy this rank's part of the whole tensor into the local one."""
         here = local(target)
         taken = self.take(name, whole)
         here.copy_(taken[slice(*self._rows[name])] if name in self._rows else taken)
 
     def _places(self, name: str) -> list[tuple[Box, tuple[slice, ...]]]:
-        """For each box that is here, where it lies in the local tensor."""
+        """The place of each local box in the local tensor."""
         if name in self._absent:
             return []
         return places(self._whole[name].shape, self._cuts.get(name), self._rows.get(name))
 
     def nbytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Of what these tensors hold on this rank."""
+        """The bytes of these tensors on this rank."""
         return sum(self.portion(name, tensor).nbytes for name, tensor in tensors.items())
 
 
 def places(
     shape: tuple[int, ...], cut: Cut | None, rows: tuple[int, int] | None
 ) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes of a tensor that was cut along one dimension and then by rows, and where each lies in what is left.
+    """The boxes of a tensor that was cut along one dimension and then by rows, and their places in the local tensor.
 
     >>> places((8,), Cut(0, ((0, 2), (4, 6))), (1, 3))
     [(((1, 2),), (slice(0, 1, None),)), (((4, 5),), (slice(1, 2, None),))]
@@ -175,3 +178,26 @@ def places(
             found.append((box, index))
         offset += length
     return [(box, index) for box, index in found if all(start < stop for start, stop in box)]  # type: ignore[misc]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's local tensor of a parameter."""
+    here = getattr(tensor, "to_local", None)
+    return here() if here is not None else tensor  # type: ignore[no-any-return]
+
+
+def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The rows of a rank, as `torch.chunk` cuts them: the last ranks may have fewer, or none.
+
+    >>> [rows_of(5, rank, 4) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    size = -(-length // ranks)
+    return min(rank * size, length), min((rank + 1) * size, length)
+
+
+def rows_here(parameter: DTensor) -> tuple[int, int]:
+    """This rank's rows of a sharded parameter."""
+    mesh = parameter.device_mesh
+    axis = mesh.ndim - 1
+    return rows_of(parameter.shape[0], mesh.get_local_rank(axis), mesh.size(axis))

@@ -1,15 +1,12 @@
-"""Parts: a model made ready for a mesh in which no rank holds all of it, and what its gradients still need.
+"""ShardedModel: a model prepared for a mesh in which no rank holds all of it, and the reduction of its gradients.
 
-The order matters. Layers are cut before anything is patched around them; what is computed again in the backward pass
-includes the collectives in it; a stage is cut out of blocks that are complete; sharding comes last, and memory only for
-what is left on this rank.
+The order matters. Layers are cut before anything is patched around them; recomputation includes the collectives of a
+block; a stage is cut out of complete blocks; sharding comes last, and memory is allocated only for this rank's shards.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import torch
@@ -19,34 +16,30 @@ from torch.distributed.fsdp import FSDPModule
 
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
-from distributed.strategies.block_compile import compile_blocks, undo_compile
-from distributed.strategies.blocks import find_blocks
-from distributed.strategies.compile_cache import compile_cache
-from distributed.strategies.context_parallel import ContextParallel
-from distributed.strategies.fsdp_unused import ShardedUse
-from distributed.strategies.fully_sharded import accumulate, shard
-from distributed.strategies.gradient_norm import GradientNorm
+from distributed.strategies.checks.sharded_models import mark_parts, refuse_extra_state
+from distributed.strategies.context.context_parallel import ContextParallel
+from distributed.strategies.data_parallel.fsdp import accumulate, shard
+from distributed.strategies.data_parallel.fsdp_unused import ShardedUse
+from distributed.strategies.data_parallel.gradient_norm import GradientNorm
+from distributed.strategies.data_parallel.used_parameters import UsedParameters
+from distributed.strategies.data_parallel.zero1 import ShardedOptimizer
 from distributed.strategies.gradient_sums import mean_gradients
-from distributed.strategies.in_parts import mark_parts, refuse_extra_state
-from distributed.strategies.layout import Layout
-from distributed.strategies.lora import init_lora, is_adapter
-from distributed.strategies.materialize import is_meta, materialize, send_weights
 from distributed.strategies.mesh_groups import MeshGroups
-from distributed.strategies.part_state import PartState
-from distributed.strategies.pipeline import STAGES_PER_RANK, Pipeline
-from distributed.strategies.recompute import recompute, undo_recompute
-from distributed.strategies.sharded_optimizer import ShardedOptimizer
-from distributed.strategies.stages import cut
-from distributed.strategies.tensor_computed import refuse_computed
-from distributed.strategies.tensor_parallel import TensorParallel
-from distributed.strategies.tensor_plans import find_styles, styles_from
-from distributed.strategies.used_parameters import UsedParameters
+from distributed.strategies.model.blocks import find_blocks
+from distributed.strategies.model.materialize import is_meta, send_weights
+from distributed.strategies.model.preparation import make, prepare_blocks
+from distributed.strategies.pipeline.schedule import STAGES_PER_RANK, Pipeline
+from distributed.strategies.pipeline.stages import cut
+from distributed.strategies.placement import Layout
+from distributed.strategies.sharded_state import ShardedState
+from distributed.strategies.speed.bf16_shards import RoundedShards
+from distributed.strategies.tensor.computed_weights import refuse_computed
+from distributed.strategies.tensor.plans import find_styles, styles_from
+from distributed.strategies.tensor.tensor_parallel import TensorParallel
 
-_ONLINE = "TORCHINDUCTOR_ONLINE_SOFTMAX"  # by which a user has said how a compiled softmax sums
 
-
-class Parts:
-    """Of one rank. Made of the whole model, in place."""
+class ShardedModel:
+    """This rank's shards of a model, cut in place."""
 
     def __init__(self, module: nn.Module, plan: Plan, session: Session) -> None:
         spec, device = plan.mesh, session.device
@@ -59,22 +52,25 @@ class Parts:
         self.context: ContextParallel | None = None
         self.pipeline: Pipeline | None = None
         if session.world_size > 1 and not session.is_dry:
-            send_weights(module, None, device)
+            send_weights(module, session)
         self._cut_layers(plan)
         self._share_sequences(plan)
-        self._blocks = prepare_blocks(module, plan)  # what undoes it lasts as long as the parts
-        self._cut_stages(plan, device)
+        self._blocks = prepare_blocks(module, plan)  # the function that undoes it
+        self._cut_stages(plan)
         if self.is_fsdp:
-            self._shard(plan, device)  # which moves what it shards, so that no device holds all of it
+            self._shard(plan, device)  # moves shards only, so that no device holds the whole model
         else:
             _move(module, device)
         if is_meta(module):
             make(module, plan, session, self.layout)
+        self.low: RoundedShards | None = None  # if the optimizer has other parameters than the model
+        if plan.speed.parameters == "stochastic":
+            self.low = RoundedShards(module, plan.seed, self.groups.place["dp_shard"])
         if not all(self.layout.is_whole(name) for name in self.names):
             mark_parts(module)
         place = self.groups.place
-        # Of the ranks that share the work on the same samples, the last stage's first one has the loss of all.
-        self.counts = place["cp"] == place["tp"] == 0 and place["pp"] == spec.pp - 1
+        # Of the ranks with the same samples, the first rank of the last stage reports the loss.
+        self.owns_metrics = place["cp"] == place["tp"] == 0 and place["pp"] == spec.pp - 1
         self._norm: GradientNorm | None = None
         self._shared: ShardedOptimizer | None = None
         self._stepped: frozenset[int] = frozenset()  # the ids of the optimizer's parameters
@@ -90,20 +86,32 @@ class Parts:
             roots = self.pipeline.stages if self.pipeline is not None else [module]
             self._sharded_use = ShardedUse(roots, self.parameters, lambda: self._used.settled, session.rank)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks compute the outcome of the same samples."""
+        return self.tensor is not None or self.context is not None or self.pipeline is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank can compute the outcome of its samples without other ranks."""
+        return not self.is_cut and not self.is_fsdp
+
     def _cut_layers(self, plan: Plan) -> None:
         group = self.groups.group("tp")
         if group is not None:
             degree, asked = plan.mesh.tp, dict(plan.tensor.styles)
             styles = styles_from(asked, self.module, degree) if asked else find_styles(self.module, degree)
             refuse_computed(self.module, styles)
-            self.tensor = TensorParallel(self.module, self.layout, group, styles, sequence=plan.tensor.sequence)
+            self.tensor = TensorParallel(
+                self.module, self.layout, group, styles, self._session, sequence=plan.tensor.sequence
+            )
 
     def _share_sequences(self, plan: Plan) -> None:
         group = self.groups.group("cp")
         if group is not None:
-            self.context = ContextParallel(self.module, group)
+            self.context = ContextParallel(self.module, group, self._session)
 
-    def _cut_stages(self, plan: Plan, device: torch.device) -> None:
+    def _cut_stages(self, plan: Plan) -> None:
         group = self.groups.group("pp")
         if group is not None:
             self.pipeline = Pipeline(
@@ -112,15 +120,15 @@ class Parts:
                 group=group,
                 schedule=plan.pipeline.schedule,
                 microbatches=plan.batch.accumulation,
-                device=device,
+                session=self._session,
                 agree=self._largest if self.is_fsdp else lambda case: case,
             )
 
     def _largest(self, case: int) -> int:
-        """Of the numbers of the ranks that share a stage."""
+        """The maximum of a number over the ranks of a stage."""
         found = torch.tensor([case], device=self._device)
         for group in self.groups.data_groups:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+            self._session.max("shapes of micro-batches", found, group)
         return int(found.item())
 
     def _shard(self, plan: Plan, device: torch.device) -> None:
@@ -131,6 +139,7 @@ class Parts:
             blocks=find_blocks(self.module, plan.shard.blocks),
             reshard_after_forward=plan.shard.kind == "full" and self.pipeline is None,
             precision=plan.precision.kind,
+            low_gradients=plan.speed.parameters != "fp32",
             cpu_offload=plan.shard.cpu_offload,
             device=device,
             roots=self.pipeline.stages if self.pipeline is not None else (),
@@ -138,37 +147,37 @@ class Parts:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are here and trained."""
+        """The trained parameters on this rank."""
         found = self.module.named_parameters()
         return {name: p for name, p in found if p.requires_grad and self.layout.is_here(name)}
 
     def synchronize(self, is_last: bool) -> None:
-        """Before the backward pass of a micro-batch: whether it is the one whose gradients are reduced.
+        """Set before a micro-batch's backward pass whether its gradients are reduced.
 
-        Where gradients are sharded for the memory's sake, each is: whole ones would have to be kept in between.
+        If gradients are sharded to save memory, each micro-batch reduces: otherwise whole gradients would be kept.
         """
         if self.is_fsdp and self._kind == "grad_op" and self.pipeline is None:
             accumulate([self.module], is_last)
 
     def finish_gradients(self) -> None:
-        """After the last backward pass of a step: what no hook has reduced."""
+        """Reduce, after the last backward pass of a step, the gradients that no hook has reduced."""
         if self._session.is_dry:
             parameters: Mapping[str, nn.Parameter] = self.parameters
         elif self.pipeline is None and self.context is None and self.tensor is None and self._sharded_use is None:
-            return  # DDP's are complete
+            return  # DDP has reduced them
         else:
             parameters = self._used.find(self._own_use())
         if self.pipeline is not None:
             self.pipeline.finish_gradients(parameters)
             if not self.is_fsdp:
                 for group in self.groups.data_groups:
-                    mean_gradients(parameters.values(), group)
+                    mean_gradients("gradients over data ranks", parameters.values(), self._session, group)
         if self.context is not None:
             self.context.finish_gradients(parameters)
         if self.tensor is not None:
             self.tensor.finish_gradients(parameters)
             for parameter in parameters.values():
-                if parameter.grad is None:  # of a slice that this rank did not use, and others did of theirs
+                if parameter.grad is None:  # a slice that this rank did not use, while other ranks used theirs
                     parameter.grad = torch.zeros_like(parameter)
 
     def _own_use(self) -> list[bool]:
@@ -177,60 +186,62 @@ class Parts:
         return [parameter.grad is not None for parameter in self.parameters.values()]
 
     def _names_alike(self) -> list[str]:
-        """Whole parameters that the ranks of a tensor group compute the same gradient of, and nobody sums."""
+        """Replicated parameters whose gradient is equal on all ranks of a tensor group, and is not reduced."""
         if self.tensor is None:
             return []
         partial = set(self.tensor.partial)
         return [name for name in self.parameters if self.layout.cut_of(name) is None and name not in partial]
 
     def _agree_on_use(self, used: torch.Tensor) -> torch.Tensor:
-        """Over all ranks that have the same parameters; those of two stages are looked at together."""
+        """Agree on used parameters over all ranks that have them; two stages agree on tied ones."""
         used = used.to(self._device)
         for group in filter(None, map(self.groups.group, ("dp_replicate", "dp_shard", "cp", "tp"))):
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+            self._session.max("parameters that a step uses", used, group)
         stages = self.groups.group("pp")
         if self.pipeline is not None and self.pipeline.shared and stages is not None:
             places = {name: index for index, name in enumerate(self.parameters)}
             found = [[places[name] for name in names if name in places] for names in self.pipeline.shared]
             tied = torch.stack([used[at].amax() if at else used.new_zeros(()) for at in found])
-            dist.all_reduce(tied, op=dist.ReduceOp.MAX, group=stages)
+            self._session.max("shared parameters that a step uses", tied, stages)
             for at, is_used in zip(found, tied, strict=True):
                 used[at] = is_used
         return used.cpu()
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks with the same part of the model and other samples, where DDP averages their gradients."""
+        """The group of ranks with the same shard of the model and other samples, if DDP reduces their gradients."""
         is_hooked = not self.is_fsdp and self.pipeline is None
         return self.groups.group("dp_replicate") if is_hooked else None
 
     def set_stepped(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those of the optimizer: its gradient is measured and clipped, as in one process."""
+        """The optimizer's parameters, whose gradient is measured and clipped, as in one process."""
         self._stepped, self._norm = frozenset(map(id, parameters)), None
 
     def share_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer | torch.optim.Optimizer:
-        """What steps for it, where each rank keeps the state of some parameters only."""
+        """The ZeRO-1 wrapper of the optimizer, if each rank keeps the state of some parameters only."""
         group = self.groups.group("dp_replicate")
         if group is None:
             return optimizer
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        self._shared = ShardedOptimizer(optimizer, names, group, self.layout)
+        self._shared = ShardedOptimizer(optimizer, names, group, self.layout, self._session)
         return self._shared
 
-    def state_of(self, optimizer: torch.optim.Optimizer, groups: list[list[str]], saved: set[str] | None) -> PartState:
+    def state_of(
+        self, optimizer: torch.optim.Optimizer, groups: list[list[str]], saved: set[str] | None
+    ) -> ShardedState:
         """`saved`: the names of the tensors that a checkpoint holds; None: all."""
-        return PartState(
+        return ShardedState(
             self.module,
-            optimizer,
-            self.layout,
-            [name for name in self.names if saved is None or name in saved],
-            groups,
-            self.is_plain,
-            self.stores,
-            self.stores if self._shared is None else self._is_first,
-            self._shared.owns if self._shared is not None else lambda name: True,
-            self._shared is not None,
-            self._tell_all if self.pipeline is not None or self._shared is not None else None,
+            optimizer=optimizer,
+            layout=self.layout,
+            names=[name for name in self.names if saved is None or name in saved],
+            groups=groups,
+            is_plain=self.is_plain,
+            stores=self.stores,
+            stores_state=self.stores if self._shared is None else self._is_first,
+            owns=self._shared.owns if self._shared is not None else lambda name: True,
+            splits_optimizer=self._shared is not None,
+            tell_all=self._tell_all if self.pipeline is not None or self._shared is not None else None,
         )
 
     def _tell_all(self, text: str) -> list[str]:
@@ -238,11 +249,11 @@ class Parts:
 
     @property
     def norm(self) -> GradientNorm:
-        """Over all ranks, of what the optimizer steps."""
+        """The gradient norm over all ranks, of the optimizer's parameters."""
         if self._norm is None:
-            world = dist.group.WORLD if dist.is_initialized() else None
-            stepped = {name: p for name, p in self.parameters.items() if id(p) in self._stepped}
-            self._norm = GradientNorm(stepped, self.layout, self._copies, world)
+            own = self.low.own if self.low is not None else lambda parameter: parameter
+            stepped = {name: own(p) for name, p in self.parameters.items() if id(own(p)) in self._stepped}
+            self._norm = GradientNorm(stepped, self.layout, self._copies, self._session)
         return self._norm
 
     def _copies(self, name: str) -> int:
@@ -262,18 +273,18 @@ class Parts:
         return self.groups.spec.pp == 1 and self.layout.is_whole(name)
 
     def stores(self, name: str) -> bool:
-        """Of the ranks that have the same of a tensor, whether it is this one that writes it."""
+        """Whether this rank is the one that saves a tensor's shard, of the ranks that hold it."""
         place = self.groups.place
         is_sharded = self.layout.is_sharded(name)
         return self._is_first(name) and (is_sharded or place["dp_replicate"] == place["dp_shard"] == 0)
 
     def _is_first(self, name: str) -> bool:
-        """Of the ranks that have the same of a tensor for the same samples."""
+        """Whether this rank is the first that holds a tensor's shard for the same samples."""
         place = self.groups.place
         return place["cp"] == 0 and (place["tp"] == 0 or self.layout.cut_of(name) is not None)
 
     def reshard(self) -> None:
-        """Parameters that an evaluation has gathered, back to this rank's rows."""
+        """Reshard the parameters that an evaluation has gathered."""
         roots = self.pipeline.stages if self.pipeline is not None else [self.module]
         for module in (m for root in roots for m in root.modules() if isinstance(m, FSDPModule)):
             module.reshard()
@@ -283,7 +294,7 @@ class Parts:
 
 
 def check_model(module: nn.Module, plan: Plan) -> None:
-    """Raises what stands in the way of this mesh for this model, before anything is started or cut."""
+    """Raise the problems of this mesh with this model, before anything is started or cut."""
     mesh = plan.mesh
     refuse_extra_state(module)
     if plan.shard.blocks:
@@ -295,55 +306,8 @@ def check_model(module: nn.Module, plan: Plan) -> None:
         cut(module, mesh.pp * STAGES_PER_RANK[plan.pipeline.schedule])
 
 
-def make(module: nn.Module, plan: Plan, session: Session, layout: Layout | None = None) -> None:
-    """Memory and first values for a model without; they are the same whatever the mesh."""
-    if session.is_dry:
-        return
-    layout = layout or Layout(module)
-    on = torch.device("cpu") if plan.shard.cpu_offload else session.device
-    materialize(module, layout, session.device, plan.seed, parameters_on=on)
-    if plan.memory.lora is not None:
-        adapters = [(name, parameter) for name, parameter in module.named_parameters() if is_adapter(name)]
-        with torch.no_grad():
-            for name, parameter in adapters:
-                whole = torch.empty(layout.shape(name))
-                init_lora(name, whole, plan.seed)
-                layout.place(name, whole, parameter)
-
-
-def prepare_blocks(module: nn.Module, plan: Plan) -> Callable[[], None]:
-    """What is done to each block whatever the mesh; returns what undoes it."""
-    memory, wanted = plan.memory, plan.shard.blocks
-    compiled: list[str] = []
-    own = module._compiled_call_impl  # of a user who has compiled it
-    if memory.recompute:
-        recompute(module, memory.recompute, memory.recompute_every, wanted)
-    if memory.compile:
-        if memory.compile_whole:
-            module.compile(options=_whole_options(plan.device, os.environ))
-        else:
-            compiled = compile_blocks(module, wanted, memory.compile_mode or None)
-    cache = ExitStack()
-    cache.enter_context(compile_cache(plan))  # blocks are compiled when they are first called
-
-    def undo() -> None:
-        cache.close()
-        if memory.compile_whole:
-            module._compiled_call_impl = own
-        undo_compile(module, compiled)
-        undo_recompute(module)
-
-    return undo
-
-
-def _whole_options(device: str, environ: Mapping[str, str]) -> dict[str, bool] | None:
-    """Of the compiler. On a GPU, reading the logits of a vocabulary twice takes a softmax less time than correcting the
-    sum of one pass: so for GPT-2's on an H200, by a profile of its kernels."""
-    return {"online_softmax": False} if device == "cuda" and _ONLINE not in environ else None
-
-
 def _move(module: nn.Module, device: torch.device) -> None:
-    """What is here; what is on other ranks has no memory to move."""
+    """Move this rank's tensors to the device; placeholders of other ranks' tensors have no memory."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)

@@ -1,7 +1,7 @@
-"""PartState: the state of a model that the ranks hold in parts, by the names of the whole one.
+"""ShardedState: the state of a sharded model, by the names of the whole model.
 
-What every rank has whole is a tensor in it, as it is for a model that is replicated. What only some have, or have a
-part of, is a Portion; every rank's tree has the same names.
+A tensor that every rank holds whole is a tensor in it, as for a replicated model. A tensor that is sharded, or that
+only some ranks hold, is a TensorShard; every rank's tree has the same names.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import nn
 
 from distributed.core.errors import CheckpointError
 from distributed.core.plan import ReplicatePlan
-from distributed.runtime.portions import Box, Portion
-from distributed.strategies.layout import Layout
-from distributed.strategies.optimizer_state import PLAIN, load_state, match_groups, options_of
-from distributed.strategies.replica_tensors import Named, optimizer_state, shared_buffers
+from distributed.runtime.tensor_shard import Box, TensorShard
+from distributed.strategies.checks.replica_tensors import Named, optimizer_state, shared_buffers
+from distributed.strategies.model.optimizer_state import PLAIN, load_state, match_groups, options_of
+from distributed.strategies.placement import Layout
 
 StateTree = dict[str, Any]
 
 
 @dataclass
-class PartState:
+class ShardedState:
     """Reads and writes the tensors of one rank."""
 
     module: nn.Module
@@ -34,8 +34,8 @@ class PartState:
     names: Collection[str]  # of the whole model's tensors that are saved
     groups: list[list[str]]  # of the whole optimizer's parameters, by their names
     is_plain: Callable[[str], bool]  # whether every rank has all of a tensor
-    stores: Callable[[str], bool]  # whether this rank writes what it has of one
-    stores_state: Callable[[str], bool]  # the same of the optimizer's state for one
+    stores: Callable[[str], bool]  # whether this rank saves its shard of a tensor
+    stores_state: Callable[[str], bool]  # whether this rank saves its shard of a parameter's optimizer state
     owns: Callable[[str], bool]  # whether this rank has the optimizer's state of a parameter
     splits_optimizer: bool  # whether ranks that have a parameter may not have its state
     tell_all: Callable[[str], list[str]] | None  # a text of each rank to all; None: all have state of the same names
@@ -56,12 +56,12 @@ class PartState:
             self._load_optimizer(tree["optimizer"])
 
     def local(self, plan: ReplicatePlan) -> Named:
-        """What is here, by the name of the whole tensor and the box of it: other ranks may have the same one."""
+        """This rank's tensors, by the name of the whole tensor and the box; replicas have the same names."""
         names = {name: f"buffer {name}" for name, _ in shared_buffers(self.module, plan)}
         names |= {name: f"parameter {name}" for name, _ in self.module.named_parameters()}
         live = self._live()
         for name, title in names.items():
-            if name not in self.layout:  # made since
+            if name not in self.layout:  # made after the layout
                 yield title, live[name]
             elif self.layout.is_here(name):
                 yield from self._boxed(title, name, live[name])
@@ -78,7 +78,7 @@ class PartState:
                 yield f"{title} {box}" if not self.layout.is_whole(name) else title, piece
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
-        """Of a tensor in a checkpoint, what this rank needs; None: all of it."""
+        """The ranges of a checkpoint's tensor that this rank needs; None: all of it."""
         kind, _, path = name.partition("/")
         if kind == "model":
             return None if path not in self.layout or self.is_plain(path) else self.layout.boxes(path)
@@ -97,9 +97,9 @@ class PartState:
 
     def _model(self) -> dict[str, Any]:
         live = self._live()
-        made: dict[str, Portion] = {}  # a tied weight is one tensor under several names
+        made: dict[str, TensorShard] = {}  # a tied weight is one tensor under several names
 
-        def value(name: str) -> torch.Tensor | Portion:
+        def value(name: str) -> torch.Tensor | TensorShard:
             if self.is_plain(name):
                 return live[name].detach()
             first = self.layout.first_name(name)
@@ -109,11 +109,11 @@ class PartState:
 
         return {name: value(name) for name in self.names}
 
-    def _portion(self, name: str, tensor: torch.Tensor | None) -> Portion:
+    def _portion(self, name: str, tensor: torch.Tensor | None) -> TensorShard:
         if tensor is None or not self.layout.is_here(name):
             return self.layout.portion(name, None)
         found = self.layout.portion(name, tensor.detach())
-        return Portion(found.shape, found.dtype, found.pieces, found.stores and self.stores(name))
+        return TensorShard(found.shape, found.dtype, found.pieces, found.stores and self.stores(name))
 
     def _optimizer(self) -> StateTree:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -138,14 +138,14 @@ class PartState:
         is_shaped = tuple(value.shape) == self._local_shape(name)
         if is_shaped and (not self.is_plain(name) or self.splits_optimizer):
             found = self.layout.portion(name, value)
-            return Portion(found.shape, found.dtype, found.pieces, found.stores and self._stores_state(name))
+            return TensorShard(found.shape, found.dtype, found.pieces, found.stores and self._stores_state(name))
         if self.is_plain(name) and not self.splits_optimizer:
             return value
         box = tuple((0, length) for length in value.shape)
-        return Portion(tuple(value.shape), value.dtype, ((box, value),), self._stores_scalar(name))
+        return TensorShard(tuple(value.shape), value.dtype, ((box, value),), self._stores_scalar(name))
 
     def _others(self, held: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The state of parameters that other ranks have, without their numbers. Every rank comes here."""
+        """The structure of other ranks' optimizer state, without its values; every rank must call it."""
         if self.tell_all is None:
             return {}
         mine = json.dumps({name: self._outline(name, values) for name, values in held.items()})
@@ -174,9 +174,10 @@ class PartState:
         return self.layout.stores(name) and self.stores_state(name)
 
     def _stores_scalar(self, name: str) -> bool:
-        """A number of a parameter that several ranks have parts of: the first of them writes it."""
+        """Whether this rank saves a scalar of a sharded parameter's state: the rank of the first shard does."""
         boxes = self.layout.boxes(name)
-        return self._stores_state(name) and bool(boxes) and all(start == 0 for start, _ in boxes[0])
+        is_first = bool(boxes) and all(start == 0 for start, _ in boxes[0])
+        return self._stores_state(name) and (is_first or self.layout.is_whole(name))  # one without elements has no box
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.module.get_parameter(name).shape)
@@ -195,7 +196,7 @@ class PartState:
         load_state(self.optimizer, {"state": state, "param_groups": groups})
 
     def _local_value(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Portion):
+        if not isinstance(value, TensorShard):
             return value
         if value.shape != self.layout.shape(name):
             return value.pieces[0][1]
@@ -204,8 +205,8 @@ class PartState:
             self.layout.take_portion(name, value, local)
         return local
 
-    def _fill(self, name: str, value: torch.Tensor | Portion, target: torch.Tensor) -> None:
-        if isinstance(value, Portion):
+    def _fill(self, name: str, value: torch.Tensor | TensorShard, target: torch.Tensor) -> None:
+        if isinstance(value, TensorShard):
             self.layout.take_portion(name, value, target)
         else:
             target.copy_(value)
@@ -221,4 +222,4 @@ class PartState:
 def _from_outline(entry: Mapping[str, Any]) -> Any:
     if "value" in entry:
         return entry["value"]
-    return Portion(tuple(entry["shape"]), getattr(torch, entry["dtype"]), (), False)
+    return TensorShard(tuple(entry["shape"]), getattr(torch, entry["dtype"]), (), False)

@@ -1,7 +1,7 @@
-"""Whether an optimizer's step can be taken in parts, tried with a few numbers before a run begins.
+"""Whether an optimizer's step can be taken on shards, tried with a few numbers before a run begins.
 
-Ranks that hold parts of a parameter let the optimizer see these alone. That comes to the step of one process if it
-takes each element by itself. Where ranks hold whole parameters and share them out, it must take each by itself.
+Ranks that hold shards of a parameter step these shards only. The result equals that of one process if the optimizer
+steps elementwise. If ranks hold whole parameters and divide these among them, it must step each separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distributed.core.errors import TaskError
 
 Cut = Literal["parameters", "rows", "columns", "flat"]
 
-# Of torch's own, and of exactly these classes: a subclass may do more.
+# Torch's own optimizers, of exactly these classes: a subclass may do more.
 _ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -33,12 +33,14 @@ _ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-_SAYS_SO = "steps_elementwise"  # an attribute by which an optimizer vouches for itself
-_LENGTHS = (96, 64, 3, 2)  # of the tensors that are tried: more numbers than a block of those that quantize has
+OF_STEP_HOOKS = "each rank would call the hook with its shards of the parameters, as if they were whole"
+INSTEAD = "let a callback do what the hook does, or use backend='pytorch-ddp'"
+_SAYS_SO = "steps_elementwise"  # an attribute by which an optimizer's class declares this
+_LENGTHS = (96, 64, 3, 2)  # of the tensors that are tried: longer than the blocks of quantizing optimizers
 _STEPS = 3
-_NEAR = 1e-3  # of the largest change: rounding is far below, and norms of halves are far above
+_NEAR = 1e-3  # of the largest change: rounding is far below, and errors of shards' norms are far above
 _PARTS: dict[Cut, str] = {
-    "parameters": "ranks share out the parameters, and it looks at several of them together",
+    "parameters": "each rank steps some of the parameters, and it looks at several of them together",
     "rows": "each rank has some rows of a parameter, and it looks at more than single elements",
     "columns": "each rank has some columns of a parameter, and it looks at more than single elements",
     "flat": "each rank has a range of the parameters' numbers, and it looks at more than single elements",
@@ -46,30 +48,39 @@ _PARTS: dict[Cut, str] = {
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """One that calls the model itself has no gradients of the global batch to step by."""
+    """Refuse an optimizer whose step needs a closure, because it calls the model itself."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TaskError(
             f"the optimizer {type(optimizer).__name__} cannot be trained with",
-            why="its step needs a closure, by which it calls the model itself, several times in a step",
+            why="its step needs a closure, by which it calls the model several times in a step",
             do="use an optimizer that steps by gradients, such as AdamW or SGD",
         )
 
 
 def refuse_uncuttable(optimizer: torch.optim.Optimizer, cuts: Sequence[Cut], setting: str) -> None:
-    """Raise why this optimizer cannot step in parts as `setting` has them; nothing where it can."""
+    """Raise if this optimizer cannot step the shards of `setting`."""
     why = why_not_cut(optimizer, cuts)
     if why:
         raise TaskError(
             f"{type(optimizer).__name__} cannot be trained with {setting}",
             why=why,
-            do="use AdamW, SGD or another optimizer that steps each element by itself, or backend='pytorch-ddp'; one "
-            f"of your own that does so can say it: {_SAYS_SO} = True in its class",
+            do="use AdamW, SGD or another optimizer that steps elementwise, or backend='pytorch-ddp'; an elementwise "
+            f"optimizer of your own declares it in its class: {_SAYS_SO} = True",
         )
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def refuse_step_hooks(optimizer: torch.optim.Optimizer, setting: str) -> None:
+    if has_step_hooks(optimizer):
+        raise TaskError(f"{type(optimizer).__name__} has step hooks, with {setting}", why=OF_STEP_HOOKS, do=INSTEAD)
+
+
 def why_not_cut(optimizer: torch.optim.Optimizer, cuts: Sequence[Cut]) -> str:
-    """Why its step is another one in parts; empty where it is the same.
+    """Why an optimizer's step on shards differs from its step on the whole; empty if it does not.
 
     >>> why_not_cut(torch.optim.AdamW(nn.Linear(2, 2).parameters()), ["rows"])
     ''
@@ -83,18 +94,18 @@ def why_not_cut(optimizer: torch.optim.Optimizer, cuts: Sequence[Cut]) -> str:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             whole = _stepped(optimizer, [[_numbers(shape) for shape in group] for group in shapes])
             return next((_PARTS[cut] for cut in cuts if not _is_same(optimizer, shapes, whole, cut)), "")
-    except Exception as failed:  # a user's own optimizer may raise anything
-        return f"whether it takes each element by itself could not be tried: {type(failed).__name__}: {failed}"
+    except Exception as failed:  # noqa: BLE001 - a user's optimizer may raise anything
+        return f"whether it steps elementwise could not be tried: {type(failed).__name__}: {failed}"
 
 
 def moves_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it changes a parameter whose gradient was zeros in every step, as weight decay does; True if unknown."""
+    """Whether an optimizer changes a parameter whose gradients are zeros, as weight decay does; True if unknown."""
     shapes = [_shapes_of(group) for group in optimizer.param_groups]
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             begun = [[_numbers(shape) for shape in group] for group in shapes]
             ended = _stepped(optimizer, begun, scale=0.0)
-    except Exception:  # as above
+    except Exception:  # noqa: BLE001 - a user's optimizer may raise anything
         return True
     pairs = zip(_flat(begun), _flat(ended), strict=True)
     return not all(torch.equal(before, after) for before, after in pairs)
@@ -104,7 +115,7 @@ Groups = list[list[torch.Tensor]]
 
 
 def _is_same(optimizer: torch.optim.Optimizer, shapes: list[list[tuple[int, ...]]], whole: Groups, cut: Cut) -> bool:
-    """Whether two ranks, each with a part of everything and an optimizer of its own, come to the same."""
+    """Whether two ranks with shards and an optimizer each get the same values as one."""
     begun = [[_numbers(shape) for shape in group] for group in shapes]
     for part in range(2):
         take = _taker(cut, part)
@@ -119,7 +130,7 @@ def _is_same(optimizer: torch.optim.Optimizer, shapes: list[list[tuple[int, ...]
 
 
 def _taker(cut: Cut, part: int) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-    """What a rank has of the tensors of a group."""
+    """A rank's shards of the tensors of a group."""
 
     def take(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if cut == "parameters":
@@ -155,7 +166,7 @@ def _stepped(
 
 
 def _like(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-    """Another of its class, with the options of each group of the one that is there."""
+    """A new optimizer of the same class, with the options of each group."""
     described = []
     for mine, parameters in zip(optimizer.param_groups, groups, strict=True):
         options = {name: copy.deepcopy(value) for name, value in mine.items() if name in optimizer.defaults}
@@ -166,12 +177,12 @@ def _like(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Paramet
     options = {name: value for name, value in optimizer.defaults.items() if takes_any or name in takes}
     try:
         return type(optimizer)(described, **copy.deepcopy(options))  # type: ignore[arg-type]
-    except Exception:  # it is made of something else than parameters and options
+    except Exception:  # noqa: BLE001 - a user's optimizer may take other arguments, and raise anything
         return _copied(optimizer, described)
 
 
 def _copied(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """All that it keeps, but no parameter of the user's, and nothing that was put around its methods."""
+    """The optimizer's attributes, without the user's parameters and without patched methods."""
     stand_in = {id(p): nn.Parameter(torch.zeros(1)) for group in optimizer.param_groups for p in group["params"]}
     apart = {"state": defaultdict(dict), "param_groups": groups}
     kept = {name: v for name, v in vars(optimizer).items() if name not in apart and not callable(v)}
@@ -182,13 +193,13 @@ def _copied(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> t
 
 
 def _shapes_of(group: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Of the tensors that stand for a group's: two of each number of dimensions that it has."""
+    """The shapes of the tensors that represent a group: two of each number of dimensions that it has."""
     dims = sorted({min(parameter.ndim, len(_LENGTHS)) for parameter in group["params"]}) or [1]
     return [_LENGTHS[:ndim] or (1,) for ndim in dims for _ in range(2)]
 
 
 def _numbers(shape: Sequence[int], seed: int = 0) -> torch.Tensor:
-    """The same each time; those at the end are larger, so that the norms of parts are not alike."""
+    """The same numbers at each call, larger at the end, so that the norms of shards differ."""
     generator = torch.Generator().manual_seed(1000 + seed)
     values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
     return values * torch.linspace(0.2, 3.0, values.numel(), dtype=torch.float64).view(shape)

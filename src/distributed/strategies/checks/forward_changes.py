@@ -1,7 +1,7 @@
-"""Changes of parameters in a forward pass: found in the first steps, and refused where ranks would go apart by them.
+"""Changes of parameters in a forward pass: found in the first steps, and refused if replicas would diverge.
 
-One process changes its one parameter by what the whole batch says. Each rank changes its copy by its own share, or, if
-parameters are sharded, one that is dropped after the forward pass.
+One process changes its parameter by the whole batch. Each rank changes its replica by its own share, or, if parameters
+are sharded, a gathered copy that is dropped after the forward pass.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from distributed.core.errors import TaskError
 from distributed.runtime.fingerprint import fingerprint
+from distributed.runtime.session import Session
 
-_STEPS = 2  # that are looked at: a model that changes its parameters does so when it is called
+_STEPS = 2  # that are checked: a model that changes its parameters does so at every call
 
 
 class ForwardChanges:
-    """By torch's count of writes to a tensor: a look waits for no device, and writes through `.data` do not show."""
+    """Finds changes by torch's version counters, without synchronizing; writes through `.data` are not seen."""
 
-    def __init__(self, module: nn.Module, groups: Sequence[dist.ProcessGroup | None], *, is_sharded: bool) -> None:
-        """`groups`: of ranks with the same parameters. `is_sharded`: these are gathered for a forward pass."""
-        self._module, self._groups, self._is_sharded = module, groups, is_sharded
+    def __init__(
+        self, module: nn.Module, groups: Sequence[dist.ProcessGroup | None], session: Session, *, is_sharded: bool
+    ) -> None:
+        """`groups`: of ranks with the same parameters. `is_sharded`: parameters are gathered for a forward pass."""
+        self._module, self._groups, self._session, self._is_sharded = module, groups, session, is_sharded
         self._left = _STEPS
 
     @property
@@ -35,7 +38,7 @@ class ForwardChanges:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the passes of a step, in which every rank is."""
+        """Watch the passes of a step; every rank must enter it."""
         self._left -= 1
         if self._is_sharded:
             with _refusing_changes(self._module):
@@ -48,24 +51,28 @@ class ForwardChanges:
         self._compare([name for name, _ in named], [p for _, p in named], changed)
 
     def _compare(self, names: Sequence[str], parameters: Sequence[torch.Tensor], changed: Sequence[int]) -> None:
-        """A change that is the same on all ranks is that of one process: a clamp of the weights, for one."""
+        """Allow a change that is the same on all ranks, such as a clamp of the weights."""
         if not parameters or not self._groups:
             return
         flags = torch.tensor(changed, dtype=torch.int32, device=parameters[0].device)
-        _max(flags, self._groups)
+        self._max(flags)
         for name, parameter, flag in zip(names, parameters, flags.tolist(), strict=True):
             if flag:
                 digest = fingerprint(parameter)
                 found = torch.stack([digest, -digest])
-                _max(found, self._groups)
+                self._max(found)
                 largest, smallest = found.tolist()
                 if largest != -smallest:
                     raise _went_apart(name)
 
+    def _max(self, values: torch.Tensor) -> None:
+        for group in self._groups:
+            self._session.max("parameters that a forward pass changes", values, group)
+
 
 @contextmanager
 def _refusing_changes(module: nn.Module) -> Iterator[None]:
-    """While parameters are gathered: by the modules that hold them."""
+    """Watch gathered parameters, through the modules that hold them."""
     names = {id(m): path for path, m in module.named_modules()}
     versions: dict[int, list[tuple[str, torch.Tensor, int]]] = {}
 
@@ -86,16 +93,11 @@ def _refusing_changes(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _max(values: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:
-    for group in groups:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-
-
 def _went_apart(name: str) -> TaskError:
     return TaskError(
         f"the forward pass changes the parameter {name}, and each rank by its own share of the batch",
-        why="one process would change it by all samples; the ranks have gone apart, and gradients no longer fit",
-        do="keep what forward changes in a buffer, or change the parameter between steps, by what all ranks agree on",
+        why="one process would change it by all samples; the replicas have diverged, and gradients no longer fit",
+        do="keep what forward changes in a buffer, or change the parameter between steps, equally on all ranks",
     )
 
 

@@ -1,4 +1,4 @@
-"""Layers that several ranks cannot train as one process would, each said by name before anything starts."""
+"""Layers that several ranks cannot train as one process would, each reported by name before the start."""
 
 from __future__ import annotations
 
@@ -6,44 +6,46 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import Problem, TaskError
 from distributed.core.plan import Plan
-from distributed.strategies.in_parts import refuse_parts
-from distributed.strategies.parameter_hooks import hooked_parameters
-from distributed.strategies.plain_modules import normalizes_by_function
+from distributed.runtime.torch_compat import BatchNormBase
+from distributed.strategies.checks.parameter_hooks import hooked_parameters
+from distributed.strategies.checks.plain_modules import normalizes_by_function
+from distributed.strategies.checks.sharded_models import refuse_parts
 
 
 def check_layers(model: nn.Module, plan: Plan) -> None:
-    """Raise everything that stands in the way of this model under this plan."""
+    """Raise all problems of this model under this plan."""
     refuse_parts(model)
     problems = [*_of_tables(model, plan), *_of_hooks(model, plan)]
-    if plan.mesh.data_ranks > 1 and not plan.is_bitwise:
+    is_shared = plan.mesh.data_ranks > 1 and not plan.is_bitwise
+    if is_shared or plan.batch.leaves > 1 or plan.batch.parts > 1:
         problems += _of_frequencies(model)
-        if plan.replicate.sync_batchnorm:
-            problems += _of_norms(model)
+    if is_shared and plan.replicate.sync_batchnorm:
+        problems += _of_norms(model)
     if problems:
         raise TaskError(problems)
 
 
 def _of_norms(model: nn.Module) -> Iterator[Problem]:
-    """BatchNorm layers whose statistics cannot be taken over all ranks."""
+    """Problems of BatchNorm layers whose statistics cannot be taken over all ranks."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             if _scripts_batchnorm(module):
                 yield Problem(
                     f"{path or 'the model'} is a TorchScript module with a BatchNorm layer",
-                    why="its statistics are taken over one rank's share of the batch, and nothing can come between",
+                    why="its statistics are taken over one rank's share of the batch, and its code cannot be changed",
                     do="use the module as it was before torch.jit, which torch.compile makes as fast, or set "
                     "sync_batchnorm=False",
                 )
                 return
-        elif isinstance(module, _BatchNorm) and not normalizes_by_function(module):
+        elif isinstance(module, BatchNormBase) and not normalizes_by_function(module):
             yield Problem(
                 f"{path or 'the model'} ({type(module).__name__}) is a BatchNorm layer with statistics of its own",
-                why="its forward calls neither that of its base class nor torch.nn.functional.batch_norm, which are "
-                "computed over all ranks; what it computes would be over one rank's share of the batch",
+                why="its forward calls neither its base class's forward nor torch.nn.functional.batch_norm, which are "
+                "computed over all ranks; its statistics would be over one rank's share of the batch",
                 do="let its forward call super().forward(x) or torch.nn.functional.batch_norm, or set "
                 "sync_batchnorm=False",
             )
@@ -59,13 +61,14 @@ def _of_frequencies(model: nn.Module) -> Iterator[Problem]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
             yield Problem(
                 f"{path or 'the model'} has scale_grad_by_freq=True, with several shares of a batch",
-                why="it divides gradients by how often a row occurs in the batch, of which a rank sees its share only",
-                do=f"make {path or 'it'} with scale_grad_by_freq=False, or train with one rank",
+                why="it divides gradients by how often a row occurs in the batch, which is computed in shares here: of "
+                "ranks, of virtual ranks, or of a pipeline's micro-batches",
+                do=f"make {path or 'it'} with scale_grad_by_freq=False, or train with one rank and one micro-batch",
             )
 
 
 def _of_tables(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Embeddings that shorten their rows when these are looked up, where the change would be lost or seen by some."""
+    """Problems of embeddings with max_norm, where the shortened rows would be lost or differ between ranks."""
     if not (reason := _why_no_change(plan)):
         return
     for path, module in model.named_modules():
@@ -79,37 +82,37 @@ def _of_tables(model: nn.Module, plan: Plan) -> Iterator[Problem]:
 
 
 def _why_no_change(plan: Plan) -> str:
-    """Why a forward pass may not change a parameter; empty if it may, where every rank changes it alike."""
+    """Why a forward pass may not change a parameter; empty if every rank can make the same change."""
     if plan.shard.is_fsdp and (plan.mesh.dp_shard > 1 or plan.shard.cpu_offload):
-        return "fully sharded parameters are gathered for a forward pass and then dropped, and the change with them"
-    if plan.strategy == "deepspeed":
-        return "DeepSpeed's master values do not see the change, and write over it in the next step"
+        return "fully sharded parameters are gathered for a forward pass and then dropped, with the change"
+    if ENGINES.entries[plan.strategy].owns_state:
+        return f"the master weights of backend={plan.strategy!r} lack the change, and overwrite it in the next step"
     if plan.mesh.pp > 1:
-        return "a pipeline's stages and micro-batches do not meet in the forward pass, where all must change it alike"
+        return "a pipeline's stages and micro-batches run forward at different times, and all must make the same change"
     if plan.is_bitwise:
         return "reproducible='bitwise' runs a batch in parts, each of which would see the changes of those before it"
     if plan.speed.parameters != "fp32":
-        return "with bf16_parameters the optimizer's own values do not see the change, and write over it"
+        return "with bf16_parameters the optimizer's own values lack the change, and overwrite it"
     return ""
 
 
 def _of_hooks(model: nn.Module, plan: Plan) -> Iterator[Problem]:
-    """Hooks on the gradients of parameters, where they cannot be given what they would see in one process."""
+    """Problems of hooks on gradients that cannot be called with the gradient of one process."""
     if plan.is_bitwise or plan.world_size == 1 or not (names := hooked_parameters(model)):
         return
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    is_cut = plan.shard.is_fsdp or plan.mesh.tp > 1 or plan.mesh.pp > 1 or plan.strategy == "deepspeed"
+    is_cut = plan.shard.is_fsdp or plan.mesh.tp > 1 or plan.mesh.pp > 1 or ENGINES.entries[plan.strategy].owns_state
     if is_cut:
         yield Problem(
-            f"{names[0]}{more} has a hook on its gradient, and no rank would have the whole of it",
+            f"{names[0]}{more} has a hook on its gradient, and no rank would have the whole gradient",
             why="a hook is called with the gradient of the whole parameter, which is cut or sharded over ranks here",
             do="let the model's forward do what the hook does (a mask: on the weight), or use backend='pytorch-ddp'",
         )
     elif plan.batch.accumulation > 1:
         yield Problem(
             f"{names[0]}{more} has a hook on its gradient, with gradient_accumulation_steps={plan.batch.accumulation}",
-            why="one process calls it with the gradient of each micro-batch of all samples, and ranks add up their "
-            "gradients once a step",
+            why="one process calls the hook with the gradient of each micro-batch, and ranks reduce their gradients "
+            "once per step",
             do="set gradient_accumulation_steps=1, or let the model's forward do what the hook does (a mask: on the "
             "weight)",
         )

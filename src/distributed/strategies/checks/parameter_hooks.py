@@ -1,7 +1,7 @@
-"""Hooks that a user has on the gradients of parameters: called with the gradient of the whole batch, as in one process.
+"""A user's hooks on the gradients of parameters: called with the gradient of the whole batch, as in one process.
 
-Where gradients are reduced over ranks, a hook that autograd calls sees that of one rank's share. What it makes of it
-(a clamp, a sign, a norm) is then not what it would make of the whole, unless it is linear, which cannot be known.
+If gradients are reduced over ranks, a hook that autograd calls gets the gradient of one rank's share. Its result (a
+clamp, a sign, a norm) then differs from that for the whole batch, unless it is linear, which cannot be known.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Hooked(NamedTuple):
 
 
 class ParameterHooks:
-    """Taken off the parameters, to be called once the gradients are reduced, until `close`."""
+    """Removes the hooks from the parameters, and calls them once the gradients are reduced, until `close`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
@@ -35,7 +35,7 @@ class ParameterHooks:
 
     @torch.no_grad()
     def call(self) -> None:
-        """As autograd would, had it computed the gradients as they are now."""
+        """Call the hooks as autograd would for the reduced gradients."""
         for parameter, before, after in self._hooked:
             if parameter.grad is None:
                 continue
@@ -62,8 +62,8 @@ def refuse_new_hooks(module: nn.Module) -> None:
         if parameter.requires_grad and parameter._backward_hooks:
             raise TaskError(
                 f"a hook on the gradient of {name} was registered during training",
-                why="it is called with the gradient of one rank's share of the batch, before the ranks add theirs up",
-                do="register it before fit: it is then called with the gradient of the whole batch",
+                why="the hook is called with the gradient of one rank's share of the batch, before the all-reduce",
+                do="register the hook before fit: it is then called with the gradient of the whole batch",
             )
 
 
@@ -73,5 +73,5 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 def _put(parameter: Any, before: Mapping[int, Any] | None, after: Mapping[int, Any] | None) -> None:
     parameter._backward_hooks = before
-    if after is not None:  # of which torch takes no notice here
+    if after is not None:  # torch does not call these here
         parameter._post_accumulate_grad_hooks = after

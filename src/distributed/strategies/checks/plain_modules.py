@@ -1,4 +1,4 @@
-"""Which modules may be computed in another way than by their own forward: the one place that decides."""
+"""Plain modules, which may be computed in another way than by their own forward: the one place that decides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import types
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from distributed.runtime.torch_compat import BatchNormBase
 
 _NORMALIZING = {"batch_norm", "sync_batch_norm", "instance_norm"}  # functions that are computed over all ranks
 
@@ -15,8 +16,8 @@ _NORMALIZING = {"batch_norm", "sync_batch_norm", "instance_norm"}  # functions t
 def is_plain(module: nn.Module, kind: type[nn.Module], *tensors: str) -> bool:
     """Whether a module computes what torch's class does, from parameters of these names.
 
-    Not so where a subclass or the module itself has another forward, or where a parametrization, or weight_norm, makes
-    a weight from others.
+    False if a subclass or the module itself has another forward, or if a parametrization or weight_norm computes a
+    weight from other parameters.
 
     >>> is_plain(nn.Linear(2, 2), nn.Linear, "weight")
     True
@@ -27,8 +28,8 @@ def is_plain(module: nn.Module, kind: type[nn.Module], *tensors: str) -> bool:
     return is_own and all(name in module._parameters for name in tensors)
 
 
-def normalizes_by_function(layer: _BatchNorm) -> bool:
-    """Whether a BatchNorm layer takes its statistics by torch's function, as its base class does, and not by itself.
+def normalizes_by_function(layer: BatchNormBase) -> bool:
+    """Whether a BatchNorm layer normalizes by torch's function, as its base class does.
 
     >>> normalizes_by_function(nn.BatchNorm1d(2))
     True
@@ -38,7 +39,7 @@ def normalizes_by_function(layer: _BatchNorm) -> bool:
 
 
 def _reaches(function: Any, owner: type, seen: set[int]) -> bool:
-    """Whether code mentions such a function, or calls what does: a method, a function beside it, a forward above."""
+    """Whether code uses such a function, directly or through a method, a function of its module or a base class."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
     if code is None or id(code) in seen:
@@ -56,10 +57,10 @@ def _reaches(function: Any, owner: type, seen: set[int]) -> bool:
 
 
 def _forward_above(owner: type, code: types.CodeType) -> Any:
-    """What super().forward is to the class that has this code in its own."""
+    """The forward that super().forward means in the class with this code."""
     forwards = [vars(kind)["forward"] for kind in owner.__mro__ if "forward" in vars(kind)]
     codes = [getattr(inspect.unwrap(forward), "__code__", None) for forward in forwards]
-    return forwards[min(codes.index(code) + 1, len(forwards) - 1)] if code in codes else _BatchNorm.forward
+    return forwards[min(codes.index(code) + 1, len(forwards) - 1)] if code in codes else BatchNormBase.forward
 
 
 def _names_in(code: types.CodeType) -> set[str]:

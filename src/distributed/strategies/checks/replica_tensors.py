@@ -1,4 +1,4 @@
-"""What ranks that should be equal hold, by names under which they hold the same. Copies nothing and asks nobody."""
+"""The tensors that replicas must hold equally, by name. Copies nothing and uses no collective."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distributed.core.plan import ReplicatePlan
+from distributed.runtime.torch_compat import BatchNormBase
 
 Named = Iterator[tuple[str, torch.Tensor | str]]
 
 
 def model_tensors(module: nn.Module, plan: ReplicatePlan) -> Named:
-    """The parameters that are here, and the buffers that should be equal."""
+    """The parameters of this rank, and the buffers that must be equal on all ranks."""
     for name, parameter in module.named_parameters():
         if parameter.numel() and not parameter.is_meta:
             yield f"parameter {name}", parameter
@@ -24,11 +24,11 @@ def model_tensors(module: nn.Module, plan: ReplicatePlan) -> Named:
 
 
 def shared_buffers(module: nn.Module, plan: ReplicatePlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """Not those of BatchNorm layers that see their rank's samples only, where the user has asked for that."""
+    """The buffers without those of BatchNorm layers that the user lets see one rank's samples only."""
     if plan.check != "all":
         return
     for path, owner in module.named_modules():
-        if isinstance(owner, _BatchNorm) and not plan.sync_batchnorm:
+        if isinstance(owner, BatchNormBase) and not plan.sync_batchnorm:
             continue
         for name, buffer in owner.named_buffers(recurse=False):
             if buffer.numel() and not buffer.is_meta:
@@ -38,7 +38,7 @@ def shared_buffers(module: nn.Module, plan: ReplicatePlan) -> Iterator[tuple[str
 def optimizer_state(
     optimizer: torch.optim.Optimizer, module: nn.Module
 ) -> Iterator[tuple[str, str, torch.Tensor | str]]:
-    """Of each parameter that has some: the parameter's name, the key and the value."""
+    """The optimizer state of each parameter: the parameter's name, the key and the value."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -47,7 +47,7 @@ def optimizer_state(
 
 
 def optimizer_options(optimizer: torch.optim.Optimizer) -> Named:
-    """Of each group: rates, decay and the like."""
+    """The options of each group: learning rate, weight decay and the like."""
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in ("params", "param_names") and (comparable := _comparable(value)) is not None:
@@ -55,7 +55,7 @@ def optimizer_options(optimizer: torch.optim.Optimizer) -> Named:
 
 
 def _comparable(value: Any) -> torch.Tensor | str | None:
-    """None of what has no text that is the same in every process."""
+    """A comparable value; None for objects whose text differs between processes."""
     if isinstance(value, torch.Tensor):
         return value if value.layout is torch.strided else None
     parts = value if isinstance(value, (tuple, list)) else (value,)

@@ -1,10 +1,11 @@
-"""What a model must not have that the ranks hold in parts, and the mark on one that an earlier fit has cut."""
+"""Checks for a model that is sharded over ranks, and the mark on a model that an earlier fit has sharded."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from distributed.core.errors import Problem, TaskError
+from distributed.runtime.torch_compat import forget_composable_state
 
 _MARK = "_distributed_in_parts"
 
@@ -17,17 +18,22 @@ def is_in_parts(module: nn.Module) -> bool:
     return bool(module.__dict__.get(_MARK))
 
 
+def forget_parts(module: nn.Module) -> None:
+    """Let torch shard a module again that was sharded before and is whole now."""
+    forget_composable_state(module)
+
+
 def refuse_parts(module: nn.Module) -> None:
     if is_in_parts(module):
         raise TaskError(
-            "an earlier fit has cut this model into parts",
-            why="each rank holds a part of it only, and a run begins with all of it",
-            do="make the model anew, and resume from the checkpoint of that fit",
+            "an earlier fit has sharded this model",
+            why="each rank holds a part of the model only, and a run must begin with all of it",
+            do="make a new model, and resume it from the checkpoint of that fit",
         )
 
 
 def refuse_extra_state(module: nn.Module) -> None:
-    """Raises where a checkpoint of the parts would not have all of the model."""
+    """Raise if a checkpoint of the shards would not hold all of the model."""
     problems = extra_state(module)
     if problems:
         raise TaskError(problems)
@@ -41,7 +47,7 @@ def extra_state(module: nn.Module) -> list[Problem]:
     return [
         Problem(
             f"{found[0]} has an extra state (get_extra_state)",
-            why="where ranks hold parts of a model, a checkpoint has its tensors alone, and a resume would lose it",
+            why="a checkpoint of a sharded model holds tensors only, and a resume would lose the extra state",
             do="keep it in a buffer: self.register_buffer(…); or train with ranks that hold the whole model",
         )
     ]

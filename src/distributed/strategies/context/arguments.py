@@ -1,7 +1,7 @@
-"""Arguments of blocks along a sequence: in which dimension of each its positions lie.
+"""Arguments of blocks along a sequence: the dimension of each argument that holds the positions.
 
-That is read off the lengths at the first call, which is verified, and holds from then on: in a later batch another
-dimension may happen to have the length of the sequence.
+The dimension is found by length at the first call, verified, and then fixed: in a later batch another dimension may
+happen to have the length of the sequence.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 
 from distributed.core.errors import PlanError
 
-_MOST_CHOICES = 16  # that are tried before a model is refused
+_MOST_CHOICES = 16  # choices of dimensions that are tried before a model is refused
 _Part = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Arguments(NamedTuple):
-    """Of one call of a block."""
+    """The arguments of one call of a block."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Arguments:
-        """The same with every tensor changed, also those in tuples, lists and dicts."""
+        """The arguments with every tensor mapped, also those in tuples, lists and dicts."""
         return self.map_named([], lambda _, tensor: change(tensor))
 
     def map_named(self, names: Sequence[str], change: Callable[[str, torch.Tensor], torch.Tensor]) -> Arguments:
-        """The same, by the names of the arguments: those of what is given by place are `names`."""
+        """The arguments by name; `names` are those of positional ones."""
         known = [*names[: len(self.args)], *(f"*{at}" for at in range(len(names), len(self.args)))]
         args = tuple(_map(name, value, change) for name, value in zip(known, self.args, strict=True))
         return Arguments(args, {name: _map(name, value, change) for name, value in self.kwargs.items()})
@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
 
 
 class SequenceDims:
-    """Of the arguments of each block. `hidden_dim` is where the positions of the hidden states lie."""
+    """The sequence dimensions of each block's arguments. `hidden_dim` is that of the hidden states."""
 
     def __init__(self, hidden_dim: int) -> None:
         self._hidden = hidden_dim
@@ -50,7 +50,7 @@ class SequenceDims:
         self._known: dict[int, dict[str, _Known]] = {}  # by block and argument
 
     def choices(self) -> Iterator[None]:
-        """Uses one way to read the arguments after the other, the likeliest first, for as long as it is asked to."""
+        """Tries the readings of the arguments in sequence, the likeliest first."""
         self._choice, self._known = {}, {}
         yield
         most: dict[str, int] = {}
@@ -61,7 +61,7 @@ class SequenceDims:
             yield
 
     def shorten(self, block: int, names: Sequence[str], given: Arguments, whole: int, length: int) -> Arguments:
-        """What a block would be given for the first positions alone; not the hidden states."""
+        """A block's arguments for the first positions only, without the hidden states."""
         hidden = given.hidden
 
         def shorten_one(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class SequenceDims:
         return given.map_named(names, shorten_one)
 
     def cut(self, block: int, names: Sequence[str], given: Arguments, whole: int, part: _Part) -> Arguments:
-        """What a block is given, cut by `part` along the positions; not the hidden states. Masks stay whole."""
+        """A block's arguments, cut by `part` along the positions, without the hidden states. Masks stay whole."""
         hidden, is_first = given.hidden, block not in self._known
         known = self._known.setdefault(block, {})
 
@@ -101,7 +101,7 @@ class SequenceDims:
         return given.map_named(names, cut_one)
 
     def _pick(self, block: int, name: str, tensor: torch.Tensor, whole: int) -> int | None:
-        """None: all ranks need the whole, or it is a part already, which an earlier block has made."""
+        """The dimension to cut; None: all ranks need the whole, or an earlier block has cut it already."""
         candidates = self._candidates.setdefault((block, name), _find_candidates(tensor, whole, self._hidden))
         at = self._choice.get(name, 0)
         dim = candidates[at] if at < len(candidates) else None
@@ -119,19 +119,19 @@ def argument_names(function: Callable[..., Any]) -> list[str]:
 
 
 def first_tensor(values: Iterable[Any]) -> torch.Tensor:
-    """The hidden states among a block's arguments, or in what it returns."""
+    """The hidden states among a block's arguments, or in its output."""
     for part in (part for value in values for part in (value if isinstance(value, tuple) else (value,))):
         if isinstance(part, torch.Tensor) and part.is_floating_point() and part.dim() > 1:
             return part
     raise PlanError(
         "context_parallel does not fit this model: a block takes or returns no hidden states",
-        why="they are looked for as the first floating-point tensor",
+        why="its hidden states must be the first floating-point tensor of its arguments and of its output",
         do="set context_parallel=1",
     )
 
 
 def change_first(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """What a block returns, with its hidden states changed."""
+    """A block's output, with its hidden states replaced."""
     if isinstance(result, torch.Tensor):
         return change(result)
     hidden = first_tensor((result,))
@@ -149,7 +149,7 @@ def _map(name: str, value: Any, change: Callable[[str, torch.Tensor], torch.Tens
 
 
 def _find_candidates(tensor: torch.Tensor, whole: int, hidden_dim: int) -> list[int | None]:
-    """Where its positions may lie, the likeliest first."""
+    """The dimensions that may hold the positions, the likeliest first."""
     shape = tuple(tensor.shape)
     order = [hidden_dim, 0, len(shape) - 2]
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -165,7 +165,7 @@ def _is_mask(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _is_square(tensor: torch.Tensor, whole: int) -> bool:
-    """Of positions by positions, like a bias of attention."""
+    """Whether a tensor is of positions by positions, like a bias of attention."""
     return tuple(tensor.shape[-2:]) == (whole, whole)
 
 

@@ -1,4 +1,7 @@
-"""Attention of one rank's part of a sequence over the whole of it: the queries stay, keys and values are gathered."""
+"""Attention of a rank's shard of a sequence over the whole sequence: keys and values are all-gathered.
+
+Its collectives have no name: blocks are compiled with them, and the compiler cannot trace the report of a collective.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from distributed.core.errors import PlanError
-from distributed.strategies.sequence_masks import SequenceMasks
+from distributed.runtime.torch_compat import flash_attention
+from distributed.strategies.model.sequence_masks import SequenceMasks
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 class SequencePart:
-    """The part of a sequence that a rank of a group has, while a block runs on it."""
+    """A rank's shard of a sequence, while a block runs on it."""
 
     def __init__(self, group: dist.ProcessGroup, dim: int = 1) -> None:
-        """`dim`: in which the positions of hidden states lie."""
+        """`dim`: the dimension of hidden states that holds the positions."""
         self.group = group
         self.size = dist.get_world_size(group)
         self._at = dist.get_rank(group)
@@ -32,7 +36,7 @@ class SequencePart:
 
     @contextmanager
     def running(self, length: int) -> Iterator[None]:
-        """While a block runs on this many positions, it attends to those of all ranks."""
+        """A scope in which a block of this many positions attends to those of all ranks."""
         before, self._length = self._length, length
         try:
             with _SharedAttention(self):
@@ -41,7 +45,7 @@ class SequencePart:
             self._length = before
 
     def drawing(self, dropout_p: float, device: torch.device) -> AbstractContextManager[None]:
-        """While the weights of this part's queries are dropped."""
+        """A scope for dropout of the attention weights of this shard's queries."""
         return self.masks.own(device) if dropout_p else nullcontext()
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -49,7 +53,7 @@ class SequencePart:
         return tensor.narrow(dim, self._at * length, length)
 
     def gather_output(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The whole, for what every rank then computes alike."""
+        """The whole sequence, for computations that every rank repeats."""
         whole: torch.Tensor = _GatherSame.apply(part, dim, self.group)
         return whole
 
@@ -66,13 +70,23 @@ class SequencePart:
     ) -> torch.Tensor:
         """scaled_dot_product_attention of this rank's queries over the keys and values of all ranks."""
         with self.drawing(dropout_p if self._length == query.shape[-2] else 0.0, query.device):
-            return self._attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return self._attend(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
 
     def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        *,
         attn_mask: torch.Tensor | None,
         dropout_p: float,
         is_causal: bool,
@@ -84,7 +98,7 @@ class SequencePart:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **more)
         if attn_mask is not None:
             attn_mask = self._rows(attn_mask)
-        if key.shape[-2] != self._length:  # the keys of another sequence, which is whole
+        if key.shape[-2] != self._length:  # the keys of another sequence, which is not sharded
             return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **more)
         dtype = autocast_dtype(query)
         if dtype is not None:
@@ -97,7 +111,7 @@ class SequencePart:
         if self._at == 0:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, **more)
         if _has_flash(query, key, value, dropout_p, enable_gqa):
-            flash = torch.ops.aten._scaled_dot_product_flash_attention  # causal from the last position backwards
+            flash = flash_attention()  # causal from the last position backwards
             attended: torch.Tensor = flash(query, key, value, dropout_p, True, False, scale=scale)[0]
             return attended
         rows = torch.arange(seen - self._length, seen, device=query.device)
@@ -105,9 +119,9 @@ class SequencePart:
         return F.scaled_dot_product_attention(query, key, value, mask, **more)
 
     def multihead_forward(self, attention: nn.MultiheadAttention, inner: str) -> Callable[..., Any]:
-        """A forward for torch's own module, whose own is the attribute `inner`.
+        """A forward for torch's own module, whose original forward is the attribute `inner`.
 
-        It checks its masks against the keys that it is given, so it is given those of all ranks.
+        The module checks its masks against its keys, so it gets the keys of all ranks.
         """
         signature = inspect.signature(attention.forward)
 
@@ -132,14 +146,14 @@ class SequencePart:
 
     def refusal(self, why: str) -> PlanError:
         return PlanError(
-            f"context_parallel={self.size} does not fit this model: on a shared sequence it computes something else",
+            f"context_parallel={self.size} does not fit this model: on a sharded sequence its result differs",
             why=f"{why}. Its blocks may count positions themselves, or attend without scaled_dot_product_attention",
             do="compute positions before the blocks and attend with torch's scaled_dot_product_attention "
             "(attn_implementation='sdpa'), or set context_parallel=1",
         )
 
     def _rows(self, mask: torch.Tensor) -> torch.Tensor:
-        """Of a mask of queries by keys, the rows of this rank's queries."""
+        """The rows of this rank's queries in a mask of queries by keys."""
         whole = self._length * self.size
         if mask.dim() < 2 or mask.shape[-2] == 1:
             return mask
@@ -160,7 +174,7 @@ class _SharedAttention(TorchFunctionMode):
 
 
 class _GatherSame(torch.autograd.Function):
-    """The parts of all ranks, for what every rank computes alike: the gradient is the own part's, times the ranks."""
+    """All-gathers shards for a computation that every rank repeats: the gradient is the shard's, times the ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -175,7 +189,7 @@ class _GatherSame(torch.autograd.Function):
 
 
 class _GatherSum(torch.autograd.Function):
-    """The parts of all ranks, for what every rank uses in its own way: the gradient is the sum of all ranks'."""
+    """All-gathers shards that every rank uses differently: the gradient is the sum over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -198,7 +212,7 @@ def _gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Ten
 
 
 def _has_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, enable_gqa: bool) -> bool:
-    """Whether there is a kernel that needs no mask in memory for fewer queries than keys."""
+    """Whether a kernel exists that needs no mask in memory for fewer queries than keys."""
     if q.device.type != "cuda" or q.dtype not in HALF or q.shape[-1] % 8 or q.dim() != 4:
         return False
     parameters = torch.backends.cuda.SDPAParams(q, k, v, None, dropout_p, False, enable_gqa)

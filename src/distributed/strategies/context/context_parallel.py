@@ -1,9 +1,9 @@
-"""Context parallelism: from the first block's input to the last block's output, a rank has its part of the sequence.
+"""Context parallelism: from the first block's input to the last block's output, a rank holds a shard of the sequence.
 
-What comes before and after the blocks runs on the whole sequence, the same on every rank. Attention in a block is over
-the keys and values of all ranks. The gradient that leaves the gathered output is multiplied by the number of ranks, so
-that the mean over the group is right for every parameter: those after the blocks, which have the same gradient on every
-rank, those in and before them, which have a part of it, and those that are tied to both.
+Layers before and after the blocks run on the whole sequence, equally on every rank. Attention in a block is over the
+keys and values of all ranks. The gradient of the gathered output is multiplied by the number of ranks, so that the mean
+over the group is right for every parameter: those after the blocks, which have the same gradient on every rank, those
+in and before the blocks, which have a part of it, and those that are tied to both.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _NormBase
 
 from distributed.core.errors import PlanError
-from distributed.strategies.blocks import main_stack
-from distributed.strategies.context_arguments import (
+from distributed.runtime.session import CollectiveError, Session
+from distributed.runtime.torch_compat import NormBase
+from distributed.strategies.context.arguments import (
     Arguments,
     SequenceDims,
     argument_names,
     change_first,
     first_tensor,
 )
-from distributed.strategies.context_attention import HALF, SequencePart, autocast_dtype
+from distributed.strategies.context.attention import HALF, SequencePart, autocast_dtype
 from distributed.strategies.gradient_sums import mean_gradients
-from distributed.strategies.modes import evaluating
-from distributed.strategies.recompute import forward_name
+from distributed.strategies.model.blocks import main_stack
+from distributed.strategies.model.modes import evaluating
+from distributed.strategies.model.recompute import forward_name
 
 _INNER = "_forward_on_part"
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2  # of what the blocks add to their input, in float32; of a result in half of it
@@ -44,9 +45,9 @@ _NOTHING = torch.empty(0)
 
 @dataclass
 class _Watched:
-    """What was seen of one run: into the blocks, out of them, and the result, all in float32."""
+    """The records of one run: input and output of the blocks, and the result, all in float32."""
 
-    longest: int | None  # the blocks have no more than so many positions; None: all
+    longest: int | None  # the most positions that the blocks get; None: all
     given: torch.Tensor = _NOTHING  # to the first block
     whole: int = 0  # positions of the batch
     length: int = 0  # those that the blocks have
@@ -57,20 +58,22 @@ class _Watched:
 
 
 class ContextParallel:
-    """Shares a sequence out over the ranks of a group, in the blocks of a model that does not know of it.
+    """Shards a sequence over the ranks of a group, in the blocks of a model that is not changed for it.
 
-    The ranks must have the same input and the same random numbers; what a block draws along its part is of each rank.
+    The ranks must have the same input and the same random numbers; random numbers along a shard differ between ranks.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, stack: str | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, session: Session, *, stack: str | None = None
+    ) -> None:
         path = main_stack(module) if stack is None else stack
         if path is None:
             raise PlanError(
-                "the model has no stack of blocks to share a sequence out in",
+                "the model has no stack of blocks in which a sequence could be sharded",
                 why="it holds no list of two or more modules of one class",
                 do="set context_parallel=1",
             )
-        self._module = module
+        self._module, self._session = module, session
         self._on = True
         self._watched: _Watched | None = None
         blocks = list((module.get_submodule(path) if path else module).children())
@@ -92,7 +95,7 @@ class ContextParallel:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Every rank computes the whole sequence."""
+        """A scope in which every rank computes the whole sequence."""
         before, self._on = self._on, False
         try:
             yield
@@ -100,14 +103,14 @@ class ContextParallel:
             self._on = before
 
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make every gradient the one of the whole sequence: the mean over the group, as a data-parallel mean would."""
-        mean_gradients(parameters.values(), self._part.group)
+        """Reduce gradients to those of the whole sequence: the mean over the group, as in data parallelism."""
+        mean_gradients("gradients over context ranks", parameters.values(), self._session, self._part.group)
 
     def verify(self, run: Callable[[], torch.Tensor], *, positions: int = _VERIFIED) -> None:
-        """Compare with the whole sequence on every rank, and refuse a model that this would train wrongly.
+        """Compare with a run of the whole sequence on every rank, and refuse a model whose result differs.
 
-        `run` computes an output or a loss of a batch. What leaves the blocks is compared as well, and tells more. They
-        are given the first `positions` a rank only, unless they cannot do with fewer than the batch has.
+        `run` computes an output or a loss of a batch. The output of the blocks is compared as well, which is more
+        precise. The blocks get the first `positions` per rank only, unless they need the whole length of the batch.
         """
         self._dims = SequenceDims(self._dim)
         refusals: list[PlanError] = []
@@ -122,21 +125,21 @@ class ContextParallel:
                     raise refusals[0]
 
     def _compare(self, run: Callable[[], torch.Tensor], longest: int | None) -> bool | PlanError:
-        """Whether both ways give the same, or why not; False where the blocks take no shorter sequence."""
+        """True if both runs agree, otherwise the refusal; False if the blocks take no shorter sequence."""
         expected, found = _Watched(longest), _Watched(longest)
         try:
             with self.off():
                 self._watch(run, expected)
         except (RuntimeError, ValueError, IndexError) as error:
-            if expected.length == expected.whole or isinstance(error, dist.DistError):
+            if expected.length == expected.whole or isinstance(error, dist.DistError | CollectiveError):
                 raise
             return False
         try:
             self._watch(run, found)
         except RuntimeError as error:
-            if isinstance(error, dist.DistError):
+            if isinstance(error, dist.DistError | CollectiveError):
                 raise
-            refusal = self._part.refusal(f"a part of a sequence alone cannot pass through it: {error}")
+            refusal = self._part.refusal(f"a shard of a sequence cannot pass through it: {error}")
             refusal.__cause__ = error
             return refusal
         except PlanError as refusal:
@@ -147,7 +150,7 @@ class ContextParallel:
         errors += [(found.result - expected.result).norm() / expected.result.norm().clamp_min(1e-30)]
         limits = torch.tensor([_TOLERANCE, _HALF_TOLERANCE if expected.is_half else _TOLERANCE], device=change.device)
         excess = torch.stack(errors) / limits
-        dist.all_reduce(excess, op=dist.ReduceOp.MAX, group=self._part.group)
+        self._session.max("check of shared sequences", excess, self._part.group)
         if bool((excess <= 1).all()):
             return True
         worst = int(excess.argmax())
@@ -165,7 +168,7 @@ class ContextParallel:
                 f"there is not enough memory to check that context_parallel={self._part.size} fits this model",
                 why=f"before the first step each rank computes a batch as one alone would, its blocks in float32 on "
                 f"{watched.length} positions: {str(error).partition(chr(10))[0]}",
-                do="use a smaller batch_size, or share the model out too, with sharding=full",
+                do="use a smaller batch_size, or shard the model too, with sharding=full",
             ) from error
         finally:
             self._watched = None
@@ -197,7 +200,7 @@ class ContextParallel:
         return forward
 
     def _begin(self, watched: _Watched, index: int, names: list[str], given: Arguments) -> Arguments:
-        """What a block is given in a run that is watched."""
+        """Record a block's input in a watched run."""
         hidden = given.hidden
         if index == 0:
             watched.given, watched.whole = hidden, hidden.shape[self._dim]
@@ -212,13 +215,13 @@ class ContextParallel:
         return given if index else given.map(lambda tensor: begun if tensor is hidden else tensor)
 
     def _end(self, watched: _Watched, result: Any) -> Any:
-        """What the last block returns in a run that is watched: as long as what the first was given, and as exact."""
+        """Record the last block's output in a watched run, with the length and precision of the first block's input."""
         watched.output = _finite(first_tensor((result,)))
         rest = watched.given.narrow(self._dim, watched.length, watched.whole - watched.length)
         return change_first(result, lambda output: torch.cat([output.to(rest.dtype), rest], self._dim))
 
     def _cut(self, index: int, names: list[str], given: Arguments) -> tuple[Arguments, int]:
-        """A block's arguments, cut to this rank's part of the sequence, and the part's length."""
+        """A block's arguments, cut to this rank's shard of the sequence, and the shard's length."""
         hidden = given.hidden
         whole = hidden.shape[self._dim] * (1 if index == 0 else self._part.size)
         self._check_length(whole)
@@ -232,20 +235,20 @@ class ContextParallel:
         size = self._part.size
         if whole % size:
             raise PlanError(
-                f"a sequence of {whole} positions cannot be shared out evenly over context_parallel={size} ranks",
-                why="every rank needs a part of the same length",
+                f"a sequence of {whole} positions cannot be sharded evenly over context_parallel={size} ranks",
+                why=f"every rank needs a shard of the same length, and {whole} is not a multiple of {size}",
                 do=f"pad it to {-(-whole // size) * size} positions, or change context_parallel",
             )
 
 
 def _refuse_statistics(path: str, blocks: Sequence[nn.Module]) -> None:
-    """In training these differ from what a check in evaluation sees."""
+    """Refuse BatchNorm and the like in blocks; a check in evaluation mode would not notice them."""
     for block in blocks:
-        found = next((type(m).__name__ for m in block.modules() if isinstance(m, _NormBase)), None)
+        found = next((type(m).__name__ for m in block.modules() if isinstance(m, NormBase)), None)
         if found is not None:
             raise PlanError(
                 f"a block of {path or 'the model'} has a {found} layer, with context_parallel",
-                why="it takes statistics over positions, of which each rank has a part",
+                why="it takes statistics over positions, and each rank has only a shard of them",
                 do="use LayerNorm or RMSNorm in the blocks, or set context_parallel=1",
             )
 
@@ -258,7 +261,7 @@ def _patch(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 @contextmanager
 def _exactly(module: nn.Module) -> Iterator[None]:
-    """In float32 without shortcuts; what FSDP has gathered for it is given up after."""
+    """Run in float32 without fused paths; parameters that FSDP gathered for it are resharded after."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -272,7 +275,7 @@ def _exactly(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_float32(block: nn.Module, device_type: str) -> Iterator[None]:
-    """Let a block compute in float32, with copies of its tensors: in half precision errors would pass for rounding."""
+    """Let a block compute in float32 on copies: in half precision, errors look like rounding."""
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
     held += [(kind, dict(kind)) for m in block.modules() for kind in (m._parameters, m._buffers)]
     try:
@@ -290,5 +293,5 @@ def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32; a position that attends to nothing is not a number with and without context parallelism."""
+    """A tensor in float32 without NaN: a position that attends to nothing is NaN in both runs."""
     return tensor.detach().float().nan_to_num(0.0, 0.0, 0.0)

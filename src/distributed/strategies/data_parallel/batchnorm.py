@@ -1,4 +1,4 @@
-"""Batch normalization over the samples of all ranks, on any device and for shares of any size, empty ones included.
+"""Batch normalization over the samples of all ranks, on any device and for shares of any size, even empty.
 
 torch's own SyncBatchNorm runs on GPUs only, would count the stand-in sample of an empty share, and has no second
 derivative, which a gradient penalty needs.
@@ -12,31 +12,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-Groups = Sequence[dist.ProcessGroup | None]  # over which samples are shared out, one after the other; None: all ranks
+from distributed.runtime.torch_compat import BatchNormBase
+
+Groups = Sequence[dist.ProcessGroup | None]  # over which the samples are divided, reduced in sequence; None: all ranks
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return any(isinstance(module, BatchNormBase) for module in model.modules())
 
 
 def normalize_over_ranks(
     x: torch.Tensor,
+    *,
     running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     momentum: float,
     eps: float,
-    *,
     groups: Groups,
     copies: int = 1,
     is_empty: bool = False,
 ) -> torch.Tensor:
-    """What F.batch_norm gives in training for the samples of all ranks, of which `x` are this rank's.
+    """F.batch_norm in training for the samples of all ranks, of which `x` are this rank's.
 
-    `copies`: how many of the ranks see the same samples: means do not show it, the unbiased variance would.
+    `copies`: how many of the ranks have the same samples, which would change the unbiased variance.
     """
     with torch.no_grad():
         wide = _widened(x)
@@ -56,7 +57,7 @@ def normalize_over_ranks(
 
 
 class _Normalize(torch.autograd.Function):
-    """Its gradients go through the mean and the variance of all ranks' samples."""
+    """Normalizes, with gradients through the mean and variance of all ranks' samples."""
 
     @staticmethod
     def forward(
@@ -85,14 +86,14 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, weight, mean, rstd, count = ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody will differentiate this once more: the statistics depend on x, too
+        if torch.is_grad_enabled():  # for a second derivative: the statistics depend on x, too
             count, mean, rstd = _differentiable_statistics(_widened(x), ctx.eps, ctx.groups, ctx.is_empty)
         shape = _channel_shape(x)
         wide = _widened(gradient)
         normal = (_widened(x) - mean.view(shape)) * rstd.view(shape)
         dims = _reduced_dims(wide)
         own = torch.stack([wide.sum(dims), (wide * normal).sum(dims)])
-        if ctx.is_empty:  # a stand-in had no part in the statistics, so nothing flows back through them
+        if ctx.is_empty:  # a stand-in sample is not in the statistics, so it gets no gradient through them
             own = _nothing_of(own)
         mean_gradient, mean_product = (_Sum.apply(own, ctx.groups) / count).view(2, *shape)
         for_x = (wide - mean_gradient - normal * mean_product) * rstd.view(shape)
@@ -106,8 +107,8 @@ class _Normalize(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks. Each rank has a loss of its own and the sum of them is differentiated: its gradient is again
-    a sum, to any order."""
+    """The sum over ranks. Each rank has its own loss, and their sum is differentiated: the gradient is again a sum over
+    ranks, to any order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -133,12 +134,13 @@ def _differentiable_statistics(
 
 
 def _nothing_of(x: torch.Tensor) -> torch.Tensor:
-    """Zeros with the graph of `x`: its ranks then meet as often in a second backward pass as those with samples."""
+    """Zeros with the graph of `x`, so that a rank without samples makes the same collectives in a second backward."""
     return x.nan_to_num(0.0, 0.0, 0.0) * 0.0
 
 
 def _sum(values: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Over the ranks of all groups, in place."""
+    """All-reduce over the ranks of all groups, in place."""
+    # Without a name: a model may be compiled with it, and the compiler cannot trace the report of a collective.
     for group in groups:
         dist.all_reduce(values, group=group)
     return values

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): every data rank keeps some rows of each parameter, gradient and state."""
+"""Fully sharded data parallelism (FSDP2): every rank keeps a shard of each parameter, gradient and state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from distributed.core.errors import PlanError
-from distributed.strategies.gradient_sums import local
-from distributed.strategies.layout import Layout
+from distributed.strategies.placement import Layout, local, rows_here
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def shard(
@@ -28,14 +27,16 @@ def shard(
     blocks: Sequence[str],
     reshard_after_forward: bool,
     precision: str,
+    low_gradients: bool = False,
     cpu_offload: bool,
     device: torch.device,
     roots: Sequence[nn.Module] = (),
 ) -> None:
-    """Shard a model's blocks, each by itself, and then what is left of it; the layout is told who keeps what.
+    """Shard each of a model's blocks, and then the rest of the model; the layout records the shards.
 
-    `mesh` has the axis dp_shard, or dp_replicate and dp_shard. `roots` are what is called in place of the whole model:
-    the stages of a pipeline. Gradients come out as the mean over all ranks of the mesh.
+    `mesh` has the axis dp_shard, or dp_replicate and dp_shard. `roots` are called in place of the whole model: the
+    stages of a pipeline. Gradients become the mean over all ranks of the mesh, reduced in the precision of the gathered
+    parameters (`low_gradients`), or in fp32.
     """
     here = _names_here(module, layout)
     _refuse(here, roots)
@@ -46,10 +47,11 @@ def shard(
             parameter.data = parameter.data.contiguous()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     shared: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "ignored_params": ignored}
+    mixed = _mixed(precision, low_gradients)
     for block in _separate(module, blocks, here):
-        _shard_one(block, here, reshard_after_forward=reshard_after_forward, mp_policy=_mixed(precision), **shared)
-    mixed = _mixed(precision, keeps_outputs=bool(roots))
-    reshards = None if reshard_after_forward else False  # None: not a root's, which are needed again at once
+        _shard_one(block, here, reshard_after_forward=reshard_after_forward, mp_policy=mixed, **shared)
+    mixed = _mixed(precision, low_gradients, keeps_outputs=bool(roots))
+    reshards = None if reshard_after_forward else False  # None: not those of a root, which are needed again at once
     for root in roots or (module,):
         _shard_one(root, here, reshard_after_forward=reshards, mp_policy=mixed, **shared)
     _follow(module, before, here)
@@ -57,35 +59,18 @@ def shard(
 
 
 def accumulate(roots: Iterable[nn.Module], synchronizes: bool) -> None:
-    """Whether the next backward pass reduces gradients, or leaves that to a later one and only adds them up.
+    """Set whether the next backward pass reduces gradients, or only accumulates them for a later one.
 
-    Until then each rank holds the whole gradient of every parameter. It is for sharding that has whole parameters in a
-    step anyway (grad_op), and saves their messages; with full sharding it would need the memory that sharding saves.
+    Until then each rank holds the whole gradient of every parameter. That saves messages if parameters are whole during
+    a step anyway (grad_op); with full sharding it would need the memory that sharding saves.
     """
     for root in roots:
         assert isinstance(root, FSDPModule)
         root.set_requires_gradient_sync(synchronizes)
 
 
-def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The rows that a rank keeps, as `torch.chunk` cuts them: the last ranks may have fewer, or none.
-
-    >>> [rows_of(5, rank, 4) for rank in range(4)]
-    [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
-    size = -(-length // ranks)
-    return min(rank * size, length), min((rank + 1) * size, length)
-
-
-def rows_here(parameter: DTensor) -> tuple[int, int]:
-    """The rows of a sharded parameter that this rank keeps."""
-    mesh = parameter.device_mesh
-    axis = mesh.ndim - 1
-    return rows_of(parameter.shape[0], mesh.get_local_rank(axis), mesh.size(axis))
-
-
 def _shard_one(module: nn.Module, here: dict[nn.Parameter, list[str]], **options: Any) -> None:
-    """Shard one group, and free the whole parameters, which others, such as a user's optimizer, may still refer to."""
+    """Shard one group, and free the whole parameters, to which a user's optimizer may still refer."""
     whole = [p for p in module.parameters() if p in here]
     _refuse_types({p: here[p] for p in whole if p.requires_grad})
     fully_shard(module, **options)
@@ -93,17 +78,19 @@ def _shard_one(module: nn.Module, here: dict[nn.Parameter, list[str]], **options
         parameter.data = parameter.data.new_empty(0)
 
 
-def _mixed(precision: str, keeps_outputs: bool = True) -> MixedPrecisionPolicy:
-    """Gradients are added up in fp32; what the whole model returns is fp32 too, so that a loss of it is exact."""
+def _mixed(precision: str, low_gradients: bool, keeps_outputs: bool = True) -> MixedPrecisionPolicy:
+    """Mixed precision with gradients reduced in fp32, unless low ones are requested; outputs of the whole model are
+    fp32 too, so that the loss is exact."""
     dtype = _DTYPES.get(precision)
     if dtype is None:
         return MixedPrecisionPolicy()
     output = None if keeps_outputs else torch.float32
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=output)
+    reduced = dtype if low_gradients else torch.float32
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=output)
 
 
 def _names_here(module: nn.Module, layout: Layout) -> dict[nn.Parameter, list[str]]:
-    """The parameters that this rank has, with all the names that each goes by."""
+    """The parameters on this rank, with all names of each."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if layout.is_here(name):
@@ -112,9 +99,9 @@ def _names_here(module: nn.Module, layout: Layout) -> dict[nn.Parameter, list[st
 
 
 def _separate(module: nn.Module, blocks: Sequence[str], here: dict[nn.Parameter, list[str]]) -> list[nn.Module]:
-    """The blocks that can be a group of their own: with parameters here, none of them tied to one outside of it.
+    """The blocks that can be separate FSDP groups: with parameters on this rank, none of them tied to one outside.
 
-    Deepest first, as torch wants nested groups. A tied parameter has to be in one group with all that use it.
+    Deepest first, as torch needs for nested groups. A tied parameter must be in one group with all modules that use it.
     """
     holders = _holders(module)
     found = []
@@ -132,20 +119,20 @@ def _holders(module: nn.Module) -> Counter[nn.Parameter]:
 
 
 def _tell(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
-    """Replicas of a shard hold the same rows; by its name each parameter is stored by one of them."""
+    """Record the rows of this rank; of the replicas of a shard, one stores each parameter, chosen by its name."""
     copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
     for parameter, names in _names_here(module, layout).items():
         assert isinstance(parameter, DTensor), f"{names[0]} was not sharded"
         rows = rows_here(parameter)
         assert local(parameter).shape[0] == rows[1] - rows[0], f"{names[0]} was sharded otherwise than by rows"
         for name in names:
-            stores = layout.portion(name, parameter).stores  # other axes may have said that another rank does
+            stores = layout.portion(name, parameter).stores  # another axis may have chosen another rank
             layout.shard_rows(name, rows)
             layout.set_stores(name, stores and zlib.crc32(names[0].encode()) % copies == copy)
 
 
 def _follow(module: nn.Module, before: dict[str, nn.Parameter], here: dict[nn.Parameter, list[str]]) -> None:
-    """Where the roots are not the whole model, let its other parts have the sharded parameters too."""
+    """If the roots are not the whole model, put the sharded parameters into its other modules too."""
     now = dict(module.named_parameters(remove_duplicate=False))
     for names in here.values():
         sharded = next((now[name] for name in names if isinstance(now[name], DTensor)), None)
@@ -167,7 +154,7 @@ def _refuse(here: dict[nn.Parameter, list[str]], roots: Sequence[nn.Module]) -> 
     if empty:
         raise PlanError(
             f"parameters without elements cannot be sharded: {', '.join(empty)}",
-            why="fully sharded data parallelism adds up the gradients of a block as one tensor, with no empty part",
+            why="fully sharded data parallelism reduces the gradients of a block as one tensor, without empty parts",
             do="leave them out of the model, or train with zero_stage=1",
         )
     uses = Counter(parameter for root in roots for parameter in root.parameters())
@@ -187,6 +174,6 @@ def _refuse_types(group: dict[nn.Parameter, list[str]]) -> None:
         found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in kinds.items())
         raise PlanError(
             f"parameters of several types cannot be sharded together: {found}",
-            why="fully sharded data parallelism adds up the gradients of a block as one tensor of one type",
+            why="fully sharded data parallelism reduces the gradients of a block as one tensor of one type",
             do="make them of one type, for example with model.float(), or train with zero_stage=1",
         )

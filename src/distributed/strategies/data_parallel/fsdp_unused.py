@@ -1,7 +1,8 @@
-"""Parameters that a backward pass leaves out under FSDP: zeros are reduced for them, so that ranks stay in step.
+"""Unused parameters under FSDP: zeros are reduced for them, so that all ranks make the same reduction.
 
-FSDP reduces the gradients of a block as one message, without those that are missing. Where ranks have left out
-different ones, messages of different lengths meet, or of the same length and other parameters.
+FSDP reduces the gradients of a block as one message, without missing ones. If ranks left out different parameters,
+their messages would differ in length, or mix different parameters. And the order in which ranks add a number depends
+on its place in the message: a resumed run must send what the first one sent.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from distributed.strategies.used_parameters import changed
+from distributed.strategies.data_parallel.used_parameters import changed
 
 
 class ShardedUse:
-    """What this rank's backward passes of a step have used of sharded parameters, by name."""
+    """The sharded parameters that this rank's backward passes of a step have used, by name."""
 
     def __init__(
         self,
@@ -26,8 +27,7 @@ class ShardedUse:
         settled: Callable[[], frozenset[str] | None],
         rank: int,
     ) -> None:
-        """`roots`: what is called in training. `settled`: the parameters that any rank uses; None: all are reduced, as
-        that is not known yet."""
+        """`roots`: the modules called in training. `settled`: the parameters that any rank uses; None: unknown."""
         self._parameters, self._settled, self._rank = parameters, settled, rank
         self._used: set[str] = set()
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -39,12 +39,12 @@ class ShardedUse:
         assert tracked == parameters.keys(), f"not sharded: {sorted(parameters.keys() - tracked)}"
 
     def take(self) -> list[bool]:
-        """Of the step that ends, in the order of the parameters."""
+        """Whether the step used each parameter, in the order of the parameters."""
         used, self._used = self._used, set()
         return [name in used for name in self._parameters]
 
     def _before(self, group: Any, members: list[tuple[str, Any]]) -> Callable[..., None]:
-        """What the group calls when its gradients are there: torch's own, with what was left out."""
+        """Replace the group's callback for complete gradients by torch's own plus zeros for unused parameters."""
         post_backward = group.post_backward
 
         def complete(*args: Any) -> None:
@@ -56,7 +56,7 @@ class ShardedUse:
                     if settled is not None and name not in settled:  # the other ranks would not reduce it
                         raise changed([], [name], self._rank)
                     self._used.add(name)
-                elif group.reduce_grads and (settled is None or name in settled):
+                elif group.reduce_grads:  # also for parameters that no rank uses: the first step did not know that
                     parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
             post_backward(*args)
 

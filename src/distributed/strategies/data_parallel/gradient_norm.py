@@ -1,4 +1,4 @@
-"""The norm of a gradient that the ranks hold in parts, and clipping by it: one number is sent, and no host waits."""
+"""The norm of a sharded gradient, and clipping by it: one number is all-reduced, and no host synchronizes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from distributed.strategies.gradient_sums import local
-from distributed.strategies.layout import Layout
+from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import foreach_mul_, foreach_norm
+from distributed.strategies.placement import Layout, local
 
 
 class GradientNorm:
-    """Of these parameters over all ranks of `group`; None: of this rank alone.
+    """The gradient norm of these parameters over all ranks of `session`; None: of this rank only.
 
-    `copies` tells how many ranks of the group hold the same elements of a parameter, so that each counts once.
+    `copies` returns how many ranks hold the same elements of a parameter, so that each counts once.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
@@ -30,12 +30,12 @@ class GradientNorm:
         parameters: Mapping[str, nn.Parameter],
         layout: Layout,
         copies: Callable[[str], int],
-        group: dist.ProcessGroup | None,
+        session: Session | None,
     ) -> None:
         here = {name: p for name, p in parameters.items() if p.requires_grad and layout.is_here(name)}
         self._parameters = list(here.values())
         self._copies = [copies(name) for name in here]
-        self._group = group
+        self._session = session
         self._device = next((local(p).device for p in self._parameters), torch.device("cpu"))
         self._weights: dict[tuple[bool, ...], torch.Tensor] = {}
 
@@ -47,11 +47,11 @@ class GradientNorm:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
         if gradients:
-            norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+            norms = foreach_norm(gradients, 2, dtype=dtype)
             stacked = torch.stack([each.to(self._device, non_blocking=True) for each in norms]).double()
             squares = (stacked.square() * self._weight(has_gradient)).sum()
-        if self._group is not None:
-            dist.all_reduce(squares, group=self._group)
+        if self._session is not None:
+            self._session.sum("gradient norm", squares)
         return squares.sqrt().to(dtype)
 
     @torch.no_grad()
@@ -63,16 +63,16 @@ class GradientNorm:
         for gradient in self._gradients():
             by_device[gradient.device].append(gradient)
         for device, gradients in by_device.items():
-            torch._foreach_mul_(gradients, factor.to(device))
+            foreach_mul_(gradients, factor.to(device))
         return norm
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Complex ones as pairs of real numbers, which have the same norm."""
+        """Gradients with complex numbers as pairs of real ones, which have the same norm."""
         found = (local(p.grad) for p in self._parameters if p.grad is not None)
         return [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in found]
 
     def _weight(self, has_gradient: tuple[bool, ...]) -> torch.Tensor:
-        """One over the number of copies, on the device; made once, as sending it there would make the host wait."""
+        """One over the number of copies, on the device; made once, because a copy to it would synchronize."""
         if has_gradient not in self._weights:
             shares = [1.0 / copies for copies, has in zip(self._copies, has_gradient, strict=True) if has]
             self._weights = {has_gradient: torch.tensor(shares, dtype=torch.float64, device=self._device)}

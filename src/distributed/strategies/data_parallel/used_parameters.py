@@ -1,11 +1,11 @@
-"""Which parameters a step has used, over all ranks that share them: the others must have no gradient.
+"""The parameters that a step has used on any rank: all others must have no gradient.
 
-An optimizer leaves a parameter without a gradient alone, and may move one whose gradient is zeros (weight decay,
-momentum). In one process a parameter that no sample has used has none. Here one that some rank has used gets zeros
-where another rank has not, and one that nobody has used gets none anywhere.
+An optimizer skips a parameter without a gradient, and may move one whose gradient is zeros (weight decay, momentum).
+In one process a parameter that no sample has used has no gradient. Here a parameter that some rank has used gets zeros
+on the other ranks, and one that no rank has used gets no gradient anywhere.
 
-Who uses what is agreed on in the first step. Later each rank looks at its own use alone, which costs no message: as
-long as no rank's changes, the whole does not. With `find_unused_parameters` the ranks agree in every step.
+The ranks agree on the used parameters in the first step. Later each rank checks only its own use, which costs no
+message: while no rank's use changes, the union does not. With `find_unused_parameters` the ranks agree in every step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN = 5
 
 
 class UsedParameters:
-    """Of one rank, by name. `alike` are those that ranks may not use differently, as none adds up their gradients."""
+    """The use of one rank, by name. `alike`: parameters that all ranks must use, as their gradients are not reduced."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], agree: Agree, *, every_step: bool, alike: Sequence[str], rank: int
@@ -31,30 +31,35 @@ class UsedParameters:
         self._alike = [name for name in parameters if name in set(alike)]
         self._first: tuple[bool, ...] | None = None  # this rank's own use in the first step
         self._used: dict[str, nn.Parameter] | None = None  # by any rank
+        self._unused: list[nn.Parameter] = []  # by none
 
     @property
     def settled(self) -> frozenset[str] | None:
-        """The names of those that any rank uses; None: that is still to be agreed on in this step."""
+        """The names of the parameters that any rank uses; None: not agreed on yet in this step."""
         return None if self._used is None or self._every_step else frozenset(self._used)
 
     def find(self, own: Sequence[bool]) -> Mapping[str, nn.Parameter]:
-        """After the last backward pass: all that a rank has used, where this one has used its `own`. All ranks come."""
+        """The parameters that any rank used in a step; this rank used `own`. All ranks must call it."""
         mine = tuple(own)
         if self._used is not None and not self._every_step:
             if mine != self._first:
                 raise self._changed(mine)
+            self._forget_unused()
             return self._used
         self._first = mine
         by_any = self._settle(mine)
         pairs = zip(self._parameters.items(), by_any, strict=True)
         self._used = {name: parameter for (name, parameter), is_used in pairs if is_used}
-        for name, parameter in self._parameters.items():
-            if name not in self._used:
-                parameter.grad = None
+        self._unused = [parameter for name, parameter in self._parameters.items() if name not in self._used]
+        self._forget_unused()
         return self._used
 
+    def _forget_unused(self) -> None:
+        for parameter in self._unused:
+            parameter.grad = None
+
     def _settle(self, mine: tuple[bool, ...]) -> list[bool]:
-        """One message tells who uses a parameter and, of those that must be used alike, who does not."""
+        """Agree in one message on the used parameters, and on those of `alike` that a rank did not use."""
         position = {name: index for index, name in enumerate(self._parameters)}
         unlike = [not mine[position[name]] for name in self._alike]
         found = self._agree(torch.tensor([*mine, *unlike], dtype=torch.int32)).tolist()
@@ -64,7 +69,7 @@ class UsedParameters:
         if apart:
             raise TaskError(
                 f"{_some(apart)} got a gradient on some ranks only",
-                why="these ranks compute the same with it, and would step it differently",
+                why="these ranks compute the same with this parameter, and would update it differently",
                 do="let the model use the same parameters on all of them, or train with data parallelism alone",
             )
         return [bool(is_used) for is_used in used]
@@ -79,7 +84,7 @@ class UsedParameters:
 
 
 def changed(gone: list[str], late: list[str], rank: int) -> TaskError:
-    """Of a step that was not taken, whose parameters are not those of the first one."""
+    """The error of a step whose used parameters differ from those of the first step; it was not taken."""
     what = f"{_some(gone)} got no gradient" if gone else f"{_some(late)} got a gradient"
     return TaskError(
         f"{what} on rank {rank} in this step, unlike in the first one",

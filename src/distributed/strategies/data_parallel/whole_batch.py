@@ -1,8 +1,8 @@
-"""WholeBatch: functions that take the samples of a micro-batch together take those of all ranks, while it is run.
+"""WholeBatch: functions over all samples of a micro-batch, such as batch_norm, are computed over all ranks.
 
-One process would give these functions the whole micro-batch; a rank gives them its share. They are replaced where
-they are looked up, and not the modules that call them: so a subclass keeps its forward, a module its hooks, its
-parametrizations and every name it is registered under, and a model may call them without a module.
+One process would call these functions with the whole micro-batch; a rank calls them with its share. The functions are
+replaced where they are looked up, and not the modules that call them: so a subclass keeps its forward, a module its
+hooks, its parametrizations and all of its names, and a model may call them without a module.
 """
 
 from __future__ import annotations
@@ -16,21 +16,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distributed.core.errors import TaskError
-from distributed.strategies.batchnorm import Groups, normalize_over_ranks
+from distributed.runtime.torch_compat import BatchNormBase, let_compiler_find_functions
+from distributed.strategies.data_parallel.batchnorm import Groups, normalize_over_ranks
 
-_KERNELS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")  # which nobody calls but by their own name
+_TABLES = ("embedding", "embedding_bag")  # both take a weight, indices, one more argument, and `scale_grad_by_freq`
+_KERNELS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")  # called only by their own names
 
 
 class WholeBatch:
-    """A scope for the forward and backward pass of one micro-batch; every rank enters it at the same time."""
+    """A scope for the forward and backward pass of one micro-batch; every rank enters it at the same time.
+
+    Its collectives have no name: a model is compiled with them, and the compiler cannot trace the report of one.
+    """
 
     def __init__(self, groups: Groups = (None,), copies: int = 1, *, normalizes: bool = True) -> None:
-        """`groups`: those over which samples are shared out. `copies`: how many of their ranks see the same ones.
+        """`groups`: those over which samples are divided. `copies`: how many of their ranks have the same samples.
 
-        Unless it `normalizes`, batches are normalized by the share of each rank.
+        Unless it `normalizes`, each rank normalizes by its own share.
         """
         self._groups, self._copies, self._normalizes = tuple(groups), copies, normalizes
         self._is_empty = False
@@ -38,7 +42,7 @@ class WholeBatch:
         self._put: list[tuple[Any, str, Callable[..., Any]]] | None = None
 
     def of(self, size: int) -> WholeBatch:
-        """The scope of a share of so many samples; one of none is a stand-in, which leaves no trace."""
+        """The scope of a share with this number of samples; an empty one is a stand-in, which changes no statistics."""
         self._is_empty = not size
         return self
 
@@ -57,11 +61,11 @@ class WholeBatch:
         self._kept = []
 
     def _replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        if "torch._dynamo" in sys.modules:  # it finds torch's functions by name, once: they must be torch's own then
-            sys.modules["torch._dynamo"].trace_rules.get_torch_obj_rule_map()
+        let_compiler_find_functions(sys.modules)  # torch's own
         always = [
             (torch, "instance_norm", self._instance_norm(torch.instance_norm)),
             (torch, "embedding_renorm_", self._embedding_renorm(torch.embedding_renorm_)),
+            *_refused_frequencies(),
         ]
         if not self._normalizes:
             return always
@@ -69,12 +73,12 @@ class WholeBatch:
             *always,
             (F, "batch_norm", self._functional_batch_norm(F.batch_norm)),
             (torch, "batch_norm", self._batch_norm(torch.batch_norm)),
-            (nn.SyncBatchNorm, "forward", _BatchNorm.forward),  # torch's own would meet the others in its own way
+            (nn.SyncBatchNorm, "forward", BatchNormBase.forward),  # torch's own has other collectives
             *((torch, name, _refused(name, getattr(torch, name))) for name in _KERNELS),
         ]
 
     def _functional_batch_norm(self, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Replaced beside torch.batch_norm, as it refuses a share of one sample before it comes to that."""
+        """Replaces F.batch_norm too, which refuses a share of one sample before it calls torch.batch_norm."""
 
         def batch_norm(
             input: torch.Tensor,
@@ -88,7 +92,8 @@ class WholeBatch:
         ) -> torch.Tensor:
             if not training or _is_alike(input):
                 return own(input, running_mean, running_var, weight, bias, training, momentum, eps)
-            return self._normalize(input, running_mean, running_var, weight, bias, momentum, eps)
+            own_statistics = {"running_mean": running_mean, "running_var": running_var}
+            return self._normalize(input, **own_statistics, weight=weight, bias=bias, momentum=momentum, eps=eps)
 
         return batch_norm
 
@@ -106,15 +111,16 @@ class WholeBatch:
         ) -> torch.Tensor:
             if not training or _is_alike(input):
                 return own(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
-            return self._normalize(input, running_mean, running_var, weight, bias, momentum, eps)
+            own_statistics = {"running_mean": running_mean, "running_var": running_var}
+            return self._normalize(input, **own_statistics, weight=weight, bias=bias, momentum=momentum, eps=eps)
 
         return batch_norm
 
-    def _normalize(self, input: torch.Tensor, *args: Any) -> torch.Tensor:
-        return normalize_over_ranks(input, *args, groups=self._groups, copies=self._copies, is_empty=self._is_empty)
+    def _normalize(self, input: torch.Tensor, **given: Any) -> torch.Tensor:
+        return normalize_over_ranks(input, **given, groups=self._groups, copies=self._copies, is_empty=self._is_empty)
 
     def _instance_norm(self, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Instances are normalized by themselves; running statistics are means over all of them."""
+        """Normalize each instance; running statistics are means over the instances of all ranks."""
 
         def instance_norm(
             input: torch.Tensor,
@@ -138,14 +144,14 @@ class WholeBatch:
 
     @torch.no_grad()
     def _average(self, running: torch.Tensor, instances: int) -> None:
-        """Of the ranks' statistics, which began alike and are each a mean over so many instances."""
+        """The weighted mean of the ranks' statistics, which began equal and are each a mean over a rank's instances."""
         sums = torch.cat([running.double().nan_to_num(0.0) * instances, running.new_full((1,), instances).double()])
         for group in self._groups:
             dist.all_reduce(sums, group=group)
         running.copy_(sums[:-1] / sums[-1:])
 
     def _embedding_renorm(self, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """One process shortens every row that the micro-batch looks up; so does each rank, in its copy of the table."""
+        """Shorten every row that the micro-batch of all ranks looks up, in each rank's replica of the table."""
 
         @torch.no_grad()
         def embedding_renorm_(
@@ -165,17 +171,19 @@ class WholeBatch:
 
 
 class NoWholeBatch(WholeBatch):
-    """The same scope where ranks do not run a micro-batch at one time: what needs all of its samples is refused."""
+    """The scope for pipelines, whose ranks run a micro-batch at different times: such functions are refused."""
 
     def _replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        return [(owner, name, self._refusing(name, getattr(owner, name))) for owner, name, _ in super()._replacements()]
+        whole = [(owner, name) for owner, name, _ in super()._replacements() if name not in _TABLES]
+        refused = [(owner, name, self._refusing(name, getattr(owner, name))) for owner, name in whole]
+        return [*refused, *_refused_frequencies()]
 
     def _refusing(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if _needs_all(name, input, args, kwargs):
                 raise TaskError(
                     f"the model calls {name}, with pipeline_parallel and several shares of a batch",
-                    why="it needs the samples of all ranks, which a pipeline does not bring together",
+                    why="it needs the samples of all ranks at once, and a pipeline runs them at different times",
                     do="leave pipeline_parallel out"
                     + (", or set sync_batchnorm=False" if name.endswith("batch_norm") else ""),
                 )
@@ -184,9 +192,33 @@ class NoWholeBatch(WholeBatch):
         return refuse
 
 
+class PartsOfBatch(WholeBatch):
+    """The scope of one process that runs a batch in parts, as virtual ranks: only scale_grad_by_freq is refused."""
+
+    def _replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        return _refused_frequencies()
+
+
+def _refused_frequencies() -> list[tuple[Any, str, Callable[..., Any]]]:
+    return [(torch, name, _refusing_frequencies(name, getattr(torch, name))) for name in _TABLES]
+
+
+def _refusing_frequencies(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def lookup(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("scale_grad_by_freq", args[2] if len(args) > 2 else False):
+            raise TaskError(
+                f"the model calls {name} with scale_grad_by_freq=True, with several shares of a batch",
+                why="it divides gradients by how often a row occurs in the batch, which is computed in shares here",
+                do="leave scale_grad_by_freq out, or train with one rank and without virtual ranks",
+            )
+        return own(weight, *args, **kwargs)
+
+    return lookup
+
+
 def _needs_all(name: str, input: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call takes the samples of a batch together."""
-    if not isinstance(input, torch.Tensor) or input.is_meta:  # a module's forward comes to a function before long
+    """Whether a call computes over all samples of a batch."""
+    if not isinstance(input, torch.Tensor) or input.is_meta:  # a module's forward calls such a function itself
         return False
     if name == "embedding_renorm_":
         return True
@@ -197,7 +229,7 @@ def _needs_all(name: str, input: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _is_alike(input: torch.Tensor) -> bool:
-    """Whether it is the same on every rank: without data, or a weight, as layers with standardized weights give it."""
+    """Whether an input is equal on every rank: without data, or a weight, as in layers with standardized weights."""
     return input.is_meta or isinstance(input, nn.Parameter) or isinstance(input._base, nn.Parameter)
 
 
@@ -207,7 +239,7 @@ def _refused(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             return own(input, *args, **kwargs)
         raise TaskError(
             f"the model calls torch.{name}",
-            why="it would normalize by this rank's share of the batch, where one process has the whole of it",
+            why="it would normalize by this rank's share of the batch, while one process has the whole batch",
             do="call torch.nn.functional.batch_norm, which is computed over all ranks, or set sync_batchnorm=False",
         )
 

@@ -1,11 +1,12 @@
-"""ZeRO-1: every data rank has the whole parameters and gradients, but the optimizer's state of its share only.
+"""ZeRO-1: every data-parallel rank holds all parameters and gradients, but a shard of the optimizer's state.
 
-Any optimizer that steps parameter by parameter can be shared out: at a step each rank lets it see the parameters that
-are its own, and then sends them to the others.
+Any optimizer that steps each parameter separately can be sharded: in a step each rank updates the parameters that it
+owns, and then broadcasts them.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,17 +17,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distributed.core.errors import TaskError
-from distributed.strategies.elementwise import refuse_closure
-from distributed.strategies.layout import Layout
+from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import foreach_copy_
+from distributed.strategies.checks.elementwise import refuse_closure
+from distributed.strategies.placement import Layout
 
 _BUCKET_BYTES = 64 * 2**20
 
 
 class ShardedOptimizer:
-    """Around the user's optimizer, whose groups, options and schedule stay as they are.
+    """Wraps the user's optimizer, whose groups, options and schedule stay unchanged.
 
-    `names` are those of the parameters, of which the layout knows whether they are here. The ranks of `group` must
-    hold the same parameters.
+    `names` are those of the parameters; the layout knows which of them are on this rank. The ranks of `group` must hold
+    the same parameters.
     """
 
     def __init__(
@@ -35,15 +38,16 @@ class ShardedOptimizer:
         names: Mapping[nn.Parameter, str],
         group: dist.ProcessGroup,
         layout: Layout,
+        session: Session,
     ) -> None:
         refuse_closure(optimizer)
         self.optimizer = optimizer
-        self._group, self._rank = group, dist.get_rank(group)
+        self._group, self._rank, self._session = group, dist.get_rank(group), session
         here = [p for g in optimizer.param_groups for p in g["params"] if layout.is_here(names[p])]
         owners = share_out({names[p]: p.numel() for p in here}, dist.get_world_size(group))
         self._owners = owners
         self._owned = {id(p) for p in here if owners[names[p]] == self._rank}
-        for p in here:  # of what was made with the optimizer itself
+        for p in here:  # state that was made together with the optimizer
             if id(p) not in self._owned:
                 optimizer.state.pop(p, None)
         ordered = sorted((p for p in here if p.requires_grad), key=names.__getitem__)
@@ -61,14 +65,18 @@ class ShardedOptimizer:
         return self._owners[name] == self._rank
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Update what is this rank's, and exchange; every rank of the group must call it."""
-        assert closure is None, "a closure would be run by each rank for other parameters"
-        with self._only_owned():
+        """Update the parameters of this rank, and exchange; every rank of the group must call it."""
+        assert closure is None, "each rank would run the closure for other parameters"
+        for hook in list(self.optimizer._optimizer_step_pre_hooks.values()):
+            hook(self.optimizer, (), {})
+        with self._only_owned(), self._without_hooks():
             self.optimizer.step()
         self._exchange()
+        for hook in list(self.optimizer._optimizer_step_post_hooks.values()):
+            hook(self.optimizer, (), {})
 
     def state_bytes(self) -> int:
-        """Of the state on this rank."""
+        """The bytes of the optimizer state on this rank."""
         tensors = (t for held in self.optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor))
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -83,18 +91,29 @@ class ShardedOptimizer:
             for group, parameters in zip(self.optimizer.param_groups, whole, strict=True):
                 group["params"] = parameters
 
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Call the user's hooks with all parameters: before the step, and after the exchange."""
+        optimizer = self.optimizer
+        before = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        try:
+            yield
+        finally:
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before
+
     @torch.no_grad()
     def _exchange(self) -> None:
         for source, bucket in self._buckets:
             flat = torch.cat([p.reshape(-1) for p in bucket])
-            dist.broadcast(flat, src=source, group=self._group)
-            if source != dist.get_rank():
+            self._session.send_from("stepped parameters", source, flat, self._group)
+            if source != self._session.rank:
                 parts = flat.split([p.numel() for p in bucket])
-                torch._foreach_copy_([*bucket], [part.view_as(p) for part, p in zip(parts, bucket, strict=True)])
+                foreach_copy_([*bucket], [part.view_as(p) for part, p in zip(parts, bucket, strict=True)])
 
 
 def share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """A rank for each name, such that the ranks have about the same: the largest first, to whoever has least.
+    """A rank for each name, balanced by size: the largest first, each to the rank with the least.
 
     >>> share_out({"a": 4, "b": 3, "c": 2}, 2)
     {'a': 0, 'b': 1, 'c': 1}
@@ -109,24 +128,25 @@ def share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: nn.Module, layout: Layout) -> None:
-    """Put the parameters that a model has now in place of those that the optimizer was made with.
+    """Replace the parameters that an optimizer was made with by those that the model has now.
 
-    `before` gives the name of each old parameter by its `id`. Groups, order and options stay; what is not here goes.
+    `before` gives the name of each old parameter by its `id`. Groups, order and options stay; parameters of other ranks
+    are removed.
     """
     is_new = _is_new(optimizer)
     if optimizer.state and not is_new:
         raise TaskError(
             f"the optimizer {type(optimizer).__name__} has state of an earlier training",
-            why="its state belongs to whole parameters, and each rank now has a part of them",
-            do="pass a fresh optimizer, and go on from a checkpoint with resume",
+            why="its state belongs to whole parameters, and each rank now holds shards of them",
+            do="pass a new optimizer, and resume from a checkpoint: resume_from_checkpoint=true",
         )
     now = dict(module.named_parameters(remove_duplicate=False))
     strangers = sum(id(p) not in before for group in optimizer.param_groups for p in group["params"])
     if strangers:
         raise TaskError(
             f"the optimizer {type(optimizer).__name__} has {strangers} parameters that are not the model's",
-            why="only the model's parameters are shared out among the ranks",
-            do="make the optimizer of model.parameters()",
+            why="only the model's parameters are sharded over the ranks",
+            do="make the optimizer from model.parameters()",
         )
     for group in optimizer.param_groups:
         names = [before[id(p)] for p in group["params"]]
@@ -137,13 +157,13 @@ def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: 
 
 
 def _is_new(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has not stepped: Adagrad makes its state together with itself."""
+    """Whether an optimizer has not stepped yet: Adagrad makes its state at construction."""
     held = optimizer.state.values()
     return type(optimizer) is torch.optim.Adagrad and all(float(state["step"]) == 0 for state in held)
 
 
 def _leave_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Torch has no fused kernel of some for parameters in parts; the others compute the same."""
+    """Turn off fused kernels that torch does not have for sharded parameters; others compute the same."""
     if isinstance(optimizer, torch.optim.Adagrad | torch.optim.SGD):
         for group in optimizer.param_groups:
             if any(isinstance(p, DTensor) for p in group["params"]):
@@ -151,7 +171,7 @@ def _leave_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _make_state_again(optimizer: torch.optim.Optimizer) -> None:
-    """Adagrad's first state, of the parameters that it has now."""
+    """Make Adagrad's first state for its current parameters."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         first = group["initial_accumulator_value"]
@@ -161,7 +181,7 @@ def _make_state_again(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters of one type and device each, in order, up to a size that is worth a message of its own."""
+    """Buckets of parameters of one type and device, in order, up to the size of one efficient message."""
     found: list[list[nn.Parameter]] = []
     open_ones: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:

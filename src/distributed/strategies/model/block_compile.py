@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from distributed.strategies.blocks import need_blocks
-from distributed.strategies.recompute import forward_name, restore_forward, without_caches
+from distributed.strategies.model.blocks import need_blocks
+from distributed.strategies.model.recompute import forward_name, restore_forward, without_caches
 
 _INNER = "_forward_to_compile"
 
@@ -17,7 +17,7 @@ _INNER = "_forward_to_compile"
 def compile_blocks(
     module: nn.Module, blocks: Sequence[str] = (), mode: str | None = None, backend: str = "inductor"
 ) -> list[str]:
-    """Compile each block where it is; returns the paths of those that were. Nothing is compiled before the first call.
+    """Compile each block in place, at its first call; returns the paths of the compiled blocks.
 
     >>> compile_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     ['0', '1']
@@ -33,7 +33,7 @@ def compile_blocks(
 
 
 def undo_compile(module: nn.Module, paths: Sequence[str]) -> None:
-    """Let these blocks run as they are written."""
+    """Let these blocks run without compilation again."""
     for path in paths:
         block = module.get_submodule(path)
         block.__dict__.pop("_compiled_call_impl", None)
@@ -42,7 +42,7 @@ def undo_compile(module: nn.Module, paths: Sequence[str]) -> None:
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A cache knows its layer by number, and a number that differs would compile every block anew."""
+    """Hide the layer index of caches, because a different number would recompile every block."""
     if self.training:
         args, kwargs = without_caches(args, kwargs)
     return getattr(self, _INNER)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Blocks: the repeated parts of a model, which are what is sharded, recomputed, compiled and cut between stages."""
+"""Blocks: the repeated parts of a model, the units of sharding, recomputation, compilation and stages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from distributed.core.errors import PlanError
-from distributed.strategies.paths import fits
+from distributed.strategies.model.paths import fits
 
 
 def find_blocks(module: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
@@ -25,7 +25,7 @@ def find_blocks(module: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
 
 
 def need_blocks(module: nn.Module, wanted: Sequence[str], use: str, setting: str) -> list[str]:
-    """The same, for a use that is nothing without them, asked for by a setting."""
+    """The model's blocks for a setting that needs them; raises if there are none."""
     paths = find_blocks(module, wanted)
     if not paths:
         raise PlanError(
@@ -53,7 +53,7 @@ def find_stacks(module: nn.Module) -> list[str]:
 
 
 def main_stack(module: nn.Module) -> str | None:
-    """The stack that holds the most parameters: the one that a pipeline is cut in and a sequence is shared out in."""
+    """The stack with the most parameters: a pipeline is cut, and a sequence is sharded, in this one."""
     sizes = {path: sum(p.numel() for p in _get(module, path).parameters()) for path in find_stacks(module)}
     return max(sizes, key=lambda path: (sizes[path], -len(path))) if sizes else None
 

@@ -1,6 +1,6 @@
 """LoRA: small trainable matrices beside a model's frozen linear layers, made by peft and stored in its format.
 
-Their first values depend on the seed and their names only, so that every rank and every strategy begins with the same.
+Their initial values depend on the seed and their names only, so every rank and every strategy begins with the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from distributed.core.errors import PlanError
 from distributed.core.plan import LoraPlan
 from distributed.core.registry import import_extra
-from distributed.strategies.blocks import find_blocks
+from distributed.strategies.model.blocks import find_blocks
 
 ADAPTER = "default"
 _A, _B = f"lora_A.{ADAPTER}.weight", f"lora_B.{ADAPTER}.weight"
@@ -26,7 +26,7 @@ _SAVED_PREFIX = "base_model.model."  # what peft calls the model in its wrappers
 
 
 def ensure_lora(module: nn.Module, lora: LoraPlan, seed: int) -> set[str] | None:
-    """Add adapters, unless a model that goes on has them. Returns the names that are saved, if it is these alone."""
+    """Add adapters, unless a resumed model has them; returns the names to save, or None for all."""
     if not adapter_names(module):
         add_lora(module, lora, seed)
     return adapter_names(module) if lora.saves_alone else None
@@ -36,7 +36,7 @@ def add_lora(module: nn.Module, plan: LoraPlan, seed: int) -> list[str]:
     """Put adapters beside linear layers and freeze all else, in place; returns the paths of those layers.
 
     A layer `q` then holds `q.base_layer.weight`, `q.lora_A.default.weight` and `q.lora_B.default.weight`, of the dtype
-    of the layer. What is on the meta device stays there, for `init_lora` to fill later.
+    of the layer. Tensors on the meta device stay there, for `init_lora` to fill later.
     """
     peft = import_extra("peft", "lora", "lora=")
     paths = find_targets(module, plan.targets)
@@ -59,7 +59,7 @@ def add_lora(module: nn.Module, plan: LoraPlan, seed: int) -> list[str]:
 
 
 def init_lora(name: str, tensor: torch.Tensor, seed: int) -> bool:
-    """Fill a whole adapter weight, if its name is one's, with its first values; returns whether it was one.
+    """Initialize a whole tensor if its name is that of an adapter weight; returns whether it is.
 
     >>> weight = torch.empty(2, 4)
     >>> init_lora("layers.0.q.lora_A.default.weight", weight, seed=1), bool((weight.abs() <= 0.5).all())
@@ -81,12 +81,12 @@ def init_lora(name: str, tensor: torch.Tensor, seed: int) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is of an adapter."""
+    """Whether a parameter of this name belongs to an adapter."""
     return name.endswith((f".{_A}", f".{_B}")) or name in (_A, _B)
 
 
 def adapter_names(module: nn.Module) -> set[str]:
-    """The names of the adapters' parameters in the module's state dict: all that a checkpoint has to hold."""
+    """The names of the adapters' parameters in the module's state dict, which a checkpoint must hold."""
     return {name for name in module.state_dict() if is_adapter(name)}
 
 
@@ -115,7 +115,7 @@ def save_adapter(module_state: Mapping[str, torch.Tensor], plan: LoraPlan, path:
 def find_targets(module: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
     """The paths of the layers that get an adapter.
 
-    They are those that are named, or peft's choice for this kind of Hugging Face model, or all linear ones of blocks.
+    These are the named layers, or peft's choice for this Hugging Face model, or all linear layers of blocks.
 
     >>> find_targets(nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)]))
     ['0.linear1', '0.linear2', '1.linear1', '1.linear2']
@@ -146,7 +146,7 @@ def _known_targets(module: nn.Module) -> Sequence[str]:
 
 
 def _linear_layers(module: nn.Module) -> list[str]:
-    """Those that are called: nn.MultiheadAttention reads the weights of its own and would pass an adapter by."""
+    """The linear layers that are called; nn.MultiheadAttention reads its own weights and would bypass adapters."""
     inside = {id(child) for m in module.modules() if isinstance(m, nn.MultiheadAttention) for child in m.modules()}
     return [path for path, m in module.named_modules() if path and id(m) not in inside and _is_linear(m)]
 
@@ -171,7 +171,7 @@ def _not_found(what: str, linear: Sequence[str]) -> PlanError:
 
 def _check_rank(module: nn.Module, paths: Sequence[str], rank: int) -> None:
     if rank < 1:
-        raise PlanError(f"lora.rank is {rank}", why="an adapter needs a dimension", do="set it to 1 or more")
+        raise PlanError(f"lora.rank is {rank}", why="an adapter needs a rank of at least 1", do="set lora.rank=8")
     weights: dict[str, Any] = {path: module.get_submodule(path).weight for path in paths}
     sizes: dict[str, tuple[int, int]] = {path: tuple(weight.shape) for path, weight in weights.items()}
     path = min(sizes, key=lambda path: min(sizes[path]))
@@ -179,13 +179,13 @@ def _check_rank(module: nn.Module, paths: Sequence[str], rank: int) -> None:
     if rank > smallest:
         raise PlanError(
             f"lora.rank is {rank}, and {path} is a layer of {sizes[path][0]} by {sizes[path][1]}",
-            why="an adapter of a larger rank than its layer would hold more than the layer",
+            why="an adapter with a larger rank than its layer would have more parameters than the layer",
             do=f"set lora.rank={smallest} or less, or leave the layer out of lora.targets",
         )
 
 
 def _refuse_twice(module: nn.Module, paths: Sequence[str]) -> None:
-    """An adapter takes the place of a layer under one name; under another the model would call the layer alone."""
+    """Refuse layers with two names: an adapter replaces one of them, and a call by the other bypasses it."""
     names: dict[int, list[str]] = {}
     for path, m in module.named_modules(remove_duplicate=False):
         names.setdefault(id(m), []).append(path)

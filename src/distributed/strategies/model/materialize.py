@@ -1,8 +1,8 @@
-"""Models on the meta device: memory for what a rank holds, and first values that do not depend on how it is shared out.
+"""Models on the meta device: memory for a rank's shards, and initial values that do not depend on the sharding.
 
-Each module's tensors are made whole on the CPU, initialised by the module's own means from a seed of its own, and cut.
-So one process and any strategy begin with the same bytes, and beside its part a rank has one module whole at a time. A
-module that initialises its children has them whole with it, so a root that does so needs memory for all of the model.
+Each module's tensors are made whole on the CPU, initialised by the module's own methods from a seed per module, and
+cut. So one process and any strategy begin with the same bytes, and beside its shards a rank has one whole module at a
+time. A module that initialises its children needs them whole too, so such a root needs memory for the whole model.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.core.errors import PlanError
-from distributed.strategies.fully_sharded import rows_here
-from distributed.strategies.gradient_sums import local
-from distributed.strategies.layout import Layout
-from distributed.strategies.paths import join
+from distributed.core.errors import PlanError, TaskError
+from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import TorchDispatchMode
+from distributed.strategies.model.paths import join
+from distributed.strategies.placement import Layout, local, rows_here
 
 _Way = Callable[[nn.Module], Any]
-_CHUNK_BYTES = 16 * 2**20  # of what is looked at together, a multiple of 8
+_CHUNK_BYTES = 16 * 2**20  # of a tensor that are hashed at once, a multiple of 8
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -46,10 +44,10 @@ def materialize(
     *,
     parameters_on: torch.device | None = None,
 ) -> None:
-    """Give every tensor that is here and on the meta device memory and its first values, after all cuts are made.
+    """Allocate and initialise this rank's tensors on the meta device, after all cuts are made.
 
-    `parameters_on` is where parameters go that are offloaded. A module is initialised by its `reset_parameters()`, and
-    then by `_init_weights(module)` or `init_weights(module)` of the model that it is in.
+    `parameters_on` is the device of offloaded parameters. A module is initialised by its `reset_parameters()`, and then
+    by `_init_weights(module)` or `init_weights(module)` of its model.
 
     >>> layer = nn.Linear(2, 2, device="meta")
     >>> materialize(layer, Layout(layer), torch.device("cpu"), seed=0)
@@ -62,29 +60,41 @@ def materialize(
     maker.finish(module)
 
 
-@torch.no_grad()
-def send_weights(module: nn.Module, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Give every rank of `group` (None: of the world) the values of its first one; before anything is cut.
+def check_alike(module: nn.Module, session: Session) -> None:
+    """Check that all ranks have made the same model, before they exchange its tensors; all ranks must call it."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    known = str([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
+    told = session.gather_texts("the tensors of the model", hashlib.blake2b(known.encode()).hexdigest())
+    apart = [rank for rank, text in enumerate(told) if text != told[0]]
+    if apart:
+        raise TaskError(
+            f"rank {apart[0]} has another model than rank 0",
+            why="the names, shapes or types of its parameters and buffers differ",
+            do="make the same model on every rank, from the same settings and data",
+        )
 
-    What all of them have already is neither sent nor written, so that memory which they share stays shared.
+
+@torch.no_grad()
+def send_weights(module: nn.Module, session: Session) -> None:
+    """Broadcast the weights of rank 0, before anything is cut.
+
+    Tensors that are already equal on all ranks are neither sent nor written, so shared memory stays shared.
     """
-    source = 0 if group is None else dist.get_global_rank(group, 0)
     tensors = [t.detach() for t in (*module.parameters(), *module.buffers()) if not t.is_meta and t.numel()]
     if not tensors:
         return
-    sums = torch.stack([_checksum(tensor).to(device) for tensor in tensors])
-    found = torch.stack([sums, ~sums])  # of which the largest are the largest and, turned round, the smallest sums
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([_checksum(tensor).to(session.device) for tensor in tensors])
+    found = torch.stack([sums, ~sums])  # their maxima give the largest and, inverted, the smallest sums
+    session.max("checksums of first weights", found)
     for tensor, differs in zip(tensors, (found[0] != ~found[1]).tolist(), strict=True):
         if differs:
-            sent = tensor.to(device).contiguous()
-            dist.broadcast(sent, src=source, group=group)
-            if dist.get_rank() != source:
+            sent = session.send_from("first weights", 0, tensor.to(session.device).contiguous())
+            if not session.is_main:
                 tensor.copy_(sent)
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """64 bits of a tensor's bytes and their places, where the tensor is; words are mixed as splitmix64 does."""
+    """A 64-bit hash of a tensor's bytes and their positions, on its device; words are mixed as in splitmix64."""
     content = tensor.contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for at in range(0, len(content), _CHUNK_BYTES):
@@ -102,7 +112,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the memory that is written to, also through `tensor.data` and views."""
+    """Records the memory that is written to, also through `tensor.data` and views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,19 +135,19 @@ class _Maker:
     ) -> None:
         self._layout, self._device, self._seed, self._parameters_on = layout, device, seed, parameters_on
         self._blank: dict[int, torch.Tensor] = {}  # whole tensors before they are initialised, by their storage
-        self._missing: dict[str, list[str]] = {}  # by module: what nothing has given a value
+        self._missing: dict[str, list[str]] = {}  # by module: tensors without an initial value
         names: dict[int, list[str]] = {}
         tensors = dict(_tensors(module, ""))
         for name, tensor in tensors.items():
             names.setdefault(id(tensor), []).append(name)
-        self._targets: dict[str, tuple[str, torch.Tensor]] = {}  # by whose values: who gets them
+        self._targets: dict[str, tuple[str, torch.Tensor]] = {}  # by the name whose values they get
         for known in names.values():
             here = [name for name in known if layout.is_here(name)]
             if here and tensors[here[0]].is_meta:
                 self._targets[known[0]] = (here[0], tensors[here[0]])
 
     def make(self, module: nn.Module, path: str, way: _Way | None) -> None:
-        """Of this module, and then of those in it, unless it initialises them itself."""
+        """Initialise this module's tensors, and then its children's, unless it initialises them itself."""
         if not self._wants(module, path):
             return
         way = _way_for_others(module) or way
@@ -166,13 +176,13 @@ class _Maker:
             listed = "\n".join(f"    {path} ({kinds[path]}): {', '.join(m)}" for path, m in self._missing.items())
             raise PlanError(
                 f"a model on the meta device has tensors that nothing gives a first value:\n{listed}",
-                why="they were computed in __init__, which ran without memory",
+                why="these tensors were computed in __init__, which ran on the meta device, without memory",
                 do="define reset_parameters() in these modules so that it sets all of them, or pass a built model",
             )
         assert not self._targets, f"no module has {sorted(self._targets)}"
 
     def _twin(self, module: nn.Module, path: str, children_on: str, device: str = "cpu") -> nn.Module:
-        """The module as it was made: of its own class, with whole tensors that hold nothing yet."""
+        """The module with its original class and with whole, uninitialised tensors."""
         kind = type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
         twin: nn.Module = object.__new__(kind)
         twin.__dict__.update(module.__dict__)
@@ -193,7 +203,7 @@ class _Maker:
         return blank
 
     def _initialise(self, twin: nn.Module, path: str, way: _Way | None) -> set[int]:
-        """What it wrote to."""
+        """Run the initialisation; returns the tensors that it wrote to."""
         digest = hashlib.blake2b(f"{self._seed} {path}".encode(), digest_size=8).digest()
         torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
         own = _own_way(twin)
@@ -220,7 +230,7 @@ class _Maker:
             self._place_all(child, child_twin, join(path, name), written)
 
     def _place(self, module: nn.Module, twin: nn.Module, path: str, written: set[int]) -> None:
-        """The values of a module's own tensors, to where they are wanted."""
+        """Copy the values of a module's own tensors to their targets."""
         if isinstance(module, nn.RNNBase):
             module._flat_weight_refs.clear()  # weak ones, with which a tensor cannot be swapped
         for name, whole in [*twin._parameters.items(), *twin._buffers.items()]:
@@ -242,14 +252,14 @@ class _Maker:
                 setattr(module, name, value.to(self._device))
 
     def _meta_attributes(self, module: nn.Module, path: str) -> list[str]:
-        """Tensors that are neither parameters nor buffers, and that were made without memory; not those that a pipeline
-        has left in place of what is on other ranks."""
+        """Tensors on the meta device that are neither parameters nor buffers, without the placeholders of a pipeline
+        for tensors on other ranks."""
         found = [name for name, value in module.__dict__.items() if isinstance(value, torch.Tensor) and value.is_meta]
         return [name for name in found if join(path, name) not in self._layout]
 
 
 def _fill(target: torch.Tensor, value: torch.Tensor, device: torch.device) -> None:
-    """Give a tensor without memory this value, or its rows of it; it stays the same object for all who hold it."""
+    """Give a meta tensor this value, or its rows of it, in place, so that all references to it stay valid."""
     if isinstance(target, DTensor):
         low, high = rows_here(target)
         fresh: torch.Tensor = torch.empty_like(target, device=device)
@@ -277,7 +287,7 @@ def _own_way(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _arguments(method: Callable[..., Any]) -> int:
-    """How many it must be given."""
+    """The number of required arguments of a function."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     known = inspect.signature(method).parameters.values()
     return sum(p.default is inspect.Parameter.empty and p.kind in kinds for p in known)

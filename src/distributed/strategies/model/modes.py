@@ -1,4 +1,4 @@
-"""Modes of a model: eval for a while, and every module's own after it."""
+"""Modes of a model: eval mode for a scope, with every module's own mode restored after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """In eval mode; what was in training and what was not is as before afterwards.
+    """A scope in eval mode; every module's training flag is restored after it.
 
     >>> layer = nn.Dropout()
     >>> with evaluating(layer):

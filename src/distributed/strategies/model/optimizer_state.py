@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of the parameters, so that it loads wherever a model has the same names."""
+"""An optimizer's state by parameter names, so that it loads into any model with the same names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from distributed.core.errors import CheckpointError
 
-# Which of torch's kernels step, and not what they compute: of the device at hand, and not of a checkpoint.
+# Options that choose torch's kernel, not the result: they belong to the device, and not to a checkpoint.
 PLAIN: dict[str, bool | None] = {"foreach": None, "fused": None, "capturable": False}
 _NOT_OPTIONS = ("params", "param_names", *PLAIN)
 
@@ -31,7 +31,7 @@ def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, module: nn.Module, tree: dict[str, Any]) -> None:
-    """The same back, into the positions and groups that this optimizer has them at."""
+    """Load a named state, into the positions and groups of this optimizer."""
     names = _names(optimizer, module)
     positions = {name: index for index, name in enumerate(names)}
     own = optimizer.state_dict()["param_groups"]
@@ -42,9 +42,9 @@ def load_named_state(optimizer: torch.optim.Optimizer, module: nn.Module, tree: 
 
 
 def load_state(optimizer: torch.optim.Optimizer, tree: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict`, with numbers beside a parameter in their own type.
+    """`optimizer.load_state_dict`, with scalar state in its own type.
 
-    Torch gives them the parameter's: NAdam and ASGD would go on with other digits than before, in bf16 with few.
+    Torch casts it to the parameter's type: NAdam and ASGD would continue with other digits, in bf16 with few.
     """
     optimizer.load_state_dict(tree)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -57,12 +57,12 @@ def load_state(optimizer: torch.optim.Optimizer, tree: dict[str, Any]) -> None:
 
 
 def options_of(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with the options of the checkpoint; its parameters and its kernels are those that it has here."""
+    """A group with the options of the checkpoint, and this optimizer's own parameters and kernels."""
     return {**stored, **{key: mine[key] for key in ("params", "param_names", *PLAIN) if key in mine}}
 
 
 def match_groups(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> list[int]:
-    """For each group of this run, by its parameters' names, the group of the checkpoint whose options are theirs.
+    """For each group of this run, by its parameters' names, the checkpoint's group with its options.
 
     >>> match_groups([{"params": ["w"], "lr": 1}, {"params": ["b"], "lr": 2}], [["b"], ["w"]])
     [1, 0]
@@ -85,13 +85,13 @@ def check_parameters(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[
         raise CheckpointError(
             "the optimizer of the checkpoint is over other parameters than this one",
             why=f"only one of them has {', '.join(missing[:5])}{more}",
-            do="pass the optimizer that was trained with; or allow_change=optimizer: the weights are taken, and the "
-            "optimizer begins anew",
+            do="pass the optimizer of the checkpoint; or set allow_change=optimizer: the weights are loaded, and the "
+            "optimizer starts without state",
         )
 
 
 def _common_options(saved: Sequence[Mapping[str, Any]], members: Sequence[str], position: int) -> int:
-    """Of parameters that were grouped otherwise: the group of the first of them, if all had the same options."""
+    """The checkpoint's group for parameters that were grouped otherwise, if all had the same options."""
     of = {name: index for index, group in enumerate(saved) for name in group["params"]}
     indices = sorted({of[name] for name in members}) or [min(position, len(saved) - 1)]
     first, *others = indices
@@ -104,13 +104,13 @@ def _common_options(saved: Sequence[Mapping[str, Any]], members: Sequence[str], 
             raise CheckpointError(
                 f"{one} and {another} are in one group of this optimizer, and were in two in the checkpoint",
                 why=f"their {key} was {saved[first].get(key)} and {saved[other].get(key)}, and a group has one",
-                do="group the parameters as they were; or allow_change=groups, to go on with this run's own options",
+                do="group the parameters as before; or set allow_change=groups, to continue with this run's options",
             )
     return first
 
 
 def differing_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """By name; what only one of two groups has does not count: versions of torch add some.
+    """The names of options that differ; options in only one group are ignored, since versions of torch add some.
 
     >>> differing_options({"lr": 0.1, "betas": (0.9, 0.99)}, {"lr": 0.2, "betas": [0.9, 0.99], "amsgrad": False})
     ['lr']
@@ -126,7 +126,7 @@ def _plain(value: Any) -> Any:
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """Its rule by name, whoever's kernels compute it.
+    """The name of an optimizer's update rule, for any implementation of it.
 
     >>> optimizer_kind(torch.optim.AdamW(nn.Linear(1, 1).parameters(), fused=True))
     'AdamW'

@@ -1,10 +1,10 @@
-"""Paths of modules and tensors in a model: names with dots between, where the model's own is empty."""
+"""Paths of modules and tensors in a model: names separated by dots; the model's own path is empty."""
 
 from __future__ import annotations
 
 
 def join(path: str, name: str) -> str:
-    """The path of what a module holds under a name.
+    """The path of a module's child or tensor by its name.
 
     >>> join("layers.0", "weight"), join("", "head")
     ('layers.0.weight', 'head')
@@ -13,7 +13,7 @@ def join(path: str, name: str) -> str:
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Whether a path is another one or leads into it.
+    """Whether a path equals another one or is below it.
 
     >>> is_inside("layers.0.mlp", "layers.0"), is_inside("layers.01", "layers.0")
     (True, False)
@@ -36,7 +36,7 @@ def fits(path: str, wanted: str) -> bool:
 
 
 def pattern_of(path: str) -> str:
-    """With * for the numbers in it.
+    """The pattern of a path, with * for its numbers.
 
     >>> pattern_of("layers.1.mlp")
     'layers.*.mlp'

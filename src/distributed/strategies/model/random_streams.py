@@ -1,11 +1,11 @@
-"""Random numbers of ranks that share the work on the same samples: the same for what each has, others for its parts.
+"""Random numbers of ranks with the same samples: equal for replicated activations, different for shards.
 
     shared ──(out of the first cut layer)──> of its own ──(into the layer that sums)──> shared
 
-All such ranks are seeded alike, so that a dropout on activations that each of them has drops the same on all. Where a
-rank has a part (of a width, of heads, of a sequence), its mask must not be that of the other parts. A stream of its own
-begins with a number drawn from the shared one, mixed with the rank's: so it is a function of the generator's state,
-which whoever runs a block again in the backward pass puts back, and of the step, by which ranks are seeded.
+All such ranks have the same seed, so that dropout on replicated activations drops the same elements on all. Where a
+rank has a shard (of a width, of heads, of a sequence), its mask must differ from those of other shards. A rank's own
+stream begins with a number drawn from the shared one, mixed with the rank: so it is a function of the generator's
+state, which recomputation of a block restores, and of the step, by which ranks are seeded.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-_OWN = 0x5EED0000 << 32  # in the upper half of the seed of a stream of a rank's own
+_OWN = 0x5EED0000 << 32  # the upper half of the seed of a rank's own stream
 _LOWER = 2**32 - 1
 _STRIDE = 4  # of Philox, by which CUDA's generators count
 
 
 class _State(NamedTuple):
-    """Of a shared stream, to go on with."""
+    """The state of the shared stream, to be restored."""
 
     of_cpu: torch.Tensor | None
     seed: int = 0
@@ -30,7 +30,7 @@ class _State(NamedTuple):
 
 
 class RankStream:
-    """The random numbers of one rank of a group, beside those that it shares with the others."""
+    """The random numbers of one rank of a group: its own stream and the shared one."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -38,13 +38,13 @@ class RankStream:
         self._is_off = False
 
     def begin(self, device: torch.device) -> None:
-        """From here on draw numbers of this rank's own, unless that is so already."""
+        """Switch to this rank's own stream, if it is not active."""
         generator = _generator_of(device)
         if not self._is_off and not _is_own(generator):
             self._shared = _begin(generator, self._rank)
 
     def end(self, device: torch.device) -> None:
-        """From here on draw those that the ranks share, unless that is so already."""
+        """Switch to the shared stream, if it is not active."""
         generator = _generator_of(device)
         if self._shared is not None and _is_own(generator):
             _go_on(generator, self._shared)
@@ -55,7 +55,7 @@ class RankStream:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """While a module is tried: what is drawn then must not change what is drawn later."""
+        """A scope for the trial of a module, after which the random state is restored."""
         self._is_off = True
         try:
             yield
@@ -65,7 +65,7 @@ class RankStream:
 
 @contextmanager
 def own_numbers(rank: int, device: torch.device) -> Iterator[None]:
-    """Within one operation: numbers of this rank's own, whatever stream they are drawn beside."""
+    """A scope for one operation that draws from this rank's own stream, whichever stream is active."""
     generator = _generator_of(device)
     before = _begin(generator, rank)
     try:
@@ -79,7 +79,7 @@ def _begin(generator: torch.Generator, rank: int) -> _State:
         drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
         number = int(drawn) if type(drawn) is torch.Tensor else 0  # in a dry run tensors hold nothing
         before = _State(generator.get_state())
-    else:  # nothing is drawn: the host would wait for it
+    else:  # a draw would synchronize the host
         seed, offset = generator.initial_seed(), generator.get_offset()  # type: ignore[attr-defined]
         number, before = _mix(seed, offset), _State(None, seed, offset + _STRIDE)
     generator.manual_seed(_OWN | _mix(number, rank + 1) & _LOWER)
@@ -99,7 +99,7 @@ def _is_own(generator: torch.Generator) -> bool:
 
 
 def _mix(number: int, more: int) -> int:
-    """A number in which every bit of both has a part.
+    """A hash of two numbers in which every bit of both counts.
 
     >>> _mix(1, 2) == _mix(1, 2), _mix(1, 2) == _mix(2, 1)
     (True, False)

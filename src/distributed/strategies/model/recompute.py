@@ -1,4 +1,4 @@
-"""Recomputation: a block keeps its input instead of its activations, and runs again in the backward pass."""
+"""Recomputation (activation checkpointing): a block keeps its input, and runs again in the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from distributed.core.errors import PlanError
-from distributed.strategies.blocks import need_blocks
+from distributed.runtime.torch_compat import is_operator
+from distributed.strategies.model.blocks import need_blocks
 
 _INNER = "_forward_to_recompute"
 _KIND = "_recompute_kind"
@@ -33,18 +34,22 @@ _KEPT = (
 
 
 def recompute(module: nn.Module, kind: str, every: int = 1, blocks: Sequence[str] = ()) -> list[str]:
-    """Run blocks again in the backward pass, in place; returns the paths of those blocks.
+    """Recompute blocks in the backward pass, in place; returns the paths of those blocks.
 
-    "full" keeps only the input of every n-th block. "selective" also keeps what is costly to compute in it: the results
-    of attention and batched products, and of every second plain matrix product; all else is computed again.
+    "full" keeps only the input of every n-th block. "selective" also keeps results that are costly to compute: those of
+    attention and batched products, and of every second plain matrix product; all else is recomputed.
 
     >>> recompute(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), "full", every=2)
     ['0', '2']
     """
     if kind not in ("full", "selective"):
-        raise PlanError(f"activation_checkpointing is {kind!r}, which is not known", do="choose 'full' or 'selective'")
+        raise PlanError(f"activation_checkpointing={kind!r} is not known", do="set 'full' or 'selective'")
     if every < 1:
-        raise PlanError(f"activation_checkpointing is {every}", why="it counts blocks", do="set it to 1 or more")
+        raise PlanError(
+            f"activation_checkpointing={every}",
+            why="a number means that every n-th block is recomputed",
+            do="set activation_checkpointing=1 or more",
+        )
     paths = need_blocks(module, blocks, "recompute", "activation_checkpointing")
     for path in paths[::every]:
         block = module.get_submodule(path)
@@ -56,7 +61,7 @@ def recompute(module: nn.Module, kind: str, every: int = 1, blocks: Sequence[str
 
 
 def undo_recompute(module: nn.Module) -> None:
-    """Give every block its own forward back."""
+    """Restore the original forward of every block."""
     for block in module.modules():
         if _INNER in block.__dict__:
             restore_forward(block, "forward", block.__dict__.pop(_INNER))
@@ -64,12 +69,12 @@ def undo_recompute(module: nn.Module) -> None:
 
 
 def forward_name(block: nn.Module) -> str:
-    """The attribute to patch for what a block computes, so that it is patched when it runs again, too."""
+    """The attribute of a block to patch, so that the patch also holds when the block runs again."""
     return _INNER if _INNER in block.__dict__ else "forward"
 
 
 def restore_forward(block: nn.Module, name: str, before: Callable[..., Any]) -> None:
-    """Put a block's forward back; where it was the one of its class, nothing is left on the block."""
+    """Restore a block's forward; if that is its class's, no attribute is left on the block."""
     is_of_class = getattr(before, "__func__", None) is type(block).forward
     if is_of_class and name == "forward":
         block.__dict__.pop(name, None)
@@ -78,7 +83,7 @@ def restore_forward(block: nn.Module, name: str, before: Callable[..., Any]) -> 
 
 
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments without a cache of keys and values, which a second run would fill twice; training reads none."""
+    """The arguments without a key-value cache, which a second run would fill twice; training does not read it."""
     args = tuple(None if _is_cache(value) else value for value in args)
     return args, {name: None if _is_cache(value) else value for name, value in kwargs.items()}
 
@@ -103,7 +108,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Buffers:
-    """A block's buffers as its first run finds them: the second computes with those, and leaves none changed."""
+    """A block's buffers at its first run: the second run uses these values, and changes none."""
 
     def __init__(self, block: nn.Module) -> None:
         self._places = [
@@ -137,12 +142,12 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
 
 
 def _selective_contexts() -> tuple[Any, Any]:
-    """The two modes of one block's two runs; matrix products are counted in each, so that both keep the same ones."""
+    """The dispatch modes of a block's two runs; each counts matrix products, so that both keep the same ones."""
     return create_selective_checkpoint_contexts(partial(_policy, {False: 0, True: 0}))
 
 
 def _policy(seen: dict[bool, int], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = op.name().partition("::")[2].partition(".")[0] if isinstance(op, torch._ops.OpOverload) else ""
+    name = op.name().partition("::")[2].partition(".")[0] if is_operator(op) else ""
     if name in _MATMULS:
         seen[ctx.is_recompute] += 1
         return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE

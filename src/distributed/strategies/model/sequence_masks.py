@@ -1,7 +1,7 @@
-"""Masks of dropout and the like in blocks that run on a part of a sequence: those along it are of each rank's own.
+"""Dropout masks in blocks that run on a shard of a sequence: masks along the sequence differ between ranks.
 
-A mask with a place for each position (a dropout of hidden states) must not be the same in every part of the sequence. A
-decision for a whole sample or block (stochastic depth, a layer that is left out) must be. Its shape tells which it is.
+A mask with an element for each position (dropout of hidden states) must differ between shards of the sequence. A
+decision for a whole sample or block (stochastic depth, a skipped layer) must be equal. The shape shows which it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from distributed.core.errors import PlanError
-from distributed.strategies.random_streams import RankStream, own_numbers
+from distributed.runtime.torch_compat import saved_tensor_hooks
+from distributed.strategies.model.random_streams import RankStream, own_numbers
 
 _OF_FIRST = (
     *(F.dropout, F.alpha_dropout, F.rrelu, F.gumbel_softmax, torch.dropout, torch.dropout_, torch.alpha_dropout),
@@ -38,20 +39,20 @@ class _Block(NamedTuple):
 
 
 class SequenceMasks:
-    """Of one rank of those that share a sequence out."""
+    """The masks of one rank with a shard of a sequence."""
 
     def __init__(self, rank: int, dim: int) -> None:
-        """`dim`: in which the positions of hidden states lie."""
+        """`dim`: the dimension of hidden states that holds the positions."""
         self._rank, self._dim = rank, dim
         self._block: _Block | None = None
         self._stream: RankStream | None = None
 
     @contextmanager
     def running(self, hidden: torch.Tensor, stream: RankStream | None = None) -> Iterator[None]:
-        """While a block runs on hidden states of this part. `stream`: of a cut width in it, which has all positions."""
+        """A scope for a block on this shard's hidden states. `stream`: of a cut width in it, with all positions."""
         before, self._stream = self._block, stream
         self._block = _Block(
-            hidden.shape[self._dim], hidden.shape[1 - self._dim], _hooks_in_force(), torch.is_grad_enabled()
+            hidden.shape[self._dim], hidden.shape[1 - self._dim], saved_tensor_hooks(), torch.is_grad_enabled()
         )
         try:
             yield
@@ -59,7 +60,7 @@ class SequenceMasks:
             self._block = before
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of torch's, with numbers of this rank's own if it draws a mask along the sequence."""
+        """Call a torch function, from this rank's own stream if it draws a mask along the sequence."""
         block = self._block
         shape = None if block is None else _mask_of(func, args, kwargs)
         if block is None or shape is None or not is_along(shape, block.length, block.batch, self._dim):
@@ -72,15 +73,15 @@ class SequenceMasks:
 
     @contextmanager
     def own(self, device: torch.device) -> Iterator[None]:
-        """While something is drawn along the sequence."""
+        """A scope for a draw along the sequence."""
         block = self._block
-        if block is not None and (block.hooks != _hooks_in_force() or block.has_gradient != torch.is_grad_enabled()):
+        if block is not None and (block.hooks != saved_tensor_hooks() or block.has_gradient != torch.is_grad_enabled()):
             raise PlanError(
                 "a block draws random numbers in a part of it that is computed again in the backward pass",
-                why="on a shared sequence each rank draws its own, and only a block that is run again as a whole draws "
-                "them a second time",
-                do="let activation_checkpointing run whole blocks again, in the place of torch.utils.checkpoint within "
-                "them, or set dropout to 0",
+                why="on a sharded sequence each rank draws its own numbers, and only a block that is recomputed as a "
+                "whole draws the same ones again",
+                do="set activation_checkpointing=true, which recomputes whole blocks, in place of "
+                "torch.utils.checkpoint within them, or set dropout to 0",
             )
         with own_numbers(self._rank, device):
             yield
@@ -98,7 +99,7 @@ class MaskMode(TorchFunctionMode):
 
 
 def is_along(shape: Sequence[int], length: int, batch: int, dim: int = 1) -> bool:
-    """Whether a mask has a place for each of so many positions, where hidden states have them in `dim`.
+    """Whether a mask has an element for each of `length` positions, which hidden states have in `dim`.
 
     >>> is_along((2, 8, 32), 8, 2), is_along((2, 4, 8, 8), 8, 2), is_along((16, 32), 8, 2)
     (True, True, True)
@@ -108,24 +109,24 @@ def is_along(shape: Sequence[int], length: int, batch: int, dim: int = 1) -> boo
     large = [at for at, size in enumerate(shape) if size > 1]
     if len(shape) == 3:
         return shape[dim] == length and (length > 1 or len(large) > 1)
-    if len(shape) > 3:  # with heads; the batch is first, whatever the hidden states are like
+    if len(shape) > 3:  # with heads; the batch is first, for any layout of the hidden states
         return length in shape[1:] and len(large) > (0 if length > 1 else 1)
     if len(shape) == 2 and tuple(shape) in ((batch, length), (length, batch)):
         return True
     if len(shape) in (1, 2) and shape[0] == length == batch:
         raise PlanError(
             f"a block draws random numbers of shape {tuple(shape)}, for {batch} samples of {length} positions",
-            why="it cannot be known whether they are for samples or for positions, of which a rank has a part",
+            why=f"samples and positions are both {length}, so it is unknown for which of them the numbers are drawn",
             do="use another batch_size, or draw them in a shape with a dimension for each",
         )
     return len(shape) in (1, 2) and length > 1 and shape[0] in (length, batch * length)
 
 
 def _mask_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """The shape of what a function draws; None if it draws nothing."""
+    """The shape of a function's random numbers; None if it draws none."""
     if kwargs.get("training") is False or kwargs.get("p") == 0:
         return None
-    if kwargs.get("generator") is not None:  # whose numbers are not those of the ranks
+    if kwargs.get("generator") is not None:  # a user's own generator
         return None
     if func in _OF_FIRST:
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
@@ -150,8 +151,3 @@ def _sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[in
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     return torch.device(kwargs.get("device") or "cpu") if first is None else first.device
-
-
-def _hooks_in_force() -> Any:
-    """By which a part of a forward pass keeps less than its activations."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -1,7 +1,7 @@
-"""Interception: a rank runs the model's own forward, of which only its stage's part computes.
+"""Interception: a rank runs the model's own forward, in which only the modules of its stage compute.
 
-Every stage has the batch, so the forward makes masks and positions anew on each. Blocks of earlier stages hand their
-input on, the last of them gives out what was received; the first block of the next stage ends the forward early.
+Every stage has the batch, so the forward computes masks and positions again on each. Blocks of earlier stages return
+their input, the last of them returns the received hidden state; the first block of the next stage ends the forward.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distributed.core.errors import PlanError
-from distributed.strategies.blocks import main_stack
-from distributed.strategies.layout import Layout
-from distributed.strategies.paths import is_inside, join
-from distributed.strategies.stages import find_sides, side_of
+from distributed.runtime.torch_compat import tree_leaves, tree_map_only
+from distributed.strategies.model.blocks import main_stack
+from distributed.strategies.model.paths import is_inside, join
+from distributed.strategies.pipeline.stages import find_sides, side_of
+from distributed.strategies.placement import Layout
 
 
 class Leave(BaseException):
@@ -42,16 +42,16 @@ class _Pass:
 
 
 class Interception:
-    """A model of which this rank keeps the parts of its own stages, in place; the rest has no memory and no work."""
+    """A model with only the modules of this rank's stages, in place; others have no memory and compute nothing."""
 
     def __init__(
         self, module: nn.Module, layout: Layout, parts: list[list[str]], mine: Sequence[int], device: torch.device
     ) -> None:
         self.module, self.parts, self.mine, self.device = module, parts, tuple(mine), device
         self.last = len(parts) - 1
-        self.form: Any = None  # how a block returns its hidden state, with meta tensors for what comes beside it
+        self.form: Any = None  # the structure of a block's output, with meta tensors beside the hidden state
         self._pass: _Pass | None = None
-        self._shadows: list[tuple[nn.Module, str, torch.Tensor, frozenset[int]]] = []  # for our stages without it
+        self._shadows: list[tuple[nn.Module, str, torch.Tensor, frozenset[int]]] = []  # for stages here without it
         self._stage_of = {path: stage for stage, paths in enumerate(parts) for path in paths}
         self._bounds: list[tuple[int, int]] = []
         at = 0
@@ -70,12 +70,12 @@ class Interception:
         self._strip(layout, {name: owners for names, owners in tensors for name in names})
 
     def _places(self, path: str) -> frozenset[int]:
-        """The stages that have what this module itself holds."""
+        """The stages that hold this module's own tensors."""
         block = next((b for b in self._stage_of if is_inside(path, b)), None)
         if block is not None:
             return frozenset([self._stage_of[block]])
         side = side_of(path, self._sides)
-        if side is None:  # on the way to the stack: what is held there is small, and may be used at both ends
+        if side is None:  # a module around the stack: its own tensors are small, and may be used at both ends
             return frozenset([0, self.last])
         return frozenset([0] * side.before + [self.last] * side.after)
 
@@ -130,7 +130,7 @@ class Interception:
                     layout.set_stores(full, False)
 
     def _zero(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """In place of a parameter that the forward uses before the blocks; nothing may come of it."""
+        """Zeros in place of a parameter that forward uses before the blocks; they must not reach a result."""
         with torch.enable_grad():
             zero = torch.zeros((), dtype=parameter.dtype, device=self.device, requires_grad=parameter.requires_grad)
             if zero.requires_grad:
@@ -138,7 +138,7 @@ class Interception:
             return zero.expand(parameter.shape)
 
     def own_modules(self, stage: int) -> dict[str, nn.Module]:
-        """What holds this stage's parameters: its blocks, and modules outside of the blocks."""
+        """The modules with this stage's parameters: its blocks, and modules outside of the blocks."""
         found: dict[str, nn.Module] = {path: self.module.get_submodule(path) for path in self.parts[stage]}
         shared = {name for names in self.shared for name in names}
         for path, owner in self.module.named_modules():
@@ -151,14 +151,14 @@ class Interception:
                 found[path] = owner
             else:
                 found[join(path, "own")] = shell = nn.Module()
-                shell._parameters = owner._parameters  # the same dict: whoever replaces a parameter does so for both
+                shell._parameters = owner._parameters  # the same dict: a replaced parameter is replaced for both
         return found
 
     def install(self) -> None:
-        """Put ourselves before the calls of the blocks and of what uses parameters outside of them.
+        """Intercept the calls of the blocks and of other modules with parameters.
 
-        Before all hooks too, so that FSDP's see only calls that compute. Done at the first forward, when everybody
-        else has wrapped what they wanted to.
+        The interception is outside all hooks, so that FSDP's hooks see only calls that compute. It is installed at the
+        first forward, after all other wrappers.
         """
         if self._is_installed:
             return
@@ -180,7 +180,7 @@ class Interception:
 
     @contextmanager
     def at(self, stage: int, received: torch.Tensor | None) -> Iterator[None]:
-        """Around a forward of the model for one stage."""
+        """The scope of a forward of the model for one stage."""
         self.install()
         self._pass = _Pass(stage, received, received is None)
         shadows = [(owner, name, zero) for owner, name, zero, owners in self._shadows if stage not in owners]
@@ -219,7 +219,7 @@ class Interception:
         return self._in_form(now.received)
 
     def _call_again(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call outside of a stage's forward: what was not kept for the backward is computed once more."""
+        """A call outside of a stage's forward: the recomputation in the backward pass."""
         assert not self._owners[path].isdisjoint(self.mine), f"{path} was called on a rank that does not have it"
         return self._calls[path][1](*args, **kwargs)
 
@@ -235,8 +235,8 @@ class Interception:
             where = "before" if now.stage == 0 else "after"
             raise PlanError(
                 f"the model uses {path} {where} its blocks, but a pipeline keeps it at their other end",
-                why="the forward does not name it, so the order in which modules are held decided",
-                do=f"hold it {where} {self._stack!r} in the model's __init__",
+                why="the forward does not name this module, so the order of modules in __init__ decided its stage",
+                do=f"assign {path} {where} {self._stack!r} in the model's __init__",
             )
         assert now.received is not None
         key = (path, *signature((args, kwargs)))
@@ -245,7 +245,7 @@ class Interception:
         return tree_map_only(torch.Tensor, partial(self._stand_in, path, now.received.dtype), self._learned[key])
 
     def _shape_of(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module would give out, computed without data."""
+        """A module's output on the meta device, computed without data."""
         if isinstance(owner, nn.Embedding):
             return torch.empty((*args[0].shape, owner.embedding_dim), device="meta")
         tensors = [*owner.named_parameters(), *owner.named_buffers()]  # of another stage of this rank
@@ -259,13 +259,17 @@ class Interception:
             self._is_shaping = False
 
     def _stand_in(self, path: str, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-        """Zeros for what a module before the blocks gives out on other stages; a gradient must not come here."""
+        """Zeros for the output of a module before the blocks on other stages; they must not get a gradient."""
         if not like.is_floating_point():
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         zero = torch.zeros((), dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
         if zero.requires_grad:
             zero.register_hook(partial(_refuse, path))
-        return zero.expand(like.shape).clone()  # whoever changes it in place may
+        return zero.expand(like.shape).clone()  # a clone may be changed in place
+
+    def take_form(self, form: Any) -> None:
+        """Take a block's output structure from another stage, unless a block on this rank has shown it."""
+        self.form = self.form or form
 
     def _learn_form(self, output: Any) -> None:
         if isinstance(output, tuple | list):
@@ -273,7 +277,7 @@ class Interception:
             if any(item.numel() == 1 for item in beside):
                 raise PlanError(
                     "a block returns a loss of its own beside the hidden state",
-                    why="a pipeline hands on the hidden state only, so the loss of earlier stages would be lost",
+                    why="a pipeline sends only the hidden state on, so the losses of earlier stages would be lost",
                     do="set pipeline_parallel=1 for this model",
                 )
         if self.form is None:
@@ -287,13 +291,13 @@ class Interception:
 
 
 def _form_of(output: Any) -> Any:
-    """What can be sent to another stage to say how a block returns."""
+    """The structure of a block's output, in a form that can be sent to another stage."""
     if isinstance(output, torch.Tensor):
         return "tensor"
     if not isinstance(output, tuple | list):
         raise PlanError(
             f"a block returns a {type(output).__name__}",
-            why="a pipeline hands on a tensor, or the first of a tuple or list",
+            why="a pipeline sends a tensor to the next stage, or the first element of a tuple or list",
             do="let the blocks return the hidden state, or set pipeline_parallel=1",
         )
     kept = [torch.empty_like(item, device="meta") if isinstance(item, torch.Tensor) else None for item in output[1:]]
@@ -301,7 +305,7 @@ def _form_of(output: Any) -> Any:
 
 
 def _split_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-    """The hidden state, which is the first argument, and the others."""
+    """The hidden state, which is the first argument, and the other arguments."""
     if args:
         return args[0], (args[1:], kwargs)
     names = inspect.signature(type(block).forward).parameters
@@ -310,7 +314,7 @@ def _split_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def signature(value: Any) -> tuple[Any, ...]:
-    """The shapes and types of what a batch is made of, to compare two of them by.
+    """The shapes and types of a batch's tensors, to compare two batches.
 
     >>> signature({"x": torch.zeros(2, 3)})
     ('x', (2, 3), torch.float32)
@@ -330,8 +334,8 @@ def _refuse(path: str, gradient: torch.Tensor) -> None:
 
 def _more_than_hidden(path: str) -> PlanError:
     return PlanError(
-        f"the model uses what {path} makes in more places than the first block",
-        why="a pipeline hands on the hidden state from block to block, and nothing else that has gradients",
+        f"the model uses the output of {path} in more places than the first block",
+        why="a pipeline sends the hidden state from stage to stage, and no other tensor with gradients",
         do="set pipeline_parallel=1 for this model",
     )
 
@@ -339,6 +343,6 @@ def _more_than_hidden(path: str) -> PlanError:
 def _not_a_chain(path: str) -> PlanError:
     return PlanError(
         f"the model calls its block {path} out of order, or twice",
-        why="a pipeline needs blocks that are called once each, one after the other",
+        why="a pipeline needs blocks that are each called once, in order",
         do="set pipeline_parallel=1 for this model",
     )

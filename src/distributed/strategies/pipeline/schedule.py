@@ -1,4 +1,4 @@
-"""Pipeline: a step over micro-batches through stages on different ranks, driven by torch's schedules."""
+"""Pipeline: a step of micro-batches through stages on different ranks, by torch's schedules."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from distributed.core.errors import DistributedError, PlanError
+from distributed.runtime.session import Session
 from distributed.strategies.base import Outcome
-from distributed.strategies.gradient_sums import local
-from distributed.strategies.interception import Interception, Leave, signature
-from distributed.strategies.layout import Layout
-from distributed.strategies.stages import cut
+from distributed.strategies.pipeline.interception import Interception, Leave, signature
+from distributed.strategies.pipeline.stages import cut
+from distributed.strategies.placement import Layout, local
 
 Run = Callable[[nn.Module, Any], Outcome]
 Weigh = Callable[[int, Outcome], torch.Tensor]
 
 STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
-_KEPT_SETS = 4  # of buffers for one shape of batches each
+_KEPT_SETS = 4  # sets of receive buffers, one for each shape of batches
+_SHAPES = "shapes of hidden states between stages"
 
 
 class Stage(nn.Module):
-    """One stage: its parameters are its own, its forward is the model's from what was received on."""
+    """One stage: it has its own parameters, and runs the model's forward from the received hidden state on."""
 
     def __init__(self, interception: Interception, index: int) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Stage(nn.Module):
         assert self.work is not None
         at, self._next = self._next, self._next + 1  # a stage runs its micro-batches in order, in every schedule
         work, parts = self.work, self._interception
-        # a copy, because the model may change it in place, which nobody may do to a leaf that has gradients
+        # a copy, because the model may change it in place, which autograd forbids for a leaf with gradients
         with parts.at(self.index, received[0].clone() if received else None):
             try:
                 outcome = work.run(parts.module, work.batches[at])
@@ -62,28 +63,28 @@ class Stage(nn.Module):
                 return work.check(self.index, _sendable(leave.hidden))
         if self.index != parts.last:
             raise PlanError(
-                "the model's forward ended before it came to the blocks of the next stage",
+                "the model's forward ended before it reached the blocks of the next stage",
                 why=f"stage {self.index} of {parts.last + 1} has {', '.join(parts.parts[self.index])}",
                 do="set pipeline_parallel=1 for this model",
             )
-        weighed = work.weigh(at, outcome)
+        weighed = work.weigh(at, outcome).float()  # fp32, as declared to torch; only its backward is used
         return weighed.clone() if weighed._is_view() else weighed
 
 
 class _Work:
-    """What the stages of this rank are given for one step."""
+    """The inputs of this rank's stages for one step."""
 
     def __init__(self, batches: Sequence[Any], run: Run, weigh: Weigh, metas: dict[int, _Meta]) -> None:
         self.batches, self.run, self.weigh, self.metas = batches, run, weigh, metas
 
     def check(self, stage: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The next stage waits for a hidden state like those of earlier batches of the same shapes."""
+        """Check that a hidden state has the shape that the next stage expects for this batch's shapes."""
         found = _Meta(tuple(hidden.shape), hidden.dtype)
         known = self.metas.setdefault(stage, found)
         if found != known:
             raise PlanError(
-                f"stage {stage} gave out {found}, for an earlier batch of the same shapes {known}",
-                why="a pipeline has to know the shape of the hidden state by the shapes of the batch",
+                f"stage {stage} returned {found}, for an earlier batch of the same shapes {known}",
+                why="the next stage must know the shape of the hidden state from the shapes of the batch",
                 do="pad the batches to one shape, or set pipeline_parallel=1",
             )
         return hidden
@@ -91,14 +92,14 @@ class _Work:
 
 class _TorchStage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing was inferred; torch's own forgets the gradients that a step has so far."""
+        """Does nothing, because no shape was inferred; torch's own method would drop accumulated gradients."""
 
 
 class Pipeline:
-    """Cuts a model in place for this rank's place in a group of ranks, and runs steps through all of them.
+    """Cuts a model in place into this rank's stages, and runs steps through the stages of all ranks.
 
-    `agree` is given 0 for a step like an earlier one, 1 for new shapes and 2 for micro-batches of different shapes, and
-    returns the largest that any rank has whose steps must go alike: with FSDP, the ranks that share a stage.
+    `agree` gets 0 for a step like an earlier one, 1 for new shapes and 2 for micro-batches of different shapes, and
+    returns the maximum over the ranks that must run equal steps: with FSDP, the ranks of one stage.
     """
 
     def __init__(
@@ -109,10 +110,11 @@ class Pipeline:
         group: dist.ProcessGroup,
         schedule: str,
         microbatches: int,
-        device: torch.device,
+        session: Session,
         agree: Callable[[int], int] = lambda case: case,
     ) -> None:
-        self._group, self._kind, self._device, self._agree = group, schedule, device, agree
+        self._group, self._kind, self._session, self._agree = group, schedule, session, agree
+        self._device = device = session.device
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         total = self._ranks * STAGES_PER_RANK[schedule]
         mine = range(self._rank, total, self._ranks)
@@ -122,15 +124,17 @@ class Pipeline:
         self.is_first, self.is_last = self._rank == 0, self._rank == self._ranks - 1
         self.shared = self._parts.shared
         self.schedule = _schedule_class(schedule, microbatches, self._ranks).__name__  # torch's, of a full step
-        self._metas: dict[Any, dict[int, _Meta]] = {}  # of what each stage of this rank receives and gives out
+        self._metas: dict[Any, dict[int, _Meta]] = {}  # shapes of each stage's input and output on this rank
         self._sets: OrderedDict[Any, Any] = OrderedDict()
         # NCCL makes the group's communicator when it is first used, and waits for all of its ranks
-        dist.all_reduce(torch.zeros((), device=device), group=group)
+        session.sum("first meeting of the stages", torch.zeros((), device=device), group)
+        if device.type == "cuda":
+            _begin_backward_thread(device)
 
     def forward_backward(self, batches: Sequence[Any], run: Run, weigh: Weigh) -> None:
-        """One step: gradients as if the micro-batches' weighed losses had been summed and gone back in one process.
+        """Run one step: the gradients equal those of the sum of the weighed losses in one process.
 
-        Only the rank of the last stage has outcomes. `weigh` sees each of them, and nobody keeps their outputs.
+        Only the rank of the last stage has outcomes. `weigh` gets each of them, and their outputs are not kept.
         """
         keys = [self._key(batch) for batch in batches]
         is_regular = len(set(keys)) == 1
@@ -144,7 +148,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batch: Any, run: Run) -> Outcome | None:
-        """Through all stages without gradients; the rank of the last stage returns the outcome."""
+        """Run a batch through all stages without gradients; the rank of the last stage returns the outcome."""
         key = self._key(batch)
         is_new = key not in self._metas
         found: list[Outcome] = []
@@ -158,7 +162,7 @@ class Pipeline:
 
     @torch.no_grad()
     def finish_gradients(self, used: Mapping[str, nn.Parameter] | None = None) -> None:
-        """Sum the gradients of parameters that the first and the last stage both have; `used`: of these alone."""
+        """Sum the gradients of parameters that the first and the last stage share; `used`: only of these."""
         if not self.shared or self._ranks == 1 or not (self.is_first or self.is_last):
             return
         peer = dist.get_global_rank(self._group, self._ranks - 1 if self.is_first else 0)
@@ -174,8 +178,8 @@ class Pipeline:
             sums.append((own, other))
             operations.append(dist.P2POp(dist.isend, sent, peer, self._group))
             operations.append(dist.P2POp(dist.irecv, other, peer, self._group))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
+        if operations:
+            self._send("gradients that two stages share", operations)
         for own, other in sums:
             own += other
 
@@ -201,7 +205,7 @@ class Pipeline:
             raise
 
     def _get_set(self, key: Any, count: int) -> tuple[list[_TorchStage], Any]:
-        """torch's stages and schedule for so many micro-batches of one shape; they hold the buffers to receive in."""
+        """torch's stages and schedule for a number of micro-batches of one shape, with their receive buffers."""
         if (key, count) not in self._sets:
             if self._kind == "zero_bubble":
                 self._keep_unsharded()
@@ -227,15 +231,15 @@ class Pipeline:
         return self._sets[key, count]
 
     def _keep_unsharded(self) -> None:
-        """FSDP's parameters must be the same objects in the forward and in the later backward of the weights."""
+        """Keep FSDP's parameters the same objects in the forward and in the later backward of the weights."""
         for module in (module for stage in self.stages for module in stage.modules()):
             if isinstance(module, FSDPModule):
                 module.set_reshard_after_forward(False, recurse=False)
 
     def _walk(self, work: _Work, is_new: bool, *, is_probe: bool = False) -> None:
-        """One batch through this rank's stages in turn; where its shape is new, with a word on what is handed on.
+        """Run one batch through this rank's stages in order; for a new shape, also send the output structure.
 
-        A probe is after this word only, so the last stage need not compute.
+        A probe needs this structure only, so the last stage does not compute.
         """
         for stage in self.stages:
             before, after = (stage.index - 1) % self._ranks, (stage.index + 1) % self._ranks
@@ -243,9 +247,9 @@ class Pipeline:
             if stage.index:
                 if is_new:
                     work.metas[stage.index - 1], form = self._receive_object(before)
-                    self._parts.form = self._parts.form or form
+                    self._parts.take_form(form)
                 buffer = work.metas[stage.index - 1].empty(self._device)
-                dist.recv(buffer, src=dist.get_global_rank(self._group, before), group=self._group)
+                self._exchange(dist.irecv, buffer, before)
                 received = (buffer,)
             is_last = stage.index == self._parts.last
             if is_last and is_probe:
@@ -254,16 +258,28 @@ class Pipeline:
             output = stage(*received)
             if not is_last:
                 output = output.detach()
-                peer = dist.get_global_rank(self._group, after)
                 if is_new:
+                    peer = dist.get_global_rank(self._group, after)
                     word = (work.metas[stage.index], self._parts.form)
-                    dist.send_object_list([word], dst=peer, group=self._group, device=self._device)
-                dist.send(output, dst=peer, group=self._group)
+                    with self._session.named(_SHAPES):
+                        dist.send_object_list([word], dst=peer, group=self._group, device=self._device, **_BATCHED)
+                self._exchange(dist.isend, output, after)
+
+    def _exchange(self, send_or_receive: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
+        """Send one message, as a batch: in an eagerly initialized group NCCL serializes unbatched ones."""
+        operation = dist.P2POp(send_or_receive, tensor, dist.get_global_rank(self._group, peer), self._group)
+        self._send("hidden states between stages", [operation])
+
+    def _send(self, name: str, operations: list[dist.P2POp]) -> None:
+        with self._session.named(name):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
 
     def _receive_object(self, peer: int) -> Any:
         found = [None]
         source = dist.get_global_rank(self._group, peer)
-        dist.recv_object_list(found, src=source, group=self._group, device=self._device)
+        with self._session.named(_SHAPES):
+            dist.recv_object_list(found, src=source, group=self._group, device=self._device, **_BATCHED)
         return found[0]
 
     def _key(self, batch: Any) -> Any:
@@ -273,7 +289,7 @@ class Pipeline:
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
-        """Around a forward that is not one of the training's: buffers and random numbers stay as they were."""
+        """The scope of a forward outside training: buffers and random state are restored after it."""
         buffers = [buffer for buffer in self._parts.module.buffers() if not buffer.is_meta]
         before = [buffer.clone() for buffer in buffers]
         devices = [self._device] if self._device.type == "cuda" else []
@@ -284,7 +300,7 @@ class Pipeline:
         torch.clear_autocast_cache()  # casts made without gradients would be used again with them
 
     def _explain(self, error: Exception) -> None:
-        """Raise what the user's code or ours raised inside of torch's schedule, which wraps it."""
+        """Raise the original error of code inside torch's schedule, which wraps it."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, DistributedError):
@@ -301,7 +317,7 @@ class Pipeline:
 
 
 class _Meta(NamedTuple):
-    """Of the hidden state between two stages."""
+    """The shape and type of the hidden state between two stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -314,7 +330,7 @@ class _Meta(NamedTuple):
 
 
 def _schedule_class(name: str, count: int, ranks: int) -> Any:
-    """The schedule for so many micro-batches; where they do not fit it, one that takes any number."""
+    """The schedule for a number of micro-batches; if they do not fit it, one that takes any number."""
     if name == "1f1b" and count >= ranks:
         return Schedule1F1B
     if name in ("gpipe", "1f1b"):
@@ -330,9 +346,17 @@ def _weigh_at(weigh: Weigh, index: int, _: int, outcome: Outcome) -> torch.Tenso
 
 def _sendable(hidden: torch.Tensor) -> torch.Tensor:
     hidden = hidden.contiguous()
-    if torch.is_grad_enabled() and not hidden.requires_grad:  # everything before is frozen
+    if torch.is_grad_enabled() and not hidden.requires_grad:  # all earlier layers are frozen
         return hidden + torch.zeros((), dtype=hidden.dtype, device=hidden.device, requires_grad=True)
     return hidden.clone() if hidden._is_view() else hidden
 
 
+def _begin_backward_thread(device: torch.device) -> None:
+    """Launch a kernel in autograd's thread of a GPU, so that cuBLAS finds a context in a stage's backward."""
+    (torch.zeros((), device=device, requires_grad=True) * 1).backward()
+
+
+_BATCHED: dict[str, Any] = (
+    {"use_batch": True} if "use_batch" in inspect.signature(dist.send_object_list).parameters else {}
+)
 _TAKES_RETURN_OUTPUTS = "return_outputs" in inspect.signature(ScheduleGPipe._step_microbatches).parameters

@@ -1,4 +1,4 @@
-"""Stages of a model: which blocks each has, and at which end of them everything else is used."""
+"""Stages of a model: the blocks of each, and at which end of the blocks other modules are used."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from itertools import pairwise
 from torch import nn
 
 from distributed.core.errors import PlanError
-from distributed.strategies.blocks import main_stack
-from distributed.strategies.paths import is_inside, join
+from distributed.strategies.model.blocks import main_stack
+from distributed.strategies.model.paths import is_inside, join
 
 
 def balance(costs: Sequence[float], parts: int) -> list[range]:
-    """Contiguous ranges of blocks, none of them empty, so that the largest part's cost is minimal.
+    """Contiguous, non-empty ranges of blocks with a minimal largest cost.
 
     >>> balance([1, 1, 1, 1, 4], 2)
     [range(0, 4), range(4, 5)]
@@ -26,7 +26,7 @@ def balance(costs: Sequence[float], parts: int) -> list[range]:
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
-    # of the first n blocks in so many parts: the largest cost, the sum of squares (to be even), the bounds
+    # for the first n blocks in k parts: the largest cost, the sum of squares (to be even), the bounds
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for part in range(1, parts + 1):
         last = len(costs) - (parts - part)
@@ -44,9 +44,9 @@ def balance(costs: Sequence[float], parts: int) -> list[range]:
 
 
 def cut(module: nn.Module, parts: int) -> list[list[str]]:
-    """The paths of the blocks that each of `parts` stages has, balanced by parameters.
+    """The paths of the blocks of each of `parts` stages, balanced by parameters.
 
-    What comes before the blocks counts for the first stage, what comes after them for the last.
+    Modules before the blocks count for the first stage, modules after them for the last.
 
     >>> cut(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), 2)
     [['0', '1'], ['2', '3']]
@@ -54,7 +54,7 @@ def cut(module: nn.Module, parts: int) -> list[list[str]]:
     stack = main_stack(module)
     if stack is None:
         raise PlanError(
-            f"{type(module).__name__} has no stack of blocks for a pipeline to be cut in",
+            f"{type(module).__name__} has no stack of blocks that a pipeline could be cut in",
             why="stages are cut between the entries of an nn.ModuleList or nn.Sequential of one class",
             do="keep the model's repeated blocks in an nn.ModuleList, or set pipeline_parallel=1",
         )
@@ -78,16 +78,16 @@ def cut(module: nn.Module, parts: int) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Side:
-    """Whether something outside of the blocks is used before them, after them, or both."""
+    """Whether a module outside the blocks is used before them, after them, or both."""
 
     before: bool
     after: bool
 
 
 def find_sides(module: nn.Module, stack: str) -> dict[str, Side]:
-    """For everything that branches off the way from the model to its stack, by the forward that uses it.
+    """The sides of all modules and tensors beside the stack, by the forward that uses them.
 
-    Where that cannot be read, the order in which the modules are held decides; a wrong guess ends in an error later.
+    If the forward's source cannot be read, the order of modules decides; a wrong guess is an error later.
     """
     found: dict[str, Side] = {}
     owner, prefix = module, ""

@@ -1,11 +1,11 @@
 """Parameters and gradients in bf16, while the optimizer steps in fp32 and no small step is lost.
 
-The model computes with bf16 parameters that stand in the places of its own. Its own stay with the optimizer, in fp32:
+The model computes with bf16 parameters ("low" ones) in place of its own. Its own stay with the optimizer, in fp32:
 - compensated: they hold every digit, and after a step the low ones are the nearest numbers of bf16;
-- stochastic: they are made from the low ones for the step, and what it comes to is rounded up or down at random, with
-  the odds that make the mean the right one.
-Why not one set of parameters whose data changes its type: autograd then forgets the hooks by which DDP hears of a
-gradient, and ranks would go apart without an error. Nothing here looks at a value, so that a CUDA graph can hold it.
+- stochastic: they are made from the low ones for the step, and its result is rounded up or down at random, such that
+  the mean is right.
+One set of parameters whose data changes its type would not do: autograd then loses the hooks by which DDP notices a
+gradient, and replicas would diverge without an error. Nothing here reads a value, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from distributed.core.errors import TaskError
+from distributed.runtime.torch_compat import NormBase, foreach_copy_
 
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # few numbers, which scale everything, and stay in fp32
-_BUCKET = 2**26  # numbers that are made or rounded at once
+_NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # few parameters with a large effect: they stay in fp32
+BUCKET = 2**26  # numbers that are cast or rounded at once
 _ALIGNED = 64  # numbers; kernels read whole lines where a tensor begins with one
 _CUT = -(2**16)  # keeps the bits of fp32 that bf16 has
 
 
 class _Pair(NamedTuple):
-    own: nn.Parameter  # the user's; the optimizer's
-    low: nn.Parameter  # what the model computes with
-    places: list[tuple[nn.Module, str]]  # several where it is tied
+    own: nn.Parameter  # the user's and the optimizer's
+    low: nn.Parameter  # the model's, in bf16
+    places: list[tuple[nn.Module, str]]  # several if it is tied
 
 
 class LowParameters:
-    """Of one model, from here until `close`. Norm layers keep their parameters, and so does what is not fp32."""
+    """The bf16 parameters of a model until `close`. Norm layers and parameters other than fp32 are not changed."""
 
     def __init__(self, module: nn.Module, *, rounds: bool, generator: torch.Generator | None = None) -> None:
-        """`rounds`: at random, drawing from the generator, or from the device's own where there is none."""
+        """`rounds`: stochastically, with the generator, or the device's own if that is None."""
         self._module, self._rounds, self.generator = module, rounds, generator
         found = _places(module)
         _refuse_hooks(module, [own for own, _ in found])
@@ -47,12 +47,12 @@ class LowParameters:
         self._leave_whole()
 
     def tensors(self) -> list[torch.Tensor]:
-        """What a step changes here beside the optimizer's own."""
+        """The tensors that a step changes beside the optimizer's own."""
         return [pair.low for pair in self._trained]
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """After the last backward pass of a step: the optimizer's parameters get the gradients, in fp32."""
+        """Give the optimizer's parameters the gradients in fp32, after the last backward pass of a step."""
         if self._rounds:
             self._widen()
         dense = []
@@ -65,25 +65,25 @@ class LowParameters:
             elif low.grad is not None:
                 dense.append(pair)
         for bucket in _buckets(dense):
-            _, grads = _like(bucket)
-            torch._foreach_copy_(grads, [pair.low.grad for pair in bucket])  # type: ignore[misc]
+            _, grads = flat_like([pair.low for pair in bucket])
+            foreach_copy_(grads, [pair.low.grad for pair in bucket])  # type: ignore[misc]
             for (own, low, _), grad in zip(bucket, grads, strict=True):
                 own.grad, low.grad = grad, None
 
     @torch.no_grad()
     def write(self) -> None:
-        """After the optimizer's step: the low ones are what it came to."""
+        """Update the low parameters after the optimizer's step."""
         if self._rounds:
             for flat in self._wide:
                 round_at_random(flat, self.generator)
         _copy([pair.low for pair in self._trained], [pair.own for pair in self._trained])
-        for pair in self._trained:  # also where no optimizer has it, which would forget it
+        for pair in self._trained:  # also parameters without an optimizer, which would clear their gradients
             pair.own.grad = None
         if self._rounds:
             self._narrow(self._trained)
 
     def forget(self) -> None:
-        """No gradient of a step that was begun is left."""
+        """Drop all gradients of a step that was begun."""
         for own, low, _ in self._trained:
             own.grad = low.grad = None
         if self._rounds:
@@ -91,7 +91,7 @@ class LowParameters:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """The model as the user has made it, in fp32, to read or to write; the low ones then follow."""
+        """A scope in which the model has its own fp32 parameters, to read or write; the low ones are updated after."""
         if self._is_whole:
             yield
             return
@@ -102,12 +102,12 @@ class LowParameters:
             self._leave_whole()
 
     def load_generator(self, state: torch.Tensor) -> None:
-        """Of a checkpoint, unless it is of another kind of device, or of one process, which draws from its own."""
+        """Load the generator's state from a checkpoint, unless it is of another device, or of one process."""
         if self.generator is not None and state.shape == self.generator.get_state().shape:
             self.generator.set_state(state.cpu())
 
     def close(self) -> None:
-        """The user's parameters are the model's again."""
+        """Put the user's parameters back into the model."""
         for own, low, _ in self._pairs:
             own.grad = low.grad = None
         if not self._is_whole:
@@ -117,31 +117,31 @@ class LowParameters:
     def _enter_whole(self) -> None:
         for own, low, places in self._pairs:
             if self._rounds:
-                own.data = low.data.float()  # each with memory of its own: whoever reads it may keep it
-            _put(own, places)
+                own.data = low.data.float()  # each in its own memory, because a reader may keep it
+            put(own, places)
         self._is_whole = True
 
     @torch.no_grad()
     def _leave_whole(self) -> None:
         _copy([pair.low for pair in self._pairs], [pair.own for pair in self._pairs])
         for _, low, places in self._pairs:
-            _put(low, places)
+            put(low, places)
         if self._rounds:
             self._narrow(self._pairs)
         self._is_whole = False
 
     def _widen(self) -> None:
-        """Stochastic: for a step the optimizer's parameters have memory, in which they are the low ones exactly."""
+        """Stochastic: give the optimizer's parameters memory for a step, with the exact values of the low ones."""
         self._wide = []
         for bucket in _buckets(self._trained):
-            flat, values = _like(bucket)
-            torch._foreach_copy_(values, [pair.low for pair in bucket])
+            flat, values = flat_like([pair.low for pair in bucket])
+            foreach_copy_(values, [pair.low for pair in bucket])
             self._wide.append(flat)
             for pair, value in zip(bucket, values, strict=True):
                 pair.own.data = value
 
     def _narrow(self, pairs: Sequence[_Pair]) -> None:
-        """Stochastic: no memory of their own between steps."""
+        """Stochastic: free the memory of the optimizer's parameters between steps."""
         self._wide = []
         for own, low, _ in pairs:
             own.grad = None
@@ -149,7 +149,7 @@ class LowParameters:
 
 
 def round_at_random(values: torch.Tensor, generator: torch.Generator | None = None) -> None:
-    """To a neighbour that bf16 has, in place, such that the mean stays; what it has stays, and so do NaN and infinity.
+    """Round fp32 stochastically to bf16 values, in place, keeping the mean; NaN and infinity stay.
 
     >>> values = torch.tensor([1.0, 1.0 + 2**-9, float("inf")])
     >>> round_at_random(values)
@@ -163,7 +163,7 @@ def round_at_random(values: torch.Tensor, generator: torch.Generator | None = No
 
 
 def _places(module: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """The parameters that become low ones, and wherever in the model each of them is."""
+    """The parameters that get a low one, and all places of each in the model."""
     found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     kept: set[int] = set()
     for owner in module.modules():
@@ -178,12 +178,12 @@ def _places(module: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module,
 
 def _pair(own: nn.Parameter, places: list[tuple[nn.Module, str]]) -> _Pair:
     low = nn.Parameter(torch.empty_like(own, dtype=torch.bfloat16), requires_grad=own.requires_grad)
-    low.__dict__.update(own.__dict__)  # what a library has written on it
+    low.__dict__.update(own.__dict__)  # attributes that a library has set
     own.grad = None
     return _Pair(own, low, places)
 
 
-def _put(parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
+def put(parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
     for owner, name in places:
         if isinstance(owner, nn.RNNBase):  # it keeps a list of them beside
             setattr(owner, name, parameter)
@@ -192,11 +192,11 @@ def _put(parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> No
 
 
 def _buckets(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-    """In order, and each of one device."""
+    """Buckets of parameters in order, each of one device."""
     bucket: list[_Pair] = []
     size = 0
     for pair in pairs:
-        if bucket and (size + pair.low.numel() > _BUCKET or pair.low.device != bucket[0].low.device):
+        if bucket and (size + pair.low.numel() > BUCKET or pair.low.device != bucket[0].low.device):
             yield bucket
             bucket, size = [], 0
         bucket.append(pair)
@@ -205,32 +205,31 @@ def _buckets(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
         yield bucket
 
 
-def _like(pairs: Sequence[_Pair]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Memory for their numbers in fp32, and tensors in it, each with the strides of its parameter."""
+def flat_like(lows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One fp32 buffer for a bucket, and views of it with the strides of each parameter."""
     starts, end = [], 0
-    for pair in pairs:
+    for low in lows:
         starts.append(end)
-        end += -(-pair.low.numel() // _ALIGNED) * _ALIGNED
-    flat = torch.empty(end, dtype=torch.float32, device=pairs[0].low.device)
-    lows = (pair.low for pair in pairs)
+        end += -(-low.numel() // _ALIGNED) * _ALIGNED
+    flat = torch.empty(end, dtype=torch.float32, device=lows[0].device)
     return flat, [flat.as_strided(low.shape, low.stride(), start) for start, low in zip(starts, lows, strict=True)]
 
 
 def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     if into:
-        torch._foreach_copy_(list(into), list(values))
+        foreach_copy_(list(into), list(values))
 
 
 def _refuse_hooks(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """They hang on a tensor, and no gradient comes to this one any more."""
+    """Refuse hooks on the gradients of replaced parameters, which get no gradient from autograd."""
     hooked = {id(p) for p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in hooked]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise TaskError(
             f"bf16_parameters with a hook on the gradient of {names[0]}{more}",
-            why="the model then computes with other parameters in the place of these, whose gradients never meet it",
-            do="let the model's forward do what it does (a mask: on the weight), or leave bf16_parameters out",
+            why="the model then computes with bf16 parameters in place of these, whose gradients do not reach the hook",
+            do="let the model's forward do what the hook does (a mask: on the weight), or leave bf16_parameters out",
         )
 
 
@@ -238,6 +237,6 @@ def _reached_by_another_way(module: nn.Module, low: Any) -> TaskError:
     name = next((name for name, parameter in module.named_parameters() if parameter is low), "a parameter")
     return TaskError(
         f"a gradient came to {name} past the model",
-        why="with bf16_parameters the model computes with others than those that it was made with, which the loss used",
+        why="with bf16_parameters the model computes with other parameters, and the loss used the original ones",
         do="let the loss read model.parameters() when it is computed, or leave bf16_parameters out",
     )

@@ -1,31 +1,31 @@
-"""Settings of a process that make a step faster: TF32, how memory grows on a GPU and stays on a CPU.
+"""Process-wide settings for faster steps: TF32, expandable segments on a GPU, kept memory on a CPU.
 
-They are torch's own, or the system's, and hold for the whole process, its compiled blocks and its backward passes. When
-the run is over, torch's are as they were before, and memory that is free is given back.
+They are torch's or the system's, and hold for the whole process, its compiled blocks and its backward passes. After the
+run, torch's settings are restored, and free memory is returned to the system.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
 
-from distributed.core.env import ALLOCATOR
+from distributed.core.env import ALLOCATOR, inherited_environ
 from distributed.core.plan import SpeedPlan
+from distributed.runtime.torch_compat import set_allocator
 
 _SEGMENTS = "expandable_segments"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _NEVER = -1, -3, -1  # of mallopt
-_PIECE = 2**25  # bytes, from which on memory is taken and given back by itself: as far as glibc's own limit moves
-_keeping = 0  # runs, one within another
+_PIECE = 2**25  # bytes: larger pieces are mapped and unmapped separately, at the maximum of glibc's own threshold
+_keeping = 0  # nested runs
 
 
 @contextmanager
 def device_settings(speed: SpeedPlan, device: torch.device) -> Iterator[None]:
-    """What the plan says of the device, while this lasts."""
+    """A scope with the plan's settings of the device."""
     with ExitStack() as settings:
         if speed.keep_freed_memory:
             settings.enter_context(kept_memory())
@@ -33,7 +33,7 @@ def device_settings(speed: SpeedPlan, device: torch.device) -> Iterator[None]:
             if speed.tf32:
                 settings.enter_context(tf32_products())
             if speed.expandable_segments:
-                settings.enter_context(growing_segments(os.environ))
+                settings.enter_context(growing_segments(inherited_environ()))
         yield
 
 
@@ -41,8 +41,8 @@ def device_settings(speed: SpeedPlan, device: torch.device) -> Iterator[None]:
 def tf32_products() -> Iterator[None]:
     """Products and convolutions of fp32 in TF32.
 
-    torch has two ways to say so and refuses to read the older one once the newer one was used by itself. Everything
-    reads what the older one writes, so that is the one to write, unless the process has begun with the other.
+    torch has two settings for it, and refuses to read the older one once the newer one was set. All code reads what
+    the older one writes, so that one is set, unless the process has set the newer one.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     newer, convolutions = matmul.fp32_precision, cudnn.conv.fp32_precision  # type: ignore[attr-defined]
@@ -59,17 +59,17 @@ def tf32_products() -> Iterator[None]:
     finally:
         if older is not None:
             matmul.allow_tf32, cudnn.allow_tf32 = older
-        # The older one writes "ieee" where nobody had said anything.
+        # The older setting writes "ieee" where nothing was set.
         matmul.fp32_precision, cudnn.conv.fp32_precision = newer, convolutions  # type: ignore[attr-defined]
 
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Memory that is freed stays with the process, which would else get it back as pages to be cleared, step by step.
+    """Keep freed memory in the process, because pages that come back from the system must be cleared in every step.
 
-    glibc gives back what is free at the end of its heap, and moves the limit up to 64 MiB, which the activations of a
-    step exceed. Pieces of more than 32 MiB come and go by themselves as ever: on the heap they would leave holes. Other
-    threads than the first have heaps of their own, which go when they are empty.
+    glibc returns free memory at the end of its heap, with a threshold of at most 64 MiB, which the activations of a
+    step exceed. Pieces of more than 32 MiB are still mapped separately: on the heap they would fragment it. Threads
+    other than the first have their own heaps, which are unmapped when they are empty.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -90,16 +90,16 @@ def kept_memory() -> Iterator[None]:
 
 @contextmanager
 def growing_segments(environ: Mapping[str, str]) -> Iterator[None]:
-    """Let the allocator enlarge the segments that it asks for from now on; those that there are stay as they are."""
-    _set_allocator(allocator_options(environ, True))
+    """Turn on expandable segments for new allocations; existing segments stay unchanged."""
+    set_allocator(allocator_options(environ, True))
     try:
         yield
     finally:
-        _set_allocator(allocator_options(environ, None))
+        set_allocator(allocator_options(environ, None))
 
 
 def allocator_options(environ: Mapping[str, str], grows: bool | None) -> str:
-    """The user's own options with ours; None: the user's alone, and torch's default where they say nothing of it.
+    """The user's allocator options with expandable segments set; None: the user's value, or torch's default.
 
     >>> allocator_options({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False"}, True)
     'max_split_size_mb:64,expandable_segments:True'
@@ -113,9 +113,3 @@ def allocator_options(environ: Mapping[str, str], grows: bool | None) -> str:
     if grows is None and said:
         return ",".join(options)
     return ",".join([*others, f"{_SEGMENTS}:{bool(grows)}"])
-
-
-def _set_allocator(options: str) -> None:
-    """torch 2.13 has a new name for it and warns of the old one."""
-    known = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (known or torch.cuda.memory._set_allocator_settings)(options)

@@ -1,9 +1,9 @@
-"""FP8: the three products of a linear layer in 8 bits, with a scale for each tensor that is found as it is cast.
+"""FP8: the three products of a linear layer in 8 bits, with dynamic scaling per tensor.
 
 Inputs and weights are e4m3, whose 3 bits of fraction keep the forward pass close; gradients are e5m2: within one tensor
-they span more powers of two than the 18 of e4m3, and what falls below is lost. Scales stay on the device, so that
-nothing waits for them and a step can be captured. Sums over a batch, which the optimizer gets, are kept in fp32; those
-over a layer's inputs, or not too many outputs, in the fewer bits that the hardware has for them.
+they span more powers of two than the 18 of e4m3, and smaller values would be lost. Scales stay on the device, so that
+nothing synchronizes and a step can be captured. Sums over a batch, which the optimizer gets, are accumulated in fp32;
+sums over a layer's inputs, or over not too many outputs, in the fewer bits of the hardware's fast accumulation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from distributed.core.errors import PlanError
-from distributed.strategies.plain_modules import is_plain
+from distributed.core.plan import Decision
+from distributed.runtime.torch_compat import scaled_mm
+from distributed.strategies.checks.plain_modules import is_plain
 
 _FORWARD, _GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 2.0**-80  # of a tensor's largest number, or one of zeros would be divided by zero
@@ -36,23 +38,23 @@ _ROWS = 2048
 
 @dataclass(frozen=True)
 class Float8Layers:
-    """What was found in a model, by path."""
+    """The linear layers of a model that run in fp8, and the others, by path."""
 
     chosen: tuple[str, ...]
-    left: dict[str, str]  # and why
+    left: dict[str, str]  # the reason by path
 
-    def note(self) -> str:
-        """For people: equal paths of blocks once, and why others are left as they are."""
+    def decision(self) -> Decision:
+        """The layers as text: equal paths of blocks once, and the reasons of the others."""
         names = ", ".join(_folded(self.chosen))
         total = len(self.chosen) + len(self.left)
-        text = f"fp8: {len(self.chosen)} of {total} linear layers ({names})"
+        text = f"{len(self.chosen)} of {total} linear layers ({names})"
         for reason in sorted(set(self.left.values())):
             text += f"; in bf16, {reason}: {', '.join(_folded(p for p, why in self.left.items() if why == reason))}"
-        return text
+        return Decision("fp8", text)
 
 
 def find_float8_layers(module: nn.Module, worth: int = _WORTH) -> Float8Layers:
-    """Which linear layers gain by 8 bits, and why others do not.
+    """The linear layers that gain by fp8, and why others do not.
 
     >>> model = nn.Sequential(nn.Linear(2048, 8192), nn.Linear(8192, 2048), nn.Linear(2048, 10))
     >>> find_float8_layers(model)
@@ -79,7 +81,7 @@ def _why_not(layer: nn.Linear, is_head: bool, worth: int) -> str:
 
 
 def _heads(module: nn.Module, layers: dict[str, nn.Linear]) -> set[str]:
-    """Those that share an embedding's weight, and the last layer, if it has as many outputs as there are tokens."""
+    """The output layers: those tied to an embedding, and the last layer, if it has an output for each token."""
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     tied = {id(embedding.weight) for embedding in embeddings}
     found = {path for path, layer in layers.items() if id(layer.weight) in tied}
@@ -90,23 +92,23 @@ def _heads(module: nn.Module, layers: dict[str, nn.Linear]) -> set[str]:
 
 
 def need_float8_layers(module: nn.Module, worth: int = _WORTH) -> Float8Layers:
-    """The same, for a run that was asked for 8 bits, which is nothing without them."""
+    """The fp8 layers of a run with mixed_precision='fp8'; raises if there are none."""
     found = find_float8_layers(module, worth)
     if not found.chosen:
         reasons = "; ".join(f"{path} {why}" for path, why in list(found.left.items())[:3]) or "it has none"
         raise PlanError(
             "mixed_precision='fp8', and no linear layer of the model would run in it",
-            why=f"they must be large, and their sizes multiples of {_MULTIPLE}: {reasons}",
+            why=f"fp8 layers must be large, with sizes that are multiples of {_MULTIPLE}: {reasons}",
             do="set mixed_precision='bf16'",
         )
     return found
 
 
 def use_float8(module: nn.Module, *, worth: int = _WORTH, rows: int = _ROWS) -> tuple[Float8Layers, Callable[[], None]]:
-    """Run the layers that gain in 8 bits, wherever autocast is on; returns them, and what undoes it.
+    """Run the layers that gain in fp8, where autocast is on; returns them, and the function that undoes it.
 
-    The modules, their names and their state stay as they are. A call with fewer than `rows` rows, or with a number of
-    them that is no multiple of 16, runs as before.
+    The modules, their names and their state stay unchanged. A call with fewer than `rows` rows, or with a number of
+    rows that is no multiple of 16, runs as before.
     """
     found = need_float8_layers(module, worth)
     layers = [module.get_submodule(path) for path in found.chosen]
@@ -166,7 +168,7 @@ class _Linear(torch.autograd.Function):
         for_x = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
             for_x = _multiply(small, _by_columns(small_w), scale, scale_w, gradient.dtype, is_fast=is_short).to(of_x)
-        if ctx.needs_input_grad[1]:  # as exact as what it is added to
+        if ctx.needs_input_grad[1]:  # with the precision of the accumulated gradient
             for_weight = _multiply(small.t().contiguous(), _by_columns(small_x), scale, scale_x, of_weight)
         if ctx.needs_input_grad[2] and of_bias is not None:
             for_bias = gradient.sum(0, dtype=torch.float32).to(of_bias)
@@ -174,10 +176,10 @@ class _Linear(torch.autograd.Function):
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """In 8 bits, scaled by the power of two that just keeps all of it in range; and what to multiply it with again.
+    """A tensor in 8 bits, scaled by the smallest power of two that keeps it in range, and the inverse scale.
 
-    A power of two changes no digit, so that a number is rounded once, and the same way whatever else the tensor holds,
-    compiled or not. What is infinite or no number makes all products that it is in no numbers, too.
+    A power of two changes no digit, so a number is rounded once, independently of the tensor's other numbers, compiled
+    or not. An infinity or NaN makes all products with it NaN.
 
     >>> small, scale = cast(torch.tensor([1.0, -3.0, 1000.0]), torch.float8_e4m3fn)
     >>> (small.float() * scale).tolist(), scale.item()
@@ -191,7 +193,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 def _by_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """The same matrix, with columns in one piece: what the hardware takes on the right."""
+    """The same matrix in column-major order, which the hardware needs on the right."""
     return tensor.t().contiguous().t()
 
 
@@ -205,10 +207,10 @@ def _multiply(
     bias: torch.Tensor | None = None,
     is_fast: bool = False,
 ) -> torch.Tensor:
-    """`is_fast` sums in fewer bits, whose errors grow with the number of summands."""
-    return torch._scaled_mm(left, right, scale_left, scale_right, bias=bias, out_dtype=dtype, use_fast_accum=is_fast)
+    """The product of two scaled matrices; `is_fast` accumulates in fewer bits, whose errors grow with the length."""
+    return scaled_mm(left, right, scale_left, scale_right, bias=bias, out_dtype=dtype, use_fast_accum=is_fast)
 
 
 def _folded(paths: Any) -> list[str]:
-    """Without the numbers of blocks, each once."""
+    """The paths without the numbers of blocks, each once."""
     return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?=\.)", "*", path) for path in paths))

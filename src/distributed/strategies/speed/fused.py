@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed.strategies.sparse_gradients import sparse_layers
+from distributed.strategies.checks.sparse_layers import sparse_layers
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _DEVICES = ("cuda", "cpu")
 _OWN_WISH = ("foreach", "differentiable", "capturable", "fused")
-_SCALES = "_step_supports_amp_scaling"  # by which a GradScaler knows that the kernel divides by the scale itself
+_SCALES = "_step_supports_amp_scaling"  # tells a GradScaler that the kernel divides by the scale itself
 
 
 def why_not_fused(optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> str:
-    """Why it steps as it is: torch has no such kernel for it or for its parameters, the user has chosen how it steps,
-    or the model has layers whose gradients are sparse. Nothing where it can be fused.
+    """Why an optimizer cannot be fused; empty if it can.
+
+    Torch has no such kernel for it or for its parameters, the user has chosen a kernel, or gradients are sparse.
 
     >>> why_not_fused(torch.optim.AdamW(nn.Linear(1, 1).parameters()))
     ''
@@ -27,7 +28,7 @@ def why_not_fused(optimizer: torch.optim.Optimizer, module: nn.Module | None = N
     """
     groups, kind = optimizer.param_groups, type(optimizer)
     parameters = [p for group in groups for p in group["params"]]
-    if kind not in _KINDS:  # a subclass may step in a way of its own
+    if kind not in _KINDS:  # a subclass may step differently
         return f"torch has no fused {kind.__name__}"
     if not parameters:
         return "it has no parameters"
@@ -36,7 +37,7 @@ def why_not_fused(optimizer: torch.optim.Optimizer, module: nn.Module | None = N
     if own:
         return "it was made with {}={}".format(*own[0])
     if any(group.get("momentum") and group.get("dampening") for group in groups):
-        return "the first step leaves dampening out, which a fused one would not"  # see `_make_momentum`
+        return "torch's first step omits dampening, and a fused first step would not"  # see `_make_momentum`
     device = parameters[0].device
     if not all(p.is_floating_point() and p.device == device for p in parameters):
         return "its parameters are on several devices, or not in floating point"
@@ -47,8 +48,13 @@ def why_not_fused(optimizer: torch.optim.Optimizer, module: nn.Module | None = N
     return ""
 
 
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's fused kernels make all changes of an optimizer's step."""
+    return type(optimizer) in _KINDS and all(group.get("fused") for group in optimizer.param_groups)
+
+
 def fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let it step with fused kernels, in place, where `why_not_fused` has found nothing; returns what undoes it."""
+    """Fuse an optimizer for which `why_not_fused` is empty, in place; returns the function that undoes it."""
     before = [group.get("fused") for group in optimizer.param_groups]
     scaled = optimizer.__dict__.get(_SCALES)
     for group in optimizer.param_groups:
@@ -72,7 +78,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def _has_kernel(kind: Any, device: torch.device) -> bool:
-    """Asked by a step of one number: which kinds have a kernel on which device differs between versions of torch."""
+    """Whether torch has a fused kernel, tried with a step of one number, since versions of torch differ."""
     trial = nn.Parameter(torch.zeros(1, device=device))
     trial.grad = torch.zeros_like(trial)
     try:
@@ -90,9 +96,9 @@ def _steps(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], t
 
 
 def _make_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Momentum of zeros before a first step, which then is the same.
+    """Create zero momentum before the first step, which gives the same result.
 
-    torch's fused SGD begins with memory that nobody has written, and leaves it so where a scaled loss overflows.
+    torch's fused SGD begins with uninitialised memory, and leaves it so if a scaled loss overflows.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():

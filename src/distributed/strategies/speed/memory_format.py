@@ -1,4 +1,4 @@
-"""Channels last: weights of convolutions in the order in which tensor cores read them. Values and shapes stay."""
+"""Channels last: weights of convolutions in the memory format of tensor cores. Values and shapes stay."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import nn
 
 
 def to_channels_last(module: nn.Module) -> Callable[[], None]:
-    """Lay out parameters of four dimensions with channels last, in place; returns what undoes it.
+    """Convert 4D parameters to channels last, in place; returns the function that undoes it.
 
-    A convolution with such a weight brings its input into this order, and its output has it too, so that batches can
-    stay as they are.
+    A convolution with such a weight converts its input, and its output has this format too, so batches need no change.
     """
     changed = [p for p in module.parameters() if p.dim() == 4 and not p.is_meta]
     for parameter in changed:
@@ -27,9 +26,9 @@ def to_channels_last(module: nn.Module) -> Callable[[], None]:
 
 
 def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state of each parameter the parameter's order: fused kernels take both as they lie in memory.
+    """Give the state of each parameter the parameter's memory format, which fused kernels need.
 
-    State that was loaded, or made by an earlier training, has the plain one.
+    State that was loaded, or made by an earlier training, is contiguous.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():

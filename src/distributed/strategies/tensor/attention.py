@@ -1,4 +1,4 @@
-"""Attention with a share of the heads, of modules that count their heads in attributes."""
+"""Attention with a share of the heads, for modules that hold their number of heads in attributes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed.core.errors import PlanError
-from distributed.strategies.tensor_collectives import copy_to
-from distributed.strategies.tensor_modules import HEAD_SIZES, Heads
-from distributed.strategies.tensor_region import Region
-from distributed.strategies.tensor_trials import (
+from distributed.strategies.tensor.collectives import copy_to
+from distributed.strategies.tensor.modules import HEAD_SIZES, Heads
+from distributed.strategies.tensor.region import Region
+from distributed.strategies.tensor.trials import (
     SHAPE_ERRORS,
     Cuts,
     agree,
@@ -30,23 +30,24 @@ from distributed.strategies.tensor_trials import (
 
 @dataclass(frozen=True)
 class _Manner:
-    """How a module is made to work with its share of the heads."""
+    """A way to run a module with its share of the heads."""
 
-    narrows: bool  # it is shown an input as narrow as its share, in place of which its layers take the real one
-    shares_sizes: bool  # attributes that are widths, too, become those of the share
+    narrows: bool  # the module gets an input as narrow as its share, and its layers use the real one
+    shares_sizes: bool  # attributes that are widths become those of the share, too
 
 
 class HeadShare:
     """The forward of a module that has a share of the heads.
 
-    How a user's module comes to its sizes is not known: from attributes, or from its input's shape. So at the first
-    call the ways are tried with random weights, and the one is taken that gives what the whole module gives.
+    A user's module may take its sizes from attributes or from its input's shape. So at the first call the ways are
+    tried with random weights, and the one whose result equals that of the whole module is used.
     """
 
     def __init__(
         self,
         path: str,
         m: nn.Module,
+        *,
         heads: Heads,
         width: int,
         region: Region,
@@ -55,7 +56,7 @@ class HeadShare:
     ) -> None:
         self._path, self._module, self._width, self._region = path, m, width, region
         self._cuts = cuts
-        self._settled = settled  # by the modules before
+        self._settled = settled  # by earlier modules
         self._forward: Callable[..., Any] = m.forward
         self._degree = dist.get_world_size(region.group)
         self._whole = {name: value for name, value in vars(m).items() if type(value) is int}
@@ -67,7 +68,7 @@ class HeadShare:
             self._settle_on(_Manner(narrows=False, shares_sizes=True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._region.is_whole:  # the module around it is tried
+        if self._region.is_whole:  # a trial of the enclosing module
             return self._run_whole(args, kwargs)
         if self._manner is None:
             self._settle(args, kwargs)
@@ -86,24 +87,24 @@ class HeadShare:
                 do="leave sequence_parallel out",
             )
         swaps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        stand_ins: list[tuple[torch.Tensor, torch.Tensor]] = []
         for at, x in enumerate(found):
             real = region.take(x) if at == 0 else copy_to(x, region.group)
             if narrows:
                 shape = (*real.shape[:-1], real.shape[-1] // self._degree)
-                stand_in = real.new_full((), math.nan).expand(shape)  # whoever reads it is found out
-                region.stand_ins.append((stand_in, real))
+                stand_in = real.new_full((), math.nan).expand(shape)  # a read of it shows as NaN in the result
+                stand_ins.append((stand_in, real))
                 swaps.append((x, stand_in))
             else:
                 swaps.append((x, real))
-        region.is_gathered = not narrows
+        region.gather_before(stand_ins, is_gathered=not narrows)
         try:
             return self._forward(
                 *(_swapped(value, swaps) for value in args),
                 **{name: _swapped(value, swaps) for name, value in kwargs.items()},
             )
         finally:
-            region.is_gathered = False
-            region.stand_ins.clear()
+            region.forget_input()
 
     def _activations(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
@@ -132,13 +133,10 @@ class HeadShare:
         region = self._region
         whole = random_weights(self._module, self._cuts, self._degree, shifted=False)
         share = {name: cut.take(whole[name]) for name, (_, cut) in self._cuts.items()}
-        region.is_whole = True
-        try:
+        with region.whole():
             expected = self._outputs(whole, self._run_whole, args, kwargs)
-        finally:
-            region.is_whole = False
         reason = "the results differ"
-        is_generic = type(self._module).__module__.startswith("transformers.")  # which ask attributes only
+        is_generic = type(self._module).__module__.startswith("transformers.")  # these read attributes only
         for narrows in (False, True) if is_generic else (True, False):
             for shares_sizes in (True, False) if self._sizes else (True,):
                 self._set(self._counts | (self._sizes if shares_sizes else {}))
@@ -149,12 +147,12 @@ class HeadShare:
                     reason = str(error).splitlines()[0]
                 finally:
                     self._set(self._whole)
-                if agree(results, expected, region.group):
+                if agree(results, expected, region):
                     return _Manner(narrows, shares_sizes)
         raise PlanError(
             f"{self._path} ({type(self._module).__name__}) does not compute the same with its share of the heads",
-            why="its forward has sizes or an order of the heads that are not recognised, or mixes them, or the hidden "
-            f"width of a feed-forward network in it; at the last try: {reason}",
+            why="its forward has sizes or an order of the heads that are not recognised, or mixes the heads, or the "
+            f"hidden width of a feed-forward network in it; the last trial: {reason}",
             do="take sizes from attributes such as self.num_heads and self.head_dim, or give tensor_parallel_plan with "
             "another style ('column' where one layer has query, key and value of each head next to each other)",
         )
@@ -180,7 +178,7 @@ class HeadShare:
 
 
 def _shares(values: Mapping[str, int], heads: Heads, degree: int) -> dict[str, int]:
-    """The attributes that count heads, with the numbers of a share."""
+    """The attributes with numbers of heads, with the values of a share."""
     named = {name: value for name, value in values.items() if "head" in name or name == "h"}
     counts = (heads.queries, heads.keys)
     return {name: value // degree for name, value in named.items() if value in counts and name not in HEAD_SIZES}

@@ -1,4 +1,8 @@
-"""Pairs of collectives for tensor parallelism: what one does to activations, its partner does to their gradients."""
+"""Pairs of collectives for tensor parallelism: one for activations, its conjugate for their gradients.
+
+They have no name: blocks are compiled with them, and the compiler cannot trace the report of a collective. If a rank
+hangs in one, its stack shows which it is.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,32 @@ import torch.distributed as dist
 
 
 def copy_to(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Into a region where each rank computes a part: as it is; its gradient is the sum over the ranks."""
+    """Identity into a region where each rank computes a part; its gradient is all-reduced."""
     return _Copy.apply(x, group)  # type: ignore[no-any-return]
 
 
 def reduce_from(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Out of such a region: the sum over the ranks; its gradient is as it is."""
+    """All-reduce out of such a region; its gradient is unchanged."""
     return _Reduce.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather_from(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' parts, for what every rank then does alike; of its gradient each rank takes its own part."""
+    """All-gather for a computation that every rank repeats; each rank takes its own part of the gradient."""
     return _Gather.apply(x, dim, group)  # type: ignore[no-any-return]
 
 
 def scatter_to(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of what every rank has; its gradient is gathered."""
+    """This rank's part of a replicated tensor; its gradient is all-gathered."""
     return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return]
 
 
 def gather_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Shards of a sequence into a region where each rank computes a part; its gradient is summed and shared out."""
+    """All-gather of a sequence into a region where each rank computes a part; its gradient is reduce-scattered."""
     return _GatherSequence.apply(x, dim, group)  # type: ignore[no-any-return]
 
 
 def scatter_sequence(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Out of such a region: this rank's shard of the sum over the ranks; its gradient is gathered."""
+    """Reduce-scatter out of such a region into shards of the sequence; its gradient is all-gathered."""
     return _ScatterSequence.apply(x, dim, group)  # type: ignore[no-any-return]
 
 

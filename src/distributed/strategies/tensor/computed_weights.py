@@ -1,4 +1,4 @@
-"""Layers whose weight is computed from other parameters: tensor parallelism has nothing of theirs that it could cut."""
+"""Layers whose weight is computed from other parameters, which tensor parallelism cannot cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from distributed.core.errors import PlanError
 
-_ORIGINALS = ("_orig", "_g")  # what nn.utils.spectral_norm, prune and weight_norm call the parameter behind a weight
+_ORIGINALS = ("_orig", "_g")  # suffixes of the original weight in nn.utils.spectral_norm, prune and weight_norm
 
 
 def refuse_computed(module: nn.Module, paths: Iterable[str]) -> None:
@@ -20,7 +20,7 @@ def refuse_computed(module: nn.Module, paths: Iterable[str]) -> None:
             if _is_computed(layer):
                 raise PlanError(
                     f"the weight of {name} is computed from other parameters (a parametrization or a weight norm)",
-                    why="tensor parallelism cuts weights, and a part of it cannot be computed from parts of these",
+                    why="tensor parallelism cuts weights, and a shard of this one cannot be computed from theirs",
                     do=f"leave {name} out of tensor_parallel_plan, or train with tensor_parallel=1",
                 )
 

@@ -1,4 +1,4 @@
-"""Layers whose hidden width is shared out between ranks: which belong together, and whether that changes nothing."""
+"""Layers whose hidden width is sharded over ranks: which belong together, and the trial of the result."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed.core.errors import PlanError
-from distributed.strategies.blocks import main_stack
-from distributed.strategies.paths import is_inside, join, parent_of
-from distributed.strategies.tensor_names import COLUMNS, Style
-from distributed.strategies.tensor_region import Region
-from distributed.strategies.tensor_trials import (
+from distributed.strategies.model.blocks import main_stack
+from distributed.strategies.model.paths import is_inside, join, parent_of
+from distributed.strategies.tensor.names import COLUMNS, Style
+from distributed.strategies.tensor.region import Region
+from distributed.strategies.tensor.trials import (
     SHAPE_ERRORS,
     Cuts,
     agree,
@@ -27,7 +27,7 @@ from distributed.strategies.tensor_trials import (
 
 
 def find_holders(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
-    """For each layer of a width that is shared out, the smallest module whose forward has its beginning and its end.
+    """For each layer of a sharded width, the smallest module whose forward contains the width's first and last layer.
 
     >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> find_holders(nn.ModuleDict({"mlp": mlp}), {"mlp.0": "column", "mlp.2": "row"})
@@ -56,7 +56,7 @@ def _has_forward(m: nn.Module) -> bool:
 
 
 def can_be_tried(module: nn.Module, holder: str) -> bool:
-    """Whether it has a forward of its own that is not the one of the whole model, of which a rank may run a stage."""
+    """Whether a module has its own forward and is not the whole model, of which a rank may run a stage."""
     stack = main_stack(module)
     return _has_forward(module.get_submodule(holder)) and (stack is None or not is_inside(stack, holder))
 
@@ -64,7 +64,7 @@ def can_be_tried(module: nn.Module, holder: str) -> bool:
 class WidthShare:
     """The forward of a module that has a share of the width between two of its layers.
 
-    That is the same only if nothing between them takes different parts of the width together, which is tried once.
+    The result is the same only if nothing between them mixes different parts of the width, which is tried once.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class WidthShare:
     ) -> None:
         self._path, self._module, self._region, self._cuts = path, m, region, cuts
         self._has_heads = has_heads
-        self._tried = tried  # by the modules before
+        self._tried = tried  # by earlier modules
         self._forward: Callable[..., Any] = m.forward
-        region.untried = path or type(m).__name__
+        region.await_trial(path or type(m).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._region.untried:
@@ -83,14 +83,15 @@ class WidthShare:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        untried, self._region.untried = self._region.untried, ""
+        untried = self._region.untried
+        self._region.admit()  # to the trial itself
         types = tuple(type(child) for child in self._module.modules())
         key = (types, tuple((name, shape) for name, (shape, _) in self._cuts.items()))
         if key not in self._tried:
             with trying(self._module), self._region.stream.off():
                 reason = self._find_difference(args, kwargs)
             if reason is not None:
-                self._region.untried = untried
+                self._region.await_trial(untried)
                 raise self._error(reason)
             self._tried.add(key)
 
@@ -98,18 +99,15 @@ class WidthShare:
         region = self._region
         degree = dist.get_world_size(region.group)
         whole = random_weights(self._module, self._cuts, degree, shifted=not self._has_heads)
-        region.is_whole = True
-        try:
+        with region.whole():
             expected = self._run(whole, args, kwargs)
-        finally:
-            region.is_whole = False
         share = {name: cut.take(whole[name]) for name, (_, cut) in self._cuts.items()}
         reason, results = "the results differ", []
         try:
             results = self._run(share, args, kwargs)
         except SHAPE_ERRORS as error:
             reason = str(error).splitlines()[0]
-        return None if agree(results, expected, region.group) else reason
+        return None if agree(results, expected, region) else reason
 
     def _run(
         self, values: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -126,6 +124,6 @@ class WidthShare:
             f"{self._path} ({type(self._module).__name__}) does not compute the same with a share of {shared}",
             why=f"something between {layers} mixes {shared} (a norm, a softmax or a mean over it, or halves that are "
             f"interleaved), or has a fixed size: {reason}",
-            do="give tensor_parallel_plan with other layers than these, which then stay whole, or write what is "
-            "between them so that each part of the width is computed by itself",
+            do="give tensor_parallel_plan without these layers, which then stay whole, or write the code "
+            "between them so that each part of the width is computed separately",
         )

@@ -1,4 +1,4 @@
-"""What tensor parallelism has to know of single modules: which are linear layers, and how many heads they have."""
+"""Facts about single modules for tensor parallelism: linear layers, and numbers of heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from distributed.strategies.plain_modules import is_plain
+from distributed.strategies.checks.plain_modules import is_plain
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "nheads", "heads", "h")
 KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "n_query_groups")
@@ -16,7 +16,7 @@ HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_hea
 
 @dataclass(frozen=True)
 class Heads:
-    """Of an attention: how many heads queries have, how many keys and values have, and how wide each is."""
+    """The heads of an attention: the numbers of query heads and of key and value heads, and their width."""
 
     queries: int
     keys: int
@@ -29,7 +29,7 @@ class Heads:
 
 
 def core_of(module: nn.Module) -> nn.Module | None:
-    """The linear layer that a module is, or has within a LoRA layer around it.
+    """The linear layer of a module: itself, or the one inside a LoRA layer.
 
     >>> core_of(nn.Linear(2, 3))
     Linear(in_features=2, out_features=3, bias=True)
@@ -41,12 +41,12 @@ def core_of(module: nn.Module) -> nn.Module | None:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether it is a layer of peft's, which has the layer that it adapts within it."""
+    """Whether a module is peft's layer around the layer that it adapts."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A") and hasattr(module, "lora_B")
 
 
 def is_transposed(module: object) -> bool:
-    """Whether it is a linear layer with its weights the other way round, as GPT-2 has them."""
+    """Whether a module is a linear layer with a transposed weight, as in GPT-2."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -84,7 +84,7 @@ def fused_heads(parent: nn.Module, width: int) -> Heads | None:
 
 
 def find_number(m: nn.Module, names: Iterable[str]) -> int | None:
-    """The first of these that is a whole number: of the module, or of the configuration that it has."""
+    """The first of these attributes that is an integer, of the module or of its configuration."""
     for holder in (m, getattr(m, "config", None)):
         for name in names:
             value = None if holder is None else getattr(holder, name, None)

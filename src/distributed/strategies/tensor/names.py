@@ -1,4 +1,4 @@
-"""The names that tensor parallelism goes by: of its styles, and of the layers in users' models."""
+"""The names that tensor parallelism uses: of its styles, and of the layers in users' models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STYLES: dict[Style, str] = {
     "vocabulary": "an embedding cut by its rows",
     "attention": "an nn.MultiheadAttention cut by its heads",
     "heads": "a module that has its share of the heads, by its attributes",
-    "partial": "a whole module that sees only a share of the heads, so that its gradients are summed",
+    "partial": "a whole module that gets only a share of the heads, so that its gradients are summed",
 }
 COLUMNS = ("column", "fused_qkv_column", "fused_gate_column")
 

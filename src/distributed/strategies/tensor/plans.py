@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import nn
 
 from distributed.core.errors import PlanError, Problem
-from distributed.strategies.blocks import find_blocks, main_stack
-from distributed.strategies.paths import fits, is_inside, parent_of, pattern_of
-from distributed.strategies.plain_modules import is_plain
-from distributed.strategies.tensor_modules import core_of, features, is_lora
-from distributed.strategies.tensor_names import OWN_PLAN, STYLES, Style
-from distributed.strategies.tensor_units import find_unit, heads_of
+from distributed.strategies.checks.plain_modules import is_plain
+from distributed.strategies.model.blocks import find_blocks, main_stack
+from distributed.strategies.model.paths import fits, is_inside, parent_of, pattern_of
+from distributed.strategies.tensor.modules import core_of, features, is_lora
+from distributed.strategies.tensor.names import OWN_PLAN, STYLES, Style
+from distributed.strategies.tensor.units import find_unit, heads_of
 
 
 def find_styles(module: nn.Module, degree: int) -> dict[str, Style]:
-    """The style of each module that is cut between `degree` ranks, by path; what is not in it stays whole.
+    """The style of each module that is cut between `degree` ranks, by path; other modules stay whole.
 
     >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
     >>> find_styles(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), 2)["layers.1.linear2"]
@@ -55,7 +55,7 @@ def find_styles(module: nn.Module, degree: int) -> dict[str, Style]:
 
 
 def styles_from(plan: Mapping[str, str], module: nn.Module, degree: int) -> dict[str, Style]:
-    """A plan of the user's: patterns of paths, where * is any one part, with their styles.
+    """The styles of a user's plan: patterns of paths, where * is any one part, with their styles.
 
     >>> styles_from({"*.up": "column", "*.down": "row"}, nn.ModuleList([nn.ModuleDict(
     ...     {"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})]), 2)
@@ -107,7 +107,7 @@ def _searched(module: nn.Module, blocks: Iterable[str]) -> Iterator[tuple[str, n
 
 
 def _vocabulary(module: nn.Module, blocks: list[str], degree: int) -> dict[str, Style]:
-    """Embeddings and the heads as large as them, where both are outside of the blocks and divide."""
+    """The styles of embeddings and output layers of the same size, if both are outside of the blocks and divide."""
     outside = [(path, m) for path, m in module.named_modules() if not any(is_inside(path, block) for block in blocks)]
     embeddings = {path: m for path, m in outside if type(m) is nn.Embedding and _can_be_cut(m)}
     heads = {
@@ -129,7 +129,7 @@ def _can_be_cut(embedding: nn.Embedding) -> bool:
 
 
 def _tied_elsewhere(module: nn.Module, cut: Mapping[str, nn.Module]) -> bool:
-    """Whether a weight that is to be cut is also a weight of another module, which has no style."""
+    """Whether a weight that is to be cut is tied to a module without a style."""
     weights = {id(m.weight) for m in cut.values()}
     return any(
         id(p) in weights and not any(is_inside(name, path) for path in cut)
@@ -149,7 +149,7 @@ def _indivisible(module: nn.Module, styles: Mapping[str, Style], degree: int) ->
         elif style == "heads":
             heads = heads_of(module, path, styles)
             if heads is None:
-                problems.append(Problem(f"{path} has the style 'heads', but how many it has is not known"))
+                problems.append(Problem(f"{path} has the style 'heads', but its number of heads is not known"))
                 continue
             sizes["heads"] = heads.queries
             if heads.keys != heads.queries:
@@ -194,5 +194,5 @@ def _suits(style: Style, m: nn.Module) -> bool:
 
 
 def _once_per_pattern(problems: Iterable[Problem]) -> list[Problem]:
-    """Without those that say the same of another layer of a stack."""
+    """The problems without those that repeat for other layers of a stack."""
     return list({re.sub(r"(?<=[.\s])\d+(?=\.)", "*", problem.what): problem for problem in problems}.values())

@@ -1,38 +1,45 @@
 """Tensor parallelism: each rank of a group has slices of a model's parameters, and computes a part of its layers.
 
 The parameters are replaced in place by plain ones of this rank's size, under the same names, and the forwards of single
-modules get the collectives, so that what is put on top of a model does not see a difference.
+modules get the collectives, so that wrappers of the model need no change.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from distributed.core.errors import PlanError
-from distributed.strategies.blocks import main_stack
+from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import BatchNormBase, ConvBase
 from distributed.strategies.gradient_sums import sum_gradients
-from distributed.strategies.layout import Cut, Layout
-from distributed.strategies.paths import join, parent_of
-from distributed.strategies.random_streams import RankStream
-from distributed.strategies.sequence_masks import MaskMode, SequenceMasks
-from distributed.strategies.tensor_attention import HeadShare
-from distributed.strategies.tensor_collectives import copy_to, gather_from, reduce_from, scatter_to
-from distributed.strategies.tensor_feed_forward import WidthShare, can_be_tried, find_holders
-from distributed.strategies.tensor_modules import core_of, features, is_lora, is_transposed
-from distributed.strategies.tensor_names import COLUMNS, Style
-from distributed.strategies.tensor_region import Region
-from distributed.strategies.tensor_torch_attention import TorchAttention
-from distributed.strategies.tensor_trials import Cuts
-from distributed.strategies.tensor_units import heads_of
+from distributed.strategies.model.blocks import main_stack
+from distributed.strategies.model.paths import join, parent_of
+from distributed.strategies.model.random_streams import RankStream
+from distributed.strategies.model.sequence_masks import SequenceMasks
+from distributed.strategies.placement import Cut, Layout
+from distributed.strategies.tensor.attention import HeadShare
+from distributed.strategies.tensor.feed_forward import WidthShare, can_be_tried, find_holders
+from distributed.strategies.tensor.forwards import (
+    install_column,
+    install_entry,
+    install_exit,
+    install_gathered,
+    install_masks,
+    install_row,
+    install_vocabulary,
+)
+from distributed.strategies.tensor.modules import core_of, features, is_lora, is_transposed
+from distributed.strategies.tensor.names import COLUMNS, Style
+from distributed.strategies.tensor.region import Region
+from distributed.strategies.tensor.torch_attention import TorchAttention
+from distributed.strategies.tensor.trials import Cuts
+from distributed.strategies.tensor.units import heads_of
 
 _WHOLE_WIDTH = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout)
 
@@ -49,10 +56,11 @@ class TensorParallel:
         layout: Layout,
         group: dist.ProcessGroup,
         styles: Mapping[str, Style],
+        session: Session,
         *,
         sequence: bool = False,
     ) -> None:
-        self._module, self._group, self._styles = module, group, dict(styles)
+        self._module, self._group, self._styles, self._session = module, group, dict(styles), session
         self._rank, self._degree = dist.get_rank(group), dist.get_world_size(group)
         self._stream = RankStream(self._rank)
         self._stack = self._shared_stack() if sequence else None
@@ -69,18 +77,19 @@ class TensorParallel:
         self._install({name: (shapes[name], cut) for name, cut in cuts.items()})
 
     def check_streams(self, device: torch.device) -> None:
-        """After a forward pass: that every cut width has ended, and random numbers are those of all ranks again."""
+        """Check after a forward pass that every cut width has ended, and that the random stream is the shared one."""
         if self._stream.has_begun(device):
             raise PlanError(
                 "a layer that is cut by its outputs is followed by none that is cut by its inputs",
-                why="so it cannot be known where the ranks' parts end, between which dropout is of each rank's own",
+                why="it cannot be known where the cut width ends, within which each rank has its own dropout",
                 do="give tensor_parallel_plan with a 'row' layer after every 'column' layer, or use 'column_gather'",
             )
 
     def finish_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum over the group the gradients that are only a part; once, after the last backward of a step."""
+        """All-reduce partial gradients over the group, once, after the last backward of a step."""
         found = [parameters[name] for name in self.partial if name in parameters]
-        sum_gradients([parameter for parameter in found if parameter.requires_grad], self._group)
+        trained = [parameter for parameter in found if parameter.requires_grad]
+        sum_gradients("gradients over tensor ranks", trained, self._session, self._group)
 
     def _shared_stack(self) -> str:
         stack = main_stack(self._module)
@@ -101,13 +110,13 @@ class TensorParallel:
         return stack
 
     def _why_whole(self, path: str, block: nn.Module) -> str:
-        """Why a block needs the whole sequence; empty if only its attention does, which gets it."""
+        """Why a block needs the whole sequence; empty if only its attention does, for which it is gathered."""
         if self._styles.get(path) == "heads":
-            return "its attention, which needs the whole sequence, is not a module of its own"
+            return "its attention needs the whole sequence, and is not a separate module"
         within = [style for at, style in self._styles.items() if at.startswith(f"{path}.")]
         if not {"heads", "attention"} & set(within):
-            return "no attention of it has a plan, and one that sees only a shard would not be the same"
-        mixing = [name for name, m in block.named_modules() if isinstance(m, _ConvNd | _BatchNorm)]
+            return "no attention in it has a plan, and over a shard of the sequence its result would differ"
+        mixing = [name for name, m in block.named_modules() if isinstance(m, ConvBase | BatchNormBase)]
         return f"{mixing[0]} takes more than one position of the sequence together" if mixing else ""
 
     def _is_shared(self, path: str) -> bool:
@@ -123,7 +132,7 @@ class TensorParallel:
         return [at for at, style in self._styles.items() if style in COLUMNS and parent_of(at) == path]
 
     def _find_cuts(self) -> dict[str, Cut]:
-        """Of every parameter that is cut, by each of its names."""
+        """The cuts of all parameters, by each of their names."""
         cuts: dict[str, Cut] = {}
         for path, style in self._styles.items():
             m = self._module.get_submodule(path)
@@ -181,7 +190,7 @@ class TensorParallel:
         }
 
     def _cut(self, dim: int, parts: tuple[int, ...]) -> Cut:
-        """This rank's share of each of the parts that lie one after the other."""
+        """This rank's ranges in a dimension of several concatenated parts."""
         ranges, start = [], 0
         for length in parts:
             share = length // self._degree
@@ -190,7 +199,7 @@ class TensorParallel:
         return Cut(dim, tuple(ranges))
 
     def _find_partial(self, cut: set[str]) -> list[str]:
-        """Names of whole parameters that see only a share: of a sequence, the heads or a LoRA layer's width."""
+        """The names of whole parameters with partial gradients: of a shard of a sequence, heads or a LoRA width."""
         shares = {path: style for path, style in self._styles.items() if style == "partial"}
         for path, style in self._styles.items():
             if is_lora(self._module.get_submodule(path)):
@@ -221,15 +230,15 @@ class TensorParallel:
         settled: dict[Any, Any] = {}
         for path, style in self._styles.items():
             m = self._module.get_submodule(path)
-            region = regions.get(path) or Region(self._group, self._dim_at(path), 1, self._stream)
+            region = regions.get(path) or Region(self._session, self._group, self._dim_at(path), 1, self._stream)
             if style in COLUMNS:
-                _install_column(m, region)
+                install_column(m, region)
             elif style == "row":
-                _install_row(m, region)
+                install_row(m, region)
             elif style == "column_gather":
-                _install_gathered(m, self._group)
+                install_gathered(m, self._group)
             elif style == "vocabulary":
-                _install_vocabulary(m, self._group)
+                install_vocabulary(m, self._group)
             elif style == "attention":
                 assert isinstance(m, nn.MultiheadAttention)
                 m.forward = TorchAttention(m, region)  # type: ignore[method-assign]
@@ -238,7 +247,13 @@ class TensorParallel:
                 assert heads is not None
                 own = _within(path, cuts, [at for at, holder in holders.items() if holder == path])
                 m.forward = HeadShare(  # type: ignore[method-assign]
-                    path, m, heads, self._widths[path], regions[self._columns_of(path)[0]], own, settled
+                    path,
+                    m,
+                    heads=heads,
+                    width=self._widths[path],
+                    region=regions[self._columns_of(path)[0]],
+                    cuts=own,
+                    settled=settled,
                 )
         self._install_trials(holders, regions, cuts)
         for m in self._module.modules():  # these have a fast path that reads weights as if they were whole
@@ -249,16 +264,16 @@ class TensorParallel:
         if self._stack is not None:
             blocks = list(self._module.get_submodule(self._stack).children())
             for block in blocks:
-                _install_masks(block, SequenceMasks(self._rank, self._sequence_dim), self._stream)
-            _install_entry(blocks[0], self._sequence_dim, self._group)
-            _install_exit(blocks[-1], self._sequence_dim, self._group)
+                install_masks(block, SequenceMasks(self._rank, self._sequence_dim), self._stream)
+            install_entry(blocks[0], self._sequence_dim, self._group)
+            install_exit(blocks[-1], self._sequence_dim, self._group)
 
     def _make_regions(self, holders: Mapping[str, str]) -> dict[str, Region]:
-        """For each layer the one that it shares with the others of its holder or, if it has none, of its parent."""
+        """The region of each layer, shared with the other layers of its holder or, without a holder, of its parent."""
         places = {path: holders.get(path, parent_of(path)) for path, s in self._styles.items() if s in COLUMNS}
         readers = Counter(places.values())
         made = {
-            place: Region(self._group, self._dim_at(path), readers[place], self._stream)
+            place: Region(self._session, self._group, self._dim_at(path), readers[place], self._stream)
             for path, place in places.items()
         }
         return {path: made[place] for path, place in (places | dict(holders)).items()}
@@ -269,7 +284,7 @@ class TensorParallel:
         regions: Mapping[str, Region],
         cuts: Cuts,
     ) -> None:
-        """Into what holds both ends of a width, unless its heads are tried anyway."""
+        """Patch the modules that hold both ends of a width, unless the trial of their heads covers it."""
         tried: set[Any] = set()
         for holder in dict.fromkeys(holders.values()):
             if holder in self._heads or not can_be_tried(self._module, holder):
@@ -290,7 +305,7 @@ class TensorParallel:
 
 
 def _refuse_masks_over_width(path: str, m: nn.Module) -> None:
-    """A mask that is the same over a width that is cut cannot be told from others within it."""
+    """Refuse dropout of whole channels within a cut width, where each rank draws its own mask."""
     for name, child in m.named_modules():
         if isinstance(child, _WHOLE_WIDTH) and child.p > 0:
             raise PlanError(
@@ -300,148 +315,12 @@ def _refuse_masks_over_width(path: str, m: nn.Module) -> None:
             )
 
 
-def _install_column(m: nn.Module, region: Region) -> None:
-    forward = _forward_of(m, with_bias=True)
-    drops_input = is_lora(m)  # all of which each rank has
-
-    def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not m.training:
-            return forward(region.enter(x), *args, **kwargs)
-        if drops_input:
-            region.stream.end(x.device)
-        output = forward(region.enter(x), *args, **kwargs)
-        region.stream.begin(x.device)
-        return output
-
-    m.forward = column  # type: ignore[method-assign]
-
-
-def _install_row(m: nn.Module, region: Region) -> None:
-    core = core_of(m)
-    assert core is not None
-    forward = _forward_of(m, with_bias=False)  # it is added once, to the sum
-
-    def row(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        part = forward(x, *args, **kwargs)
-        region.stream.end(x.device)
-        total = region.leave(part)
-        bias: Any = core.bias
-        return total if bias is None else total + bias.to(total.dtype)
-
-    m.forward = row  # type: ignore[method-assign]
-
-
-def _install_gathered(m: nn.Module, group: dist.ProcessGroup) -> None:
-    forward = _forward_of(m, with_bias=True)
-
-    def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return gather_from(forward(copy_to(x, group), *args, **kwargs), -1, group)
-
-    m.forward = column  # type: ignore[method-assign]
-
-
-def _forward_of(m: nn.Module, *, with_bias: bool) -> Callable[..., Any]:
-    """The forward of a linear layer, or of a LoRA layer around it, by the sizes of the weights that it then has."""
-    core = core_of(m)
-    assert core is not None
-    is_turned = is_transposed(core)
-    if with_bias and not is_turned:
-        return m.forward
-
-    def multiply(x: torch.Tensor) -> torch.Tensor:
-        weight: Any = core.weight
-        bias: Any = core.bias
-        return F.linear(x, weight.t() if is_turned else weight, bias if with_bias else None)
-
-    if core is m:
-        return multiply
-    core.forward = multiply  # type: ignore[method-assign]
-    return m.forward
-
-
-def _install_vocabulary(m: nn.Module, group: dist.ProcessGroup) -> None:
-    assert isinstance(m, nn.Embedding)
-    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
-    rows = m.num_embeddings // (last + 1)
-    padding = None if m.padding_idx is None or m.padding_idx // rows != rank else m.padding_idx % rows
-
-    def embed(ids: torch.Tensor) -> torch.Tensor:
-        here = ids - rank * rows
-        # what no rank has is out of range on the first or the last
-        elsewhere = ((here < 0) & (rank > 0)) | ((here >= rows) & (rank < last))
-        found = F.embedding(here.masked_fill(elsewhere, 0), m.weight, padding)
-        return reduce_from(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
-
-    m.forward = embed  # type: ignore[method-assign,assignment]
-
-
-def _install_entry(block: nn.Module, dim: int, group: dist.ProcessGroup) -> None:
-    """The first block of a stack takes this rank's shard of the sequence."""
-    forward: Callable[..., Any] = block.forward
-    degree = dist.get_world_size(group)
-
-    def enter(*args: Any, **kwargs: Any) -> Any:
-        whole = _hidden_in((*args, *kwargs.values()))
-        if whole is None:
-            raise PlanError(
-                f"the first block ({type(block).__name__}) has no sequence to share out",
-                why="none of its arguments is a tensor of at least three dimensions",
-                do="leave sequence_parallel out",
-            )
-        if whole.shape[dim] % degree:
-            raise PlanError(
-                f"a sequence of {whole.shape[dim]} does not divide by a tensor-parallel degree of {degree}",
-                why="with sequence_parallel each rank has an equal shard of it",
-                do=f"pad sequences to a multiple of {degree}, or leave sequence_parallel out",
-            )
-        shard = scatter_to(whole, dim, group)
-        return forward(
-            *(shard if x is whole else x for x in args),
-            **{name: shard if x is whole else x for name, x in kwargs.items()},
-        )
-
-    block.forward = enter  # type: ignore[method-assign]
-
-
-def _install_masks(block: nn.Module, masks: SequenceMasks, stream: RankStream) -> None:
-    """What a block draws for the positions of its shard is of this rank's own; within a cut width, all is."""
-    forward: Callable[..., Any] = block.forward
-
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        hidden = _hidden_in((*args, *kwargs.values()))
-        if not block.training or hidden is None:
-            return forward(*args, **kwargs)
-        with masks.running(hidden, stream), MaskMode(masks):
-            return forward(*args, **kwargs)
-
-    block.forward = draw  # type: ignore[method-assign]
-
-
-def _hidden_in(values: Iterable[Any]) -> torch.Tensor | None:
-    """The first that can be a sequence."""
-    found = (x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 2)
-    return next(found, None)
-
-
-def _install_exit(block: nn.Module, dim: int, group: dist.ProcessGroup) -> None:
-    """The last block of a stack gives the whole sequence."""
-    forward: Callable[..., Any] = block.forward
-
-    def leave(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if isinstance(output, tuple):
-            return (gather_from(output[0], dim, group), *output[1:])
-        return gather_from(output, dim, group)
-
-    block.forward = leave  # type: ignore[method-assign]
-
-
 def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     holder, _, leaf = name.rpartition(".")
     return module.get_submodule(holder)._parameters.get(leaf)
 
 
 def _within(holder: str, cuts: Cuts, layers: Iterable[str]) -> Cuts:
-    """The cuts of some layers' parameters, by their names within what holds them."""
+    """The cuts of some layers' parameters, by their names within the module that holds them."""
     chosen = tuple(f"{path}." for path in layers)
     return {name[len(join(holder, "")) :]: cut for name, cut in cuts.items() if name.startswith(chosen)}

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from distributed.strategies.tensor_collectives import copy_to, gather_from, reduce_from
-from distributed.strategies.tensor_region import Region
+from distributed.strategies.tensor.collectives import copy_to, gather_from, reduce_from
+from distributed.strategies.tensor.region import Region
 
 
 class TorchAttention:
@@ -96,7 +96,7 @@ class TorchAttention:
         padding: torch.Tensor | None,
         is_causal: bool,
     ) -> torch.Tensor | None:
-        """What is added to the scores of this rank's heads, in a shape that widens to theirs."""
+        """The mask that is added to the scores of this rank's heads, in a shape that broadcasts to theirs."""
         if is_causal and padding is None:
             return None
         if mask is None and is_causal:

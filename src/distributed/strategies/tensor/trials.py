@@ -1,7 +1,7 @@
 """Trials of a cut module: with random weights, whether its share computes what the whole module does.
 
-What a user's forward does with a share of the heads or of a width is not known. So it is run, on the arguments of its
-first call, and the outputs are compared: those of the layers whose results are summed, and its own.
+How a user's forward uses a share of the heads or of a width is not known. So it is run, on the arguments of its first
+call, and outputs are compared: those of the layers whose results are summed, and those of the module.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import _CachingTorchDispatchMode
 
-from distributed.strategies.layout import Cut
-from distributed.strategies.recompute import without_caches
-from distributed.strategies.tensor_region import Region
+from distributed.runtime.torch_compat import FakeTensor, is_recorded, tree_leaves, tree_map_only, without_modes
+from distributed.strategies.model.recompute import without_caches
+from distributed.strategies.placement import Cut
+from distributed.strategies.tensor.region import Region
 
 SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 Cuts = Mapping[str, tuple[tuple[int, ...], Cut]]  # of parameters by name: the whole shape, and what is here
@@ -32,7 +28,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
 @contextmanager
 def trying(m: nn.Module) -> Iterator[None]:
-    """Leaves no trace: neither gradients, nor dropout, nor records of what was computed."""
+    """A scope without side effects: no gradients, no dropout, no recorded activations."""
     modes = [(child, child.training) for child in m.modules()]
     with _unrecorded(), torch.no_grad():
         for child, _ in modes:
@@ -45,13 +41,12 @@ def trying(m: nn.Module) -> Iterator[None]:
 
 
 def _unrecorded() -> AbstractContextManager[object]:
-    """Out of sight of selective recomputation, whose second run of a block has to see what the first one did."""
-    records = any(isinstance(mode, _CachingTorchDispatchMode) for mode in _get_current_dispatch_mode_stack())
-    return _disable_current_modes() if records else nullcontext()
+    """A scope hidden from selective recomputation, whose two runs of a block must see the same operations."""
+    return without_modes() if is_recorded() else nullcontext()
 
 
 def arguments_for_trial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Without caches of keys and values, and with copies of tensors: a forward may write to what it is given."""
+    """The arguments without key-value caches, with copies of tensors, because a forward may write to them."""
     args, kwargs = without_caches(args, {name: None if name in _CACHES else v for name, v in kwargs.items()})
     copies: dict[int, torch.Tensor] = {}
 
@@ -64,20 +59,17 @@ def arguments_for_trial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def outputs_of(region: Region, call: Callable[[], Any], *, only_first: bool) -> list[torch.Tensor]:
-    """What the layers that end a region give in a call, and what it returns."""
-    region.outputs = []
-    try:
+    """The outputs of a region's last layers in a call, and the call's own result."""
+    with region.kept_outputs() as outputs:
         found = [x for x in tree_leaves(call()) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        return [*region.outputs, *(found[:1] if only_first else found)]
-    finally:
-        region.outputs = None
+        return [*outputs, *(found[:1] if only_first else found)]
 
 
 def random_weights(m: nn.Module, cuts: Cuts, degree: int, *, shifted: bool) -> dict[str, torch.Tensor]:
-    """The same on every rank, and no matter what the weights are: they may be zero at first.
+    """Random weights, equal on every rank and independent of the real ones, which may be zero at first.
 
-    Ranks' parts are of different size, so that a mean or a sum over one of them is not that over all; where `shifted`,
-    means are not near zero, either.
+    Ranks' parts have different magnitudes, so that a mean or a sum over one part differs from that over all; with
+    `shifted`, means are not near zero, either.
     """
     found = {}
     for seed, (name, (shape, cut)) in enumerate(cuts.items()):
@@ -98,7 +90,7 @@ def random_weights(m: nn.Module, cuts: Cuts, degree: int, *, shifted: bool) -> d
 
 
 def _sizes(length: int, cut: Cut, degree: int) -> torch.Tensor:
-    """For each place of the cut dimension: from a half for the first rank's parts to 1 for the last one's."""
+    """The factor of each index of the cut dimension: from a half for the first rank's parts to 1 for the last one's."""
     found, start = torch.ones(length), 0
     for first, last in cut.ranges:
         share = last - first
@@ -109,7 +101,7 @@ def _sizes(length: int, cut: Cut, degree: int) -> torch.Tensor:
 
 @contextmanager
 def stand_in_parameters(m: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Parameters with other values for a while."""
+    """A scope in which parameters have other values."""
     kept: list[tuple[nn.Module, str, nn.Parameter | None]] = []
     patched: list[tuple[nn.Module, Any]] = []
     for name, value in values.items():
@@ -134,7 +126,7 @@ def stand_in_parameters(m: nn.Module, values: Mapping[str, torch.Tensor]) -> Ite
 
 
 def _is_gathered_later(m: nn.Module, path: str) -> bool:
-    """Whether FSDP puts the parameters of a module within `m` in place only when that, or one around it, is called."""
+    """Whether FSDP gathers parameters inside `m` only when their own module, or one around it, is called."""
     parts = path.split(".") if path else []
     return any(isinstance(m.get_submodule(".".join(parts[:n])), FSDPModule) for n in range(1, len(parts) + 1))
 
@@ -151,22 +143,21 @@ def _call_with(
         owner._parameters[leaf] = own
 
 
-def agree(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
-    """Whether they are the same, on every rank; of tensors that have no data, the shapes."""
+def agree(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], region: Region) -> bool:
+    """Whether two lists of tensors are equal on every rank; of meta tensors, the shapes."""
     is_alike = len(results) == len(expected) and all(a.shape == b.shape for a, b in zip(results, expected, strict=True))
     if any(isinstance(x, FakeTensor) or x.is_meta for x in expected):
         return is_alike
     is_alike = is_alike and all(_is_close(a, b) for a, b in zip(results, expected, strict=True))
-    verdict = torch.tensor(float(is_alike), device=expected[0].device if expected else None)
-    dist.all_reduce(verdict, dist.ReduceOp.MIN, group=group)
-    return bool(verdict.item())
+    differs = torch.tensor(float(not is_alike), device=expected[0].device if expected else None)
+    return not region.session.max("trial of a cut module", differs, region.group).item()
 
 
 def _is_close(result: torch.Tensor, expected: torch.Tensor) -> bool:
     is_exact = expected.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(expected.device.type)
-    known = expected.isfinite()  # of padding, attention may be nothing
+    known = expected.isfinite()  # attention may be NaN for padding
     errors = (result - expected).abs()[known]
     if not errors.numel():
         return True
     scale = expected[known].abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    return bool(errors.max() / scale < (1e-2 if is_exact else 1e-1))  # NaN is not
+    return bool(errors.max() / scale < (1e-2 if is_exact else 1e-1))  # False for NaN

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from distributed.core.errors import Problem
-from distributed.strategies.paths import is_inside, join, parent_of
-from distributed.strategies.plain_modules import is_plain
-from distributed.strategies.tensor_modules import (
+from distributed.strategies.checks.plain_modules import is_plain
+from distributed.strategies.model.paths import is_inside, join, parent_of
+from distributed.strategies.tensor.modules import (
     HEAD_COUNTS,
     Heads,
     core_of,
@@ -20,7 +20,7 @@ from distributed.strategies.tensor_modules import (
     fused_heads,
     separate_heads,
 )
-from distributed.strategies.tensor_names import (
+from distributed.strategies.tensor.names import (
     COLUMNS,
     FEED_FORWARD,
     FUSED,
@@ -68,10 +68,10 @@ def heads_of(module: nn.Module, path: str, styles: Mapping[str, Style]) -> Heads
 
 def _torch_attention(path: str, m: nn.MultiheadAttention) -> Unit:
     if not is_plain(m, nn.MultiheadAttention):
-        why = f"{type(m).__name__} has a forward of its own, which knows nothing of a share of the heads"
+        why = f"{type(m).__name__} has its own forward, which does not support a share of the heads"
         return Unit({}, (Problem(f"attention {path} has no tensor-parallel plan", why=why, do=OWN_PLAN),))
     if m.bias_k is not None or m.add_zero_attn:
-        why = "add_bias_kv and add_zero_attn add keys of their own, which are not shared out"
+        why = "add_bias_kv and add_zero_attn add keys, which cannot be sharded over ranks"
         return Unit({}, (Problem(f"attention {path} has no tensor-parallel plan", why=why, do=OWN_PLAN),))
     return Unit({path: "attention"})
 
@@ -114,7 +114,7 @@ def _attention(module: nn.Module, path: str, m: nn.Module) -> Unit | None:
 def _beside_heads(
     path: str, m: nn.Module, heads: Heads, known: set[str]
 ) -> tuple[dict[str, Style], tuple[Problem, ...]]:
-    """What else with parameters is in an attention: norms of single heads, and what has no place there."""
+    """The styles of other modules with parameters in an attention: norms of single heads; others are problems."""
     styles: dict[str, Style] = {}
     problems = []
     is_block = _feed_forward(path, m) is not None or any(_feed_forward("", c) is not None for c in m.children())
@@ -142,12 +142,12 @@ def _beside_heads(
 
 
 def _unknown_within(path: str, kind: str) -> Problem:
-    why = f"it is {kind} within an attention whose heads are shared out; which share of it belongs to them is not known"
+    why = f"it is {kind} in an attention whose heads are sharded, and its share for a rank's heads is not known"
     return Problem(f"{path} has no tensor-parallel plan", why=why, do=OWN_PLAN)
 
 
 def _output_beside(module: nn.Module, path: str, heads: Heads) -> str | None:
-    """The output of an attention that its parent holds, as BERT has it."""
+    """The output layer of an attention that is held by its parent, as in BERT."""
     if not path:
         return None
     parent = parent_of(path)
@@ -190,7 +190,7 @@ def _pair(columns: list[nn.Module], row: nn.Module) -> Style:
 
 
 def _linears(m: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers that a module holds; a sequence of one and of what has no parameters counts as it."""
+    """The linear layers of a module; a Sequential with one linear layer and no other parameters counts as it."""
     found = {}
     for name, child in m.named_children():
         core = core_of(child)

@@ -1,0 +1,1 @@
+"""Context parallelism: each rank holds a shard of the sequence."""

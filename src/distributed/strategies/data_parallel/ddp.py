@@ -1,0 +1,127 @@
+"""DDP: a replica of the model on every data-parallel rank, with buckets that are the same after a resume."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed.core.engines.engine import ENGINES
+from distributed.core.plan import Plan, ReplicatePlan
+from distributed.runtime.torch_compat import BatchNormBase, NormBase
+from distributed.strategies.checks.sparse_layers import sparse_parameters
+
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def replicate(
+    module: nn.Module,
+    plan: ReplicatePlan,
+    device: torch.device,
+    *,
+    sends_buffers: bool,
+    group: dist.ProcessGroup | None = None,
+    is_alike: bool = False,
+) -> nn.Module:
+    """DistributedDataParallel; buffers are broadcast before each step only if some can differ between ranks.
+
+    Unless all ranks already hold the same model, rank 0's model is broadcast.
+    """
+    if not any(p.requires_grad for p in module.parameters()):
+        return module
+    if device.type == "cpu":
+        _make_contiguous(module)
+    options: dict[str, Any] = {_buffer_option(): sends_buffers}
+    replicated = DistributedDataParallel(
+        module,  # without device_ids, because inputs are on the device already
+        find_unused_parameters=plan.find_unused_parameters,
+        static_graph=plan.static_graph,
+        bucket_cap_mb=plan.bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        process_group=group,
+        init_sync=not is_alike,
+        **options,
+    )
+    if not plan.find_unused_parameters and not plan.static_graph:
+        _settle_buckets(replicated)
+    return replicated
+
+
+def _settle_buckets(replicated: DistributedDataParallel) -> None:
+    """Let DDP lay out its buckets now, in the order of the parameters, by a backward pass that changes nothing.
+
+    DDP rebuilds its buckets after the first backward pass, and the place of a number in its bucket decides in which
+    order three or more ranks add it. Without this, the first step of a resumed run would use another layout than the
+    run that was not interrupted.
+    """
+    module = replicated.module
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    sparse = sparse_parameters(module)
+    own = module.__dict__.get("forward")  # of a compiled or patched model
+
+    def touch(parameter: nn.Parameter) -> torch.Tensor:
+        if parameter not in sparse:
+            return parameter.sum().float()
+        first = torch.zeros(1, dtype=torch.long, device=parameter.device)
+        return nn.functional.embedding(first, parameter, sparse=True).sum().float()  # DDP expects no dense gradient
+
+    module.forward = lambda: torch.stack([touch(p) for p in parameters]).sum() * 0  # type: ignore[method-assign]
+    try:
+        replicated().backward()
+    finally:
+        del module.forward  # the class's own again
+        if own is not None:
+            module.forward = own  # type: ignore[method-assign]
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def why_not_captured(plan: Plan) -> str:
+    """Why the plan keeps the step of several ranks from being captured as a CUDA graph; "": it does not."""
+    if plan.speed.capture == "off":
+        return "capture=False"
+    if ENGINES.entries[plan.strategy].owns_reduction:
+        return f"backend={plan.strategy!r} reduces gradients in its own way"
+    if plan.collectives != "nccl":
+        return f"the collectives are those of {plan.collectives}, which run on the host"
+    if plan.replicate.find_unused_parameters:
+        return "find_unused_parameters=True looks in each step at which parameters the ranks have used"
+    if plan.replicate.static_graph:
+        return "static_graph=True needs DDP, which reduces gradients by hooks"
+    return ""
+
+
+def sees_its_share(module: nn.Module) -> bool:
+    """Whether a layer counts the samples of its rank alone, where BatchNorm is not synchronized."""
+    return isinstance(module, BatchNormBase) and module.training
+
+
+def buffers_can_differ(module: nn.Module, normalizes: bool) -> bool:
+    """Whether there are buffers other than synchronized running statistics."""
+    return next(own_buffers(module, normalizes), None) is not None
+
+
+def own_buffers(module: nn.Module, normalizes: bool) -> Iterator[torch.Tensor]:
+    """The buffers that may differ between ranks. `normalizes`: BatchNorm is synchronized over all ranks."""
+    for m in module.modules():
+        is_shared = isinstance(m, NormBase) and (normalizes or not isinstance(m, BatchNormBase))
+        if not (is_shared and _STATISTICS.issuperset(m._buffers)):
+            yield from m.buffers(recurse=False)
+
+
+def _make_contiguous(module: nn.Module) -> None:
+    """Make tensors contiguous, because gloo sends permuted ones wrongly, without an error."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+
+
+def _buffer_option() -> str:
+    """torch's function under the name of this version: torch 2.13 renames it and warns of the old name."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

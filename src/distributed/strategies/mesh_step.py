@@ -1,0 +1,140 @@
+"""MeshStep: the code that steps of replicated and of sharded models share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distributed.core.plan import Plan
+from distributed.data.loading.loader import Microbatch
+from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import foreach_mul_
+from distributed.strategies.base import NonFiniteLoss, StepOutput, StepTask
+from distributed.strategies.checks.forward_changes import ForwardChanges
+from distributed.strategies.checks.parameter_hooks import ParameterHooks
+from distributed.strategies.checks.reduction import reduction_check
+from distributed.strategies.checks.sparse_layers import refuse_sparse
+from distributed.strategies.checks.torch_errors import explain
+from distributed.strategies.data_parallel.ddp import buffers_can_differ
+from distributed.strategies.data_parallel.whole_batch import WholeBatch
+from distributed.strategies.microbatches import MicrobatchStep, Passed
+from distributed.strategies.placement import local
+from distributed.strategies.speed.memory_format import lay_out_state
+
+
+class MeshStep(MicrobatchStep):
+    """Forward, backward, reduction, clipping and the optimizer, with no host synchronization in between on a GPU."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._restore_layers: Callable[[], None] = lambda: None
+        self._saved: set[str] | None = None  # the names of the tensors that a checkpoint holds; None: all
+
+    def check(self, task: StepTask) -> None:
+        super().check(task)
+        self._refuse_sparse(task.model)
+        if self._plan.precision.kind == "fp8":
+            from distributed.strategies.speed.float8 import need_float8_layers  # takes long to import
+
+            need_float8_layers(task.model)
+
+    def setup(self, task: StepTask, session: Session) -> None:
+        self._refuse_sparse(task.model)
+        super().setup(task, session)
+        self._ranks = self._plan.mesh.data_ranks
+        self._normalizes = self._plan.replicate.sync_batchnorm and session.world_size > 1
+        self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module, self._normalizes)
+        self._whole_batch = self._share_batch()
+        if session.world_size > 1:
+            self._hooks_of_parameters = ParameterHooks(self.module.parameters())
+            assert self._loans is not None
+            self._loans.callback(self._hooks_of_parameters.close)
+        if session.world_size > 1 and not session.is_dry:
+            self._changes = self._watch_changes()
+
+    def _refuse_sparse(self, module: nn.Module) -> None:
+        """Refuse embeddings with sparse=True if their gradients cannot be reduced, measured or stepped."""
+        if self._plan.world_size > 1 and self._plan.collectives == "nccl":
+            refuse_sparse(module, "the ranks' collectives are NCCL's", "NCCL has no sum of sparse tensors")
+        if self._plan.world_size > 1 and self._plan.speed.parameters != "fp32":
+            refuse_sparse(module, "bf16_parameters", "sparse gradients in bf16 cannot be summed over ranks")
+
+    def _share_batch(self) -> WholeBatch | None:
+        """The scope that gives batch_norm and the like the samples of all ranks; None if each rank has them all."""
+        raise NotImplementedError
+
+    def _watch_changes(self) -> ForwardChanges | None:
+        """The check for parameters that a forward pass changes, in the first steps of several ranks."""
+        raise NotImplementedError
+
+    def _add_lora(self) -> None:
+        if self._plan.memory.lora is not None:
+            from distributed.strategies.model.lora import ensure_lora  # takes long to import
+
+            self._saved = ensure_lora(self.module, self._plan.memory.lora, self._plan.seed)
+
+    def _use_float8(self) -> None:
+        """Convert layers to fp8 before the model is sharded, while their sizes are those of whole layers."""
+        if self._plan.precision.kind == "fp8":
+            from distributed.strategies.speed.float8 import use_float8  # takes long to import
+
+            layers, self._restore_layers = use_float8(self.module)
+            self.decisions.append(layers.decision())
+
+    def _check_reduction(self) -> None:
+        """Check the reduction of DDP, if training calls DDP."""
+        if isinstance(self._model, DistributedDataParallel):
+            self._check_reduced = reduction_check(self._model, self._session.rank)
+
+    def _lay_out_state(self) -> None:
+        """Give the optimizer's state the memory format of the parameters, which DDP may have changed."""
+        if isinstance(self._model, DistributedDataParallel):
+            lay_out_state(self.optimizer)
+
+    def _pass_explained(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
+        try:
+            return self._pass_all(microbatches, measure)
+        except RuntimeError as error:
+            explain(error, self._session.rank)
+            raise
+
+    @contextmanager
+    def _special_scope(self, micro: Microbatch, synchronizes: bool) -> Iterator[None]:
+        """The scope of a micro-batch: only the last reduces gradients; a stand-in changes no BatchNorm statistics."""
+        holds = not synchronizes and isinstance(self._model, DistributedDataParallel)
+        if holds and self._model.static_graph:  # learnt in a first pass that reduces; no other pass may differ
+            holds = False
+        with super()._special_scope(micro, synchronizes), self._model.no_sync() if holds else nullcontext():  # type: ignore[operator]
+            yield
+
+    def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
+        loss = passed.loss
+        if self._low is not None:
+            self._low.take_gradients()
+        if passed.weight is not None:
+            factor = self._divide_gradients(passed.weight)
+            loss = loss * (factor if self._moves else factor.item())
+            if self._checks_loss and not math.isfinite(loss):  # a mean over no target at all
+                raise NonFiniteLoss(float(loss))
+        return StepOutput(loss, self._update(measure), passed.metrics)
+
+    def _divide_gradients(self, total_weight: torch.Tensor) -> torch.Tensor:
+        """Divide by the weight of the whole global batch, which is known only now; returns the factor."""
+        counted = total_weight.detach().double() * self.owns_metrics
+        factor = self._unit / self._session.sum("loss weight", counted)
+        grads = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if grads:  # a stage may have no trained parameter
+            foreach_mul_(grads, factor.to(grads[0].device))  # on the host if they are offloaded
+        return factor
+
+    def close(self) -> None:
+        """Restore the user's model, with its new weights; sharded parameters stay sharded."""
+        try:
+            self._restore_layers()
+        finally:
+            super().close()

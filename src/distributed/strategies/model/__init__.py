@@ -1,0 +1,1 @@
+"""Preparation of a model on any mesh: blocks, compilation, recomputation, LoRA, meta tensors."""

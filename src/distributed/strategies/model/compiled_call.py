@@ -1,0 +1,50 @@
+"""CompiledCall: whether a call of a compiled model runs the compiled code or the eager model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+TRYING, COMPILED, AS_WRITTEN = "trying", "compiled", "as written"
+
+
+class CompiledCall:
+    """Switches a module between compiled and eager calls after `module.compile()`; both compute the same.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> layer.compile(backend="eager")
+    >>> call = CompiledCall(layer, least=4)
+    >>> with call.off():
+    ...     layer._compiled_call_impl is None
+    True
+    """
+
+    def __init__(self, module: nn.Module, least: int) -> None:
+        """`least`: samples of a full micro-batch. A smaller one, at the end of an epoch, runs eagerly: torch would
+        otherwise compile for any number of samples, and then use that code for all micro-batches."""
+        self._module, self._compiled, self.least = module, module._compiled_call_impl, least
+        self._choice = ""
+
+    @property
+    def choice(self) -> str:
+        """The reason if shapes keep changing; empty: they do not, or that is not known yet."""
+        return self._choice
+
+    def choose(self, choice: str) -> None:
+        """Run all calls eagerly from here on."""
+        self._choice = choice
+        self.use(choice != AS_WRITTEN)
+
+    def use(self, compiled: bool) -> None:
+        self._module._compiled_call_impl = self._compiled if compiled else None
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        before = self._module._compiled_call_impl
+        self._module._compiled_call_impl = None
+        try:
+            yield
+        finally:
+            self._module._compiled_call_impl = before

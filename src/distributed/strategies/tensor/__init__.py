@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: which layers are cut, how, and the trial that the result stays the same."""
