@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distributed.core.errors import Problem, TaskError
 from distributed.core.plan import Plan
+from distributed.runtime.torch_compat import BatchNormBase
 from distributed.strategies.base import StepTask
-from distributed.strategies.elementwise import why_not_cut
-from distributed.strategies.in_parts import extra_state
+from distributed.strategies.checks.elementwise import INSTEAD, OF_STEP_HOOKS, has_step_hooks, why_not_cut
+from distributed.strategies.checks.sharded_models import extra_state
 
 # Of torch's own: those whose step of one element depends on others of its tensor. ZeRO steps parts of flat tensors that
 # hold many parameters.
@@ -87,10 +87,12 @@ def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Problem]:
             why=_UNFIT[name],
             do="use AdamW, SGD or another optimizer that steps each element by itself, or backend='pytorch-ddp'",
         )
+    if has_step_hooks(optimizer):
+        yield Problem(f"{name} has step hooks, with backend='deepspeed'", why=OF_STEP_HOOKS, do=INSTEAD)
     if isinstance(optimizer, torch.optim.Adagrad) and len(optimizer.param_groups) > 1:
         yield Problem(
             "Adagrad with several parameter groups cannot be trained by DeepSpeed",
-            why="DeepSpeed makes it anew, with one group",
+            why="DeepSpeed replaces it by one with a single group",
             do="put the parameters into one group, or use another optimizer",
         )
 
@@ -128,7 +130,7 @@ def _of_model(model: nn.Module, plan: Plan) -> Iterator[Problem]:
         yield Problem(
             f"{sparse} has sparse gradients", why="DeepSpeed's buffers are dense", do=f"make {sparse} with sparse=False"
         )
-    norm = next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    norm = next((name for name, module in model.named_modules() if isinstance(module, BatchNormBase)), None)
     if norm is not None and plan.precision.kind != "fp32":
         yield Problem(
             f"{norm} is a BatchNorm layer, and mixed_precision={plan.precision.kind!r}",

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES
+from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import ConfigError, Problem
-from distributed.planner.deepspeed_keys import AUTO, Content, check_keys, find_autos, name_of, read_content, section
+from distributed.engines.deepspeed.config_keys import (
+    AUTO,
+    Content,
+    check_keys,
+    find_autos,
+    name_of,
+    read_content,
+    section,
+)
 from distributed.planner.parallel import STAGES
 
 OPTIMIZERS = {"adam": "adam", "adamw": "adamw", "sgd": "sgd"}
@@ -56,10 +64,10 @@ class Said:
         return f"{self.key}={json.dumps(self.stands)}"
 
 
-def adopt(config: DistributedConfig, problems: list[Problem], ranks: int | None = None) -> DistributedConfig:
+def adopt(config: DistributedConfig, problems: list[Problem], world_size: int | None = None) -> DistributedConfig:
     """The config with what its DeepSpeed configuration says, as if it had been set here.
 
-    `ranks`, where they are known, turn a train_batch_size into the settings that it implies.
+    `world_size`, where it is known, turns a train_batch_size into the settings that it implies.
     """
     given = config.deepspeed_config
     if given is None or not _reads_it(config.backend):  # the planner refuses it then
@@ -76,7 +84,7 @@ def adopt(config: DistributedConfig, problems: list[Problem], ranks: int | None 
     problems += _of_wrong_kind(content, source)
     said = [one for one in _everything(content, config, source, problems) if one.stands != AUTO]
     values = _settle(config, said, source, problems)
-    values |= _implied(config, content, values, ranks, source, problems)
+    values |= _implied(config, content, values, ranks=world_size, source=source, problems=problems)
     try:
         return config.merged(values, source)
     except ConfigError as error:
@@ -139,7 +147,7 @@ def _settle(config: DistributedConfig, said: list[Said], source: str, problems: 
 def _agree(mine: Any, theirs: Any) -> bool:
     if theirs is None:
         return not mine
-    if mine is True and theirs in ("bf16", "fp16"):  # mixed_precision=True: whichever
+    if mine is True and theirs in ("bf16", "fp16"):  # mixed_precision=True: either
         return True
     return bool(mine == theirs and isinstance(mine, bool) == isinstance(theirs, bool))
 
@@ -170,7 +178,7 @@ def _precision(content: Content, config: DistributedConfig, source: str, problem
     on = [kind for kind, is_on in enabled.items() if is_on is True]
     if on:
         yield Said("mixed_precision", on[0], f"{on[0]}.enabled", True)
-    for kind, is_on in enabled.items():  # the other may still be what the settings ask for
+    for kind, is_on in enabled.items():  # the other may still be set by the settings
         if is_on is False and not on and config.mixed_precision in (kind, kind == "bf16"):
             yield Said("mixed_precision", None, f"{kind}.enabled", False)
     scale = section(content, "fp16")
@@ -234,7 +242,7 @@ def _optimizer(content: Content, source: str, problems: list[Problem]) -> Iterat
 
 
 def _missing_decay(content: Content, config: DistributedConfig) -> Iterator[Said]:
-    """DeepSpeed's Adam decays no weights unless it is told to; torch's AdamW does."""
+    """DeepSpeed's Adam decays no weights by default; torch's AdamW does."""
     is_adam = str(section(content, "optimizer").get("type")).lower() in ("adam", "adamw")
     if is_adam and "weight_decay" not in section(content, "optimizer.params") and not config.given("weight_decay"):
         yield Said("weight_decay", 0.0, "optimizer.params.weight_decay", 0.0)
@@ -270,11 +278,12 @@ def _implied(
     config: DistributedConfig,
     content: Content,
     values: dict[str, Any],
+    *,
     ranks: int | None,
     source: str,
     problems: list[Problem],
 ) -> dict[str, int]:
-    """What a train_batch_size leaves for the settings that nobody gave; that it fits all of them, the plan shows."""
+    """What a train_batch_size leaves for the settings that are not set; that it fits all of them, the plan shows."""
     whole = content.get("train_batch_size")
     if ranks is None or not isinstance(whole, int) or not _is_count(whole):
         return {}
@@ -292,6 +301,6 @@ def _implied(
         why = f"it is a multiple of {ranks} ranks{times}"
         near = sorted({whole // parts * parts or parts, (whole // parts + 1) * parts})
         do = f'set it to {" or ".join(map(str, near))}, or to "auto"'
-        problems.append(Problem(f"{source}: train_batch_size={whole} cannot be shared out", why=why, do=do))
+        problems.append(Problem(f"{source}: train_batch_size={whole} cannot be split", why=why, do=do))
         return {}
     return {"gradient_accumulation_steps" if micro is not None else "batch_size": whole // parts}

@@ -46,10 +46,10 @@ _OURS = _BATCH_KEYS | {
 }
 
 _OBSERVED = ("the run's own events are what is shown", "set tensorboard=true or mlflow_tracking=true")
-_DATA = ("the order of the samples is this library's, so that a run goes on exactly", "leave it out")
+_DATA = ("the order of the samples is this library's, so that a run resumes exactly", "leave it out")
 _CHECKPOINTS = ("checkpoints are written in this library's own format", "set checkpoint_dir and checkpoint_frequency")
 _GRADIENTS = (
-    "gradients are averaged over the samples of the whole batch, whatever the number of ranks",
+    "gradients are averaged over the samples of the whole batch, for any number of ranks",
     "leave it out",
 )
 _GONE = ("DeepSpeed itself has removed it", "leave it out")
@@ -78,14 +78,14 @@ REFUSED: dict[str, tuple[str, str]] = {  # key: (why, what to do)
     "prescale_gradients": _GRADIENTS,
     "hybrid_engine": ("it is for generating while training", "leave it out"),
     "managed_gradient_accumulation": ("the steps are this library's", "set gradient_accumulation_steps"),
-    "pipeline": ("it needs a PipelineModule", "set backend='fsdp', pipeline_parallel=2, say"),
+    "pipeline": ("it needs a PipelineModule", "set backend='fsdp', pipeline_parallel=2"),
     "progressive_layer_drop": _GONE,
     "quantize_training": _GONE,
     "seq_parallel_communication_data_type": ("ranks share data only", "leave it out"),
-    "sequence_parallel_size": ("ranks share data only", "set backend='fsdp', context_parallel=2, say"),
+    "sequence_parallel_size": ("ranks are data-parallel only", "set backend='fsdp', context_parallel=2"),
     "sparse_attention": _GONE,
     "sparse_gradients": _GONE,
-    "tensor_parallel": ("ranks share data only", "set backend='fsdp', tensor_parallel=2, say"),
+    "tensor_parallel": ("ranks are data-parallel only", "set backend='fsdp', tensor_parallel=2"),
     "torch_autocast": ("precision is set in one place", "set mixed_precision='bf16' or 'fp16'"),
     "use_data_before_expert_parallelism": ("ranks share data only", "leave it out"),
     "weight_quantization": ("it is for inference", "leave it out"),
@@ -175,7 +175,7 @@ _SECTIONS: dict[str, set[str]] = {
         "min_loss_scale",
     },
     "optimizer": {"type", "params", "legacy_fusion"},
-    "optimizer.params": set(),  # whatever that optimizer takes
+    "optimizer.params": set(),  # all that this optimizer takes
     "scheduler": {"type", "params"},
     "scheduler.params": set(),
 }
@@ -209,11 +209,13 @@ def read_content(given: str | Mapping[str, Any], problems: list[Problem]) -> Con
         problems.append(Problem(f"the DeepSpeed configuration {given} cannot be read", why=why, do=do))
         return None
     except _DuplicateKeyError as error:
-        problems.append(Problem(f"{given}: {error}", why="only one of them could count", do="keep one of them"))
+        problems.append(
+            Problem(f"{given}: {error}", why="only one of the two values could be used", do="keep one of them")
+        )
         return None
     except json.JSONDecodeError as error:
         why = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        problems.append(Problem(f"{given} is not valid JSON", why=why, do="mend that line"))
+        problems.append(Problem(f"{given} is not valid JSON", why=why, do="correct that line"))
         return None
     except (TypeError, ValueError, RecursionError) as error:
         problems.append(Problem(f"{name_of(given)} is not what JSON can hold", why=str(error), do=do))

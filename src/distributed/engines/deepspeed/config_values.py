@@ -8,16 +8,16 @@ from typing import Any
 
 from distributed.core.errors import PlanError, Problem
 from distributed.core.plan import Plan
-from distributed.strategies.deepspeed_ops import import_deepspeed
-from distributed.strategies.deepspeed_process import told
+from distributed.engines.deepspeed.ops import import_deepspeed
+from distributed.engines.deepspeed.process import deepspeed_environ
 
 _BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}  # which it will not do without
-_DO = "write a value of the kind that DeepSpeed asks for, or leave it out"
+_DO = "write a value of the type that DeepSpeed needs, or leave it out"
 
 
-def check_values(plan: Plan, local_rank: int = 0) -> None:
+def check_values(plan: Plan, device_index: int = 0) -> None:
     """Raise every value that DeepSpeed would refuse when an engine is made, each with its key."""
-    with told(plan.device, local_rank):
+    with deepspeed_environ(plan.device, device_index):
         import_deepspeed(plan.device)
         problems = [problem for key, value in plan.engine["config"].items() for problem in _of_section(key, value)]
     if problems:
@@ -31,7 +31,7 @@ def _of_section(key: str, value: Any) -> Iterator[Problem]:
 
     try:
         DeepSpeedConfig(_BATCH | {key: value})
-    except Exception as refused:  # of several kinds, some of which only come of what it does with the value
+    except Exception as refused:  # noqa: BLE001 - DeepSpeed's check of a value raises any kind
         errors = getattr(refused, "errors", None)
         if errors is not None:
             yield from (_of_field(key, error) for error in errors())

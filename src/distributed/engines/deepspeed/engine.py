@@ -10,52 +10,61 @@ from typing import Any
 import torch
 
 from distributed.core.plan import Plan
-from distributed.data.loader import Microbatch
-from distributed.runtime.portions import Box
+from distributed.data.loading.loader import Microbatch
+from distributed.engines.deepspeed import ops as deepspeed_ops
+from distributed.engines.deepspeed.checks import check_optimizer, check_task
+from distributed.engines.deepspeed.config_values import check_values
+from distributed.engines.deepspeed.flats import keep_unaligned_gradients, share_masters
+from distributed.engines.deepspeed.ownership import BorrowedModel
+from distributed.engines.deepspeed.precision import compute_in
+from distributed.engines.deepspeed.process import (
+    complete,
+    deepspeed_environ,
+    device_index,
+    files_on_disk,
+    linear_kept,
+    process_group,
+)
+from distributed.engines.deepspeed.state import ZeroState
+from distributed.engines.deepspeed.unused_parameters import UseCheck
 from distributed.runtime.session import Session
-from distributed.strategies import deepspeed_ops
+from distributed.runtime.tensor_shard import Box
 from distributed.strategies.base import NonFiniteLoss, StateTree, StepOutput, StepTask
+from distributed.strategies.checks.forward_changes import ForwardChanges
+from distributed.strategies.checks.layers import check_layers
+from distributed.strategies.checks.replica_tensors import Named, model_tensors, optimizer_options
 from distributed.strategies.compute_clock import ComputeClock
-from distributed.strategies.deepspeed_checks import check_optimizer, check_task
-from distributed.strategies.deepspeed_flats import keep_unaligned_gradients, share_masters
-from distributed.strategies.deepspeed_loan import Loan
-from distributed.strategies.deepspeed_precision import compute_in
-from distributed.strategies.deepspeed_process import complete, files_on_disk, linear_kept, process_group, told
-from distributed.strategies.deepspeed_state import ZeroState
-from distributed.strategies.deepspeed_unused import UseCheck
-from distributed.strategies.deepspeed_values import check_values
-from distributed.strategies.forward_changes import ForwardChanges
-from distributed.strategies.layer_checks import check_layers
-from distributed.strategies.optimizer_state import named_state
-from distributed.strategies.passes import Passes
-from distributed.strategies.replica import LOW_PRECISION, has_shares
-from distributed.strategies.replica_tensors import Named, model_tensors, optimizer_options
-from distributed.strategies.replicated import buffers_can_differ
-from distributed.strategies.whole_batch import WholeBatch
+from distributed.strategies.data_parallel.ddp import buffers_can_differ
+from distributed.strategies.data_parallel.whole_batch import WholeBatch
+from distributed.strategies.microbatches import MicrobatchStep
+from distributed.strategies.model.optimizer_state import named_state
+from distributed.strategies.one_rank_step import LOW_PRECISION, has_shares
 
 
-class DeepSpeedEngine(Passes):
+class DeepSpeedEngine(MicrobatchStep):
     """ZeRO-1, -2 and -3; forward and backward are DeepSpeed's, and so is the step."""
 
     _model: Any
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
         self._engine: Any = None
         self._state: ZeroState | None = None
         self._until_closed = ExitStack()
 
-    @staticmethod
-    def check(task: StepTask, plan: Plan) -> None:
+    def check(self, task: StepTask) -> None:
+        plan = self._plan
         check_layers(task.model, plan)
         check_task(task, plan)
         if plan.engine["source"]:  # what we have written ourselves needs no look, and DeepSpeed takes long to import
             check_values(plan)
         deepspeed_ops.check_ops(deepspeed_ops.needed_ops(plan.engine["config"]))
 
-    def setup(self, task: StepTask, plan: Plan, session: Session) -> None:
+    def setup(self, task: StepTask, session: Session) -> None:
+        plan = self._plan
         check_layers(task.model, plan)
         check_task(task, plan)
-        self._task, self._loss, self._session, self.notes = task, task.loss_module, session, []
+        self._task, self._loss, self._session, self.decisions = task, task.loss_module, session, []
         self._replicas = plan.replicate
         self._is_settled = session.is_dry
         self.clock = ComputeClock(session.device)
@@ -67,30 +76,40 @@ class DeepSpeedEngine(Passes):
         self._has_shares = has_shares(plan)
         self.module = task.model
         config = complete(plan)
-        self.in_step = config["zero_optimization"]["stage"] == 3  # every forward pass gathers parameters from all ranks
+        # At stage 3 every forward pass gathers parameters from all ranks.
+        self.lockstep_eval = config["zero_optimization"]["stage"] == 3
         saved = self._prepare(task, plan, session)
         self._until_closed.enter_context(files_on_disk(config, session))
         self._until_closed.enter_context(process_group(session.device.type))
         self._until_closed.enter_context(linear_kept())
-        self._until_closed.enter_context(told(session.device.type, session.env.local_rank))
+        self._until_closed.enter_context(deepspeed_environ(session.device.type, device_index(session)))
         self._buffers_differ = self._ranks > 1 and buffers_can_differ(self.module, self._normalizes)
         self._agree_on_buffers()
         dtype = LOW_PRECISION.get(plan.precision.kind)
         self._rounds = dtype is not None
         whole = self._whole_values() if self._rounds else {}
         if plan.engine["source"]:
-            check_values(plan, session.env.local_rank)
+            check_values(plan, device_index(session))
         optimizer, groups, earlier = self._take_optimizer(task, plan, config)
-        self._loan.values = whole
-        self._engine = self._model = self._loan.engine = self._start(config, optimizer, session)
+        self._loan.return_values(whole)
+        self._engine = self._model = self._start(config, optimizer, session)
+        self._loan.lend_to(self._engine)
         self._zero = self._engine.optimizer
         share_masters(self._zero)
         keep_unaligned_gradients(self._zero)
-        UseCheck(self._engine, dict(self.module.named_parameters()), session)
+        use = UseCheck(self._engine, dict(self.module.named_parameters()), session)
         self.optimizer = self._zero.optimizer
         if optimizer is not None and self.optimizer is not optimizer:
             _follow(self.optimizer, optimizer)
-        self._state = ZeroState(self.module, self._zero, saved, groups, whole, session.world_size == 1)
+        self._state = ZeroState(
+            self.module,
+            self._zero,
+            saved=saved,
+            groups=groups,
+            whole=whole,
+            unused=use.unused,
+            is_alone=session.world_size == 1,
+        )
         for index, (options, _) in enumerate(self._loan.groups):
             self._state.keep_options(index, options)
         if whole or earlier is not None:
@@ -105,18 +124,18 @@ class DeepSpeedEngine(Passes):
         """What is done to a model before any engine sees it; returns the names of what is saved of it."""
         alone: set[str] | None = None
         if plan.memory.lora is not None:
-            from distributed.strategies.lora import ensure_lora  # an extra
+            from distributed.strategies.model.lora import ensure_lora  # an extra
 
             alone = ensure_lora(self.module, plan.memory.lora, plan.seed)
         if plan.memory.recompute:
-            from distributed.strategies.parts import prepare_blocks  # takes long to import
+            from distributed.strategies.model.preparation import prepare_blocks  # takes long to import
 
             self._until_closed.callback(prepare_blocks(self.module, plan))
         if session.world_size > 1:
             self._normalizes = plan.replicate.sync_batchnorm
             self._whole_batch = WholeBatch(normalizes=self._normalizes)
-            if not self.in_step:  # or DeepSpeed puts other values into parameters itself
-                self._changes = ForwardChanges(self.module, (None,), is_sharded=True)
+            if not self.lockstep_eval:  # or DeepSpeed puts other values into parameters itself
+                self._changes = ForwardChanges(self.module, (None,), session, is_sharded=True)
         task.move_to(session.device)
         for parameter in self.module.parameters():  # DeepSpeed sends them as they lie in memory
             if not parameter.is_contiguous():
@@ -162,7 +181,7 @@ class DeepSpeedEngine(Passes):
         return made, groups, state if state["state"] else None
 
     def _lend(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._loan = Loan(self.module, optimizer)
+        self._loan = BorrowedModel(self.module, optimizer)
         self._until_closed.callback(self._loan.take_back)
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
@@ -222,7 +241,7 @@ class DeepSpeedEngine(Passes):
         scaler = {"scaler": _scaler_state(self._zero)} if self._zero.dynamic_loss_scale else {}
         return self._state.state() | scaler
 
-    def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+    def shard_ranges(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         assert self._state is not None
         return self._state.boxes(name, shape)
 
@@ -242,19 +261,19 @@ class DeepSpeedEngine(Passes):
 
     def finish(self) -> None:
         """Bring the master values together, where the model here has a part of them, or less precise ones."""
-        if self._state is not None and (self.in_step or self._rounds):
+        if self._state is not None and (self.lockstep_eval or self._rounds):
             device, add = self._session.device, self._session.sum
-            self._loan.values = self._state.whole_values(lambda name, part: add(name, part.to(device)))
+            self._loan.return_values(self._state.whole_values(lambda name, part: add(name, part.to(device))))
 
     def close(self) -> None:
         """Give the user's model back as it was made, with its new weights, where this rank has all of them.
 
-        After a failure nobody may be left to ask for the rest: what is shared out stays so, and is marked.
+        After a failure other ranks may be gone, so nothing is gathered: what is sharded stays so, and is marked.
         """
         try:
             if self._state is not None and self._session.world_size == 1:
                 self.finish()
-                self._loan.state = self._state.state()["optimizer"]
+                self._loan.return_state(self._state.state()["optimizer"])
         finally:
             self._engine = self._model = self._state = None
             self._until_closed.close()
@@ -279,7 +298,7 @@ def _load_scaler(zero: Any, state: Mapping[str, Any]) -> None:
 
 
 def _follow(made: torch.optim.Optimizer, given: torch.optim.Optimizer) -> None:
-    """Where DeepSpeed makes an optimizer anew (Adagrad): a scheduler that was made for the given one sets its rates."""
+    """Where DeepSpeed replaces an optimizer (Adagrad): a scheduler that was made for the given one sets its rates."""
     for new, old in zip(made.param_groups, given.param_groups, strict=True):
         new.update({key: value for key, value in old.items() if key not in ("params", "param_names")})
     given.param_groups = made.param_groups

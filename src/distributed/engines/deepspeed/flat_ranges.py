@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from distributed.runtime.portions import Box, Portion, box_size, overlap, whole_box, within
+from distributed.runtime.tensor_shard import Box, TensorShard, box_size, overlap, whole_box, within
 
 
 def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
@@ -39,7 +39,7 @@ def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...
     return tuple(found)
 
 
-def range_portion(shape: tuple[int, ...], start: int, elements: torch.Tensor) -> Portion:
+def range_portion(shape: tuple[int, ...], start: int, elements: torch.Tensor) -> TensorShard:
     """The range that begins at `start` and has these elements, which the portion shows without copying them.
 
     >>> [tensor.tolist() for _, tensor in range_portion((2, 2), 1, torch.arange(3)).pieces]
@@ -50,11 +50,11 @@ def range_portion(shape: tuple[int, ...], start: int, elements: torch.Tensor) ->
         size = box_size(box)
         pieces.append((box, elements[offset : offset + size].view([stop - begin for begin, stop in box])))
         offset += size
-    return Portion(shape, elements.dtype, tuple(pieces))
+    return TensorShard(shape, elements.dtype, tuple(pieces))
 
 
 @torch.no_grad()
-def fill_range(target: torch.Tensor, start: int, value: torch.Tensor | Portion) -> None:
+def fill_range(target: torch.Tensor, start: int, value: torch.Tensor | TensorShard) -> None:
     """Put the range that begins at `start` of a whole tensor, or of what is here of one, into a flat tensor."""
     if isinstance(value, torch.Tensor):
         target.copy_(value.reshape(-1)[start : start + target.numel()])

@@ -62,7 +62,7 @@ class ReplicatedParameters:
         yield Flat(values.detach(), _state_of(self._zero.optimizer, values, writes), False)
 
     def begin_writing(self) -> None:
-        self._zero._hp_optimizer_states_linked = False  # its views of the state, which may be made anew
+        self._zero._hp_optimizer_states_linked = False  # its views of the state, which may be replaced
 
     def end_writing(self) -> None:
         self._zero.update_lp_params()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import Problem
-from distributed.core.offload_files import files_of
 from distributed.core.plan import Decision, Plan
+from distributed.engines.deepspeed.offload_files import files_of
 
 _OPTIMIZER_BYTES = 16  # a parameter: its master, two moments and, once there are some, its gradient, in fp32
 _LEAST_FILE = 1 << 20
@@ -50,7 +50,7 @@ def plan_offloads(
         ("the parameters", offloads.parameters, "offload_parameters"),
     ):
         if where and config.cpu_offload and not config.given(setting):
-            decisions.append(Decision(f"{what} {_PLACES[where]}", "cpu_offload asks for it", setting))
+            decisions.append(Decision(f"{what} {_PLACES[where]}", "cpu_offload is set", setting))
     if offloads.uses_files and 4 * parameters < _LEAST_FILE * plan.world_size:
         why = "DeepSpeed writes files of 1 MiB or more, and each rank's part of this model is smaller"
         decisions.append(Decision("no files", why))
@@ -65,12 +65,12 @@ def _contradictions(config: DistributedConfig, is_full: bool) -> list[Problem]:
     for name in in_files:
         if config.cpu_offload:
             what = f"cpu_offload ({config.source('cpu_offload')}), but {name}='nvme' ({config.source(name)})"
-            found.append(Problem(what, why="one says memory, the other files", do="keep one of them"))
+            found.append(Problem(what, why="one offloads to host memory, the other to files", do="keep one of them"))
     if config.offload_parameters and not is_full:
         found.append(
             Problem(
                 f"offload_parameters={config.offload_parameters!r} ({config.source('offload_parameters')})",
-                why="only ZeRO-3 shares out the parameters, and only what is shared out can be put elsewhere",
+                why="only ZeRO-3 shards the parameters, and only sharded parameters can be offloaded",
                 do="set zero_stage=3, or offload_optimizer alone",
             )
         )

@@ -1,8 +1,8 @@
-"""DeepSpeed's compiled ops: a folder of our own, built once by one process, never waiting for a lock nobody holds.
+"""DeepSpeed's compiled ops: a folder of our own, built once by one process, never waiting for a stale lock.
 
 DeepSpeed compiles an op when it is first used. A process that is killed meanwhile leaves torch's `lock` file behind,
-and every later one waits for it for ever. Here whoever builds holds a lock that ends with its process, and takes a
-file that was left away. `python -m distributed.strategies.deepspeed_ops` builds ahead.
+and every later one waits for it for ever. Here the process that builds holds a lock that ends with it, and takes a
+file that was left away. `python -m distributed.engines.deepspeed.ops` builds ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from distributed.core.env import user_cache
+from distributed.core.env import announce, inherited_environ, user_cache
 from distributed.core.errors import PlanError
 from distributed.core.registry import import_extra
 
@@ -76,8 +76,9 @@ def needed_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_ops(names: tuple[str, ...], environ: Mapping[str, str] = os.environ) -> None:
+def check_ops(names: tuple[str, ...], environ: Mapping[str, str] | None = None) -> None:
     """Raise what is missing to build those that are not built yet."""
+    environ = inherited_environ() if environ is None else environ
     missing = [name for name in names if not (ops_folder(environ) / name / f"{name}.so").exists()]
     if not missing:
         return
@@ -91,13 +92,13 @@ def check_ops(names: tuple[str, ...], environ: Mapping[str, str] = os.environ) -
 
 
 def import_deepspeed(device: str) -> Any:
-    """DeepSpeed for this device, without most of what it says, and compiling nothing that nobody asked for.
+    """DeepSpeed for this device, without most of what it says, and compiling nothing that is not needed.
 
     It looks which ops could be compiled, which takes a compiler some seconds, only to compile one that sends through
     shared memory; whether that is there must not change what a run computes.
     """
     if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
+        announce({"DS_ACCELERATOR": "cpu"})  # read when it is imported
     deepspeed = import_extra("deepspeed", "deepspeed", "strategy 'deepspeed'")
     old_names = "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"  # DeepSpeed's calls
     warnings.filterwarnings("ignore", message=old_names, category=FutureWarning)
@@ -106,10 +107,11 @@ def import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def load_ops(names: tuple[str, ...], environ: Mapping[str, str] = os.environ, verbose: bool = False) -> None:
-    """Load them into this process, where DeepSpeed finds them; whoever comes first builds, the others wait."""
+def load_ops(names: tuple[str, ...], verbose: bool = False) -> None:
+    """Load them into this process, where DeepSpeed finds them; the first process builds, the others wait."""
     if not names:
         return
+    environ = inherited_environ()
     check_ops(names, environ)
     from deepspeed.accelerator import get_accelerator
 
@@ -167,9 +169,9 @@ def _alone(folder: Path, name: str) -> Iterator[None]:
 
 
 def _remove_abandoned(lock: Path, is_ours: bool) -> None:
-    """In our own folder nobody else builds. In the user's, one may, and is waited for as long as that can take."""
+    """In our own folder no other process builds. In the user's, one may, and is waited for."""
     if not is_ours and lock.exists():
-        print(f"waiting for whoever holds {lock}; remove it if nobody compiles", file=sys.stderr, flush=True)
+        print(f"waiting for the process that holds {lock}; if none compiles: rm {lock}", file=sys.stderr, flush=True)
     while not is_ours and lock.exists() and time.time() - lock.stat().st_mtime < _ABANDONED_S:
         time.sleep(_LOOK_S)
     lock.unlink(missing_ok=True)
@@ -179,7 +181,7 @@ def _cannot_build(name: str, why: str) -> PlanError:
     return PlanError(
         f"DeepSpeed's op {name!r} is compiled when it is first needed, and that is not possible here",
         why=why,
-        do="apt-get install g++ libaio-dev (or its like), then: python -m distributed.strategies.deepspeed_ops",
+        do="apt-get install g++ libaio-dev (or its like), then: python -m distributed.engines.deepspeed.ops",
     )
 
 
@@ -189,14 +191,14 @@ def main() -> None:
     unknown = [name for name in names if name not in _BUILDERS]
     if unknown:
         sys.exit(f"not known: {', '.join(unknown)}; there are {', '.join(_BUILDERS)}")
-    os.environ[_FOLDER] = str(ops_folder(os.environ))
+    announce({_FOLDER: str(ops_folder(inherited_environ()))})
     import_deepspeed("cuda" if torch.cuda.is_available() else "cpu")
     began = time.monotonic()
     try:
         load_ops(names)
     except PlanError as failed:
         sys.exit(str(failed))
-    print(f"{', '.join(names)}: ready in {ops_folder(os.environ)} after {time.monotonic() - began:.0f} s")
+    print(f"{', '.join(names)}: ready in {ops_folder(inherited_environ())} after {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

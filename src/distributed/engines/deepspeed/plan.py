@@ -13,8 +13,8 @@ from typing import Any
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import Problem
 from distributed.core.plan import Decision, Plan
-from distributed.planner.deepspeed_adoption import FILLED
-from distributed.planner.deepspeed_keys import (
+from distributed.engines.deepspeed.config_adoption import FILLED
+from distributed.engines.deepspeed.config_keys import (
     AUTO,
     ZERO_PLUS_PLUS,
     Content,
@@ -25,7 +25,7 @@ from distributed.planner.deepspeed_keys import (
     section,
     zero_passed_on,
 )
-from distributed.planner.deepspeed_offload import Offloads, plan_offloads
+from distributed.engines.deepspeed.offload import Offloads, plan_offloads
 from distributed.planner.parallel import STAGES
 from distributed.planner.planning import JobProfile
 
@@ -180,7 +180,7 @@ def _decisions(content: Content, source: str, config: DistributedConfig, plan: P
     made = []
     stage = engine["zero_optimization"]["stage"]
     if not config.given("zero_stage") and not config.given("sharding"):
-        what = "gradients and optimizer state are shared out where nothing is said"
+        what = "gradients and optimizer state are sharded by default"
         made.append(Decision(f"ZeRO-{stage}", what, "zero_stage"))
     if plan.precision.kind != "fp32":
         why = "DeepSpeed computes with these, and the optimizer steps on a copy in fp32"

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+
+from distributed.runtime.torch_compat import tree_map_only
 
 
 @contextmanager
 def compute_in(module: nn.Module, dtype: torch.dtype, device: str) -> Iterator[torch.autocast]:
     """While this is open, inputs become as precise as the parameters, and outputs fp32 again, for the loss.
 
-    The autocast that it gives lets layers meet buffers that have stayed in fp32.
+    The autocast that it returns lets layers work with buffers that have stayed in fp32.
     """
 
     def lower(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional
 
-from distributed.core.env import environ_with
-from distributed.core.offload_files import files_of
+from distributed.core.env import environ_with, inherited_environ
 from distributed.core.plan import Plan
+from distributed.engines.deepspeed.offload_files import files_of
+from distributed.engines.deepspeed.ops import ops_folder
 from distributed.runtime.session import Session
-from distributed.strategies.deepspeed_ops import ops_folder
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
@@ -67,10 +67,18 @@ def files_on_disk(config: Mapping[str, Any], session: Session) -> Iterator[None]
                     os.rmdir(parent)
 
 
+def device_index(session: Session) -> int:
+    """Of this rank's device, as DeepSpeed counts them."""
+    return session.env.local_rank if session.device.index is None else session.device.index
+
+
 @contextmanager
-def told(device: str, local_rank: int) -> Iterator[None]:
-    """What DeepSpeed reads in the environment: some of it at every step, and not every launcher sets it."""
-    variables = {"LOCAL_RANK": str(local_rank), "TORCH_EXTENSIONS_DIR": str(ops_folder(os.environ))}
+def deepspeed_environ(device: str, device_index: int) -> Iterator[None]:
+    """Sets the variables that DeepSpeed reads: some of them at every step, and not every launcher sets them.
+
+    `LOCAL_RANK` it takes for the index of its device, which it is not where ranks share one.
+    """
+    variables = {"LOCAL_RANK": str(device_index), "TORCH_EXTENSIONS_DIR": str(ops_folder(inherited_environ()))}
     if device == "cpu":
         variables["DS_ACCELERATOR"] = "cpu"  # looked for when it is imported
     with environ_with(variables):

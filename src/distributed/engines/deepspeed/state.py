@@ -1,6 +1,6 @@
 """ZeroState: what a DeepSpeed engine holds as the tree that every other strategy saves and loads, and back.
 
-The values are the fp32 ones that the optimizer steps, whatever is computed with. ZeRO steps flat tensors of many
+The values are the fp32 ones that the optimizer steps, in every precision of the model. ZeRO steps flat tensors of many
 parameters at once, so what an optimizer counts for each parameter is one number for all of them.
 """
 
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box, Portion
-from distributed.strategies.deepspeed_flats import Flat, Slot, flats_of, opened_part, own_range
-from distributed.strategies.flat_ranges import fill_range, range_boxes, range_portion
-from distributed.strategies.optimizer_state import PLAIN, match_groups
+from distributed.engines.deepspeed.flat_ranges import fill_range, range_boxes, range_portion
+from distributed.engines.deepspeed.flats import Flat, Slot, flats_of, opened_part, own_range
+from distributed.runtime.tensor_shard import Box, TensorShard
+from distributed.strategies.model.optimizer_state import PLAIN, match_groups
 
 StateTree = dict[str, Any]
 _COUNT = "step"  # one for all elements, though it has the shape of a parameter that is a single number
@@ -30,17 +30,21 @@ class ZeroState:
         self,
         module: nn.Module,
         zero: Any,
+        *,
         saved: list[str],
         groups: list[list[str]],
         whole: Mapping[str, torch.Tensor],
+        unused: Callable[[], frozenset[str] | None],
         is_alone: bool,
     ) -> None:
         """`saved` names what a checkpoint has of the model, `groups` the parameters of each of the optimizer's groups.
 
-        `whole` has the fp32 values that frozen parameters had before they were made less precise.
+        `whole` has the fp32 values that frozen parameters had before they were made less precise. `unused` names the
+        parameters that no pass uses, to which ZeRO gives a state of zeros; None: that is not known yet.
         """
         self._module, self._zero, self._saved, self._groups = module, zero, saved, groups
-        self._is_alone = is_alone
+        self._unused, self._is_alone = unused, is_alone
+        self._unused_before: frozenset[str] = frozenset()  # in the run whose state was loaded
         self._flats = flats_of(zero)
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._first = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
@@ -63,7 +67,7 @@ class ZeroState:
     def state(self) -> StateTree:
         values, state = self._read()
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
-        made: dict[str, torch.Tensor | Portion] = {}
+        made: dict[str, torch.Tensor | TensorShard] = {}
         for name in self._saved:
             first = self._first.get(name, name)
             if name in buffers:
@@ -80,7 +84,7 @@ class ZeroState:
         """Of every parameter, in host memory; `add` adds a tensor up over all ranks, every one of which comes here."""
         return {name: self._whole_value(name, part, add) for name, part in self._parts()}
 
-    def _parts(self) -> Iterator[tuple[str, torch.Tensor | Portion]]:
+    def _parts(self) -> Iterator[tuple[str, torch.Tensor | TensorShard]]:
         """What is here of each parameter, which is to be used before the next one is asked for."""
         for index, (slots, names) in enumerate(zip(self._flats.members, self._names, strict=True)):
             with self._flats.opened(index) as flat:
@@ -88,7 +92,7 @@ class ZeroState:
         yield from ((name, self._read_frozen(name)) for name in self._frozen)
 
     def _whole_value(
-        self, name: str, part: torch.Tensor | Portion, add: Callable[[str, torch.Tensor], torch.Tensor]
+        self, name: str, part: torch.Tensor | TensorShard, add: Callable[[str, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         if isinstance(part, torch.Tensor):
             return part.to("cpu", copy=True)
@@ -125,6 +129,8 @@ class ZeroState:
                         fill_range(_here(flat.values, slot), slot.start, model[name])
                 if optimizer is not None:
                     self._write_state(flat, slots, names, optimizer["state"], self._flats.groups[index])
+        if optimizer is not None:
+            self._unused_before = frozenset(name for name in self._slots if name not in optimizer["state"])
         self._write_rest(model)
         self._flats.end_writing()
         if optimizer is not None:
@@ -134,12 +140,14 @@ class ZeroState:
     def _read(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         values: dict[str, Any] = {}
         state: dict[str, dict[str, Any]] = {}
+        found = self._unused()
+        unused = self._unused_before if found is None else found
         for index, (slots, names) in enumerate(zip(self._flats.members, self._names, strict=True)):
             with self._flats.opened(index) as flat:
                 for slot, name in zip(slots, names, strict=True):
                     values[name] = self._portion(slot, flat.values, flat.is_borrowed)
                     held = {key: self._read_value(slot, flat, value) for key, value in flat.state.items()}
-                    if held:
+                    if held and name not in unused:
                         count = self._group_of(index).get(_COUNT)
                         state[name] = held if count is None else {_COUNT: _counted(count)} | held
         return values, state
@@ -151,7 +159,7 @@ class ZeroState:
             return _counted(value)
         return value.clone() if isinstance(value, torch.Tensor) else value
 
-    def _portion(self, slot: Slot, flat: torch.Tensor, copies: bool = False) -> torch.Tensor | Portion:
+    def _portion(self, slot: Slot, flat: torch.Tensor, copies: bool = False) -> torch.Tensor | TensorShard:
         here = _here(flat.detach(), slot)
         here = here.clone() if copies else here
         return here.view(slot.shape) if self._is_alone else range_portion(slot.shape, slot.start, here)
@@ -186,7 +194,7 @@ class ZeroState:
             raise CheckpointError(
                 f"{key!r} of the optimizer is {_number(held[different])} for {different}, {_number(some)} for others",
                 why="DeepSpeed steps all parameters of a group together, so they must have taken as many steps",
-                do="go on with the strategy that saved it, or import the weights alone",
+                do="resume with the strategy that saved it, or import the weights alone: distributed checkpoint import",
             )
         options = self._zero.optimizer.param_groups[group]
         if _is_of_deepspeed(self._zero.optimizer) and key == _COUNT:
@@ -198,7 +206,7 @@ class ZeroState:
         else:
             flat.state[key] = some.clone() if isinstance(some, torch.Tensor) else some
 
-    def _read_frozen(self, name: str) -> torch.Tensor | Portion:
+    def _read_frozen(self, name: str) -> torch.Tensor | TensorShard:
         slot, parameter = self._slot(name), self._frozen[name]
         if slot is None:
             return self._whole.get(name, parameter.detach())
@@ -276,11 +284,11 @@ def _here(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 
 def _is_shaped(value: Any, slot: Slot, key: str) -> bool:
-    return isinstance(value, (torch.Tensor, Portion)) and tuple(value.shape) == slot.shape and key != _COUNT
+    return isinstance(value, (torch.Tensor, TensorShard)) and tuple(value.shape) == slot.shape and key != _COUNT
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, Portion):
+    if isinstance(value, TensorShard):
         value = value.pieces[0][1]
     return value.item() if isinstance(value, torch.Tensor) else value
 

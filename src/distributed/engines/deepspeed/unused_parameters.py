@@ -15,7 +15,7 @@ from torch import nn
 
 from distributed.core.errors import TaskError
 from distributed.runtime.session import Session
-from distributed.strategies.elementwise import moves_on_zeros
+from distributed.strategies.checks.elementwise import moves_on_zeros
 
 _SHOWN = 5
 
@@ -36,6 +36,10 @@ class UseCheck:
         setattr(self._zero, called, self._note)
         engine.allreduce_gradients = self._reduce_all
 
+    def unused(self) -> frozenset[str] | None:
+        """The names of those that no pass uses; None: there was no pass yet."""
+        return None if self._unused is None else frozenset(self._names[key] for key in self._unused)
+
     def _note(self, parameter: nn.Parameter, *args: Any) -> None:
         self._seen.add(id(parameter))
         self._take(parameter, *args)
@@ -53,8 +57,8 @@ class UseCheck:
     def _settle(self, missing: set[int]) -> set[int]:
         """In the first pass, by all ranks."""
         flags = [int(key in missing) for key in self._names]
-        told = torch.tensor([*flags, *(1 - flag for flag in flags)], device=self._session.device)
-        found = self._session.max("unused parameters", told).tolist()
+        own = torch.tensor([*flags, *(1 - flag for flag in flags)], device=self._session.device)
+        found = self._session.max("unused parameters", own).tolist()
         missing_anywhere, there_anywhere = found[: len(flags)], found[len(flags) :]
         rows = zip(self._names, missing_anywhere, there_anywhere, strict=True)
         differing = {key for key, is_missing, is_there in rows if is_missing and is_there}
