@@ -2,7 +2,7 @@
 
 Horovod fuses what is ready in one of its cycles, and its ring adds each part of a fused buffer in another order of the
 ranks. With three ranks or more the last digits of a sum then depend on timing. Here the buckets are made once, of the
-parameters, and one is on its way at a time: Horovod never finds two to fuse, whoever initialised it and however.
+parameters, and one is on its way at a time: Horovod never finds two to fuse, however it was initialised.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from distributed.core.errors import TaskError
-from distributed.runtime.horovod_ring import Ring
+from distributed.engines.horovod.ring import Ring
+from distributed.runtime.torch_compat import foreach_copy_
 
 DEFAULT_MB = 25.0
 _ON_WIRE = {torch.bfloat16: torch.float32}  # Horovod has no sum of bf16
@@ -118,7 +119,7 @@ class BucketReducer:
             wire = as_wire(_gradient(bucket.members[0][1]), bucket.dtype)
         else:
             wire, parts = self._parts[bucket]
-            torch._foreach_copy_(parts, [_gradient(parameter) for _, parameter in bucket.members])
+            foreach_copy_(parts, [_gradient(parameter) for _, parameter in bucket.members])
         self._sent = self._hvd.allreduce_async_(wire, name=bucket.name, op=self._hvd.Average), wire
 
     @torch.no_grad()
@@ -128,7 +129,7 @@ class BucketReducer:
         self._hvd.synchronize(handle)
         gradients = [_gradient(parameter) for _, parameter in bucket.members]
         if len(gradients) > 1:
-            torch._foreach_copy_(gradients, self._parts[bucket][1])
+            foreach_copy_(gradients, self._parts[bucket][1])
         elif wire.data_ptr() != gradients[0].data_ptr():
             gradients[0].copy_(wire)
         self._sent = None

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed.core.env_horovod import fusion_threshold_mb
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
-from distributed.data.loader import Microbatch
-from distributed.runtime.horovod_ring import Ring, import_horovod, join_ring, mpi_did_not_start, no_mpi_in_wheel
-from distributed.runtime.session import Session
-from distributed.strategies.base import StateTree, StepOutput, StepTask
-from distributed.strategies.horovod_buckets import (
+from distributed.data.loading.loader import Microbatch
+from distributed.engines.horovod.buckets import (
     DEFAULT_MB,
     BucketReducer,
     as_wire,
@@ -25,12 +21,17 @@ from distributed.strategies.horovod_buckets import (
     real,
     wire_dtype,
 )
-from distributed.strategies.passes import Passed
-from distributed.strategies.replica_tensors import Named, model_tensors
-from distributed.strategies.torch_mesh import TorchMesh
+from distributed.engines.horovod.env import fusion_threshold_mb
+from distributed.engines.horovod.ring import Ring, import_horovod, join_ring, mpi_did_not_start, no_mpi_in_wheel
+from distributed.runtime.session import Session
+from distributed.strategies.base import StateTree, StepOutput, StepTask
+from distributed.strategies.checks.replica_tensors import Named, model_tensors
+from distributed.strategies.checks.sparse_layers import refuse_sparse
+from distributed.strategies.microbatches import Passed
+from distributed.strategies.replicated import Replicated
 
 
-class HorovodEngine(TorchMesh):
+class HorovodEngine(Replicated):
     """What hvd.DistributedOptimizer does, with the user's own optimizer.
 
     That class makes a new optimizer: its state is empty, and the user's scheduler acts on the old one. Its way of
@@ -43,8 +44,8 @@ class HorovodEngine(TorchMesh):
     checkpoint has those of rank 0.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
         self._ring: Ring | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._reducer: BucketReducer | None = None
@@ -52,19 +53,22 @@ class HorovodEngine(TorchMesh):
         self._is_adasum = False
         self._handled: BaseException | None = None  # what the script handles while it calls us
 
-    @staticmethod
-    def check(task: StepTask, plan: Plan) -> None:
-        TorchMesh.check(task, plan)
+    def check(self, task: StepTask) -> None:
+        super().check(task)
         hvd = import_horovod()
-        TorchMesh.check(task, plan)
         _refuse_wrapped(task.optimizer)
-        if plan.engine["controller"] == "mpi":
+        if self._plan.engine["controller"] == "mpi":
             if not hvd.mpi_built():
                 raise no_mpi_in_wheel()
-            if plan.world_size > 1:
-                raise mpi_did_not_start(plan.world_size, "this process would start them")
+            if self._plan.world_size > 1:
+                raise mpi_did_not_start(self._plan.world_size, "this process would start them")
 
-    def _replicate(self, plan: Plan, session: Session) -> nn.Module:
+    def _refuse_sparse(self, module: nn.Module) -> None:
+        refuse_sparse(module, "backend='horovod'", "this engine sends dense gradients")
+        super()._refuse_sparse(module)
+
+    def _replicate(self) -> nn.Module:
+        plan, session = self._plan, self._session
         _refuse_wrapped(self.optimizer)
         self._hvd, self._handled = import_horovod(), sys.exception()
         self._ring = join_ring(session, plan.engine, plan.collective_timeout_s)
@@ -202,7 +206,7 @@ class HorovodEngine(TorchMesh):
         return model_tensors(self.module, self._replicas) if self._is_adasum else super().replicated()
 
     def held_state(self) -> StateTree | None:
-        """None where this process cannot go on in another world: a new one then goes on from the checkpoint."""
+        """None where this process cannot continue in another world: a new one then resumes from the checkpoint."""
         return super().held_state() if self._ring is None or self._ring.can_rejoin else None
 
 

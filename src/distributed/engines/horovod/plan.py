@@ -18,7 +18,7 @@ _INSTALL_MPI = "apt-get install libopenmpi-dev openmpi-bin, then make horovod MP
 def plan_engine(
     config: DistributedConfig, profile: Any, plan: Plan, decisions: list[Decision], problems: list[Problem]
 ) -> dict[str, Any]:
-    """What Horovod is told; whether the installed one can do it is asked where it is loaded."""
+    """Horovod's part of the plan; whether the installed one can do it is checked where it is loaded."""
     controller = "mpi" if config.communication_backend == "mpi" else "gloo"
     if plan.device == "cuda":
         problems.append(

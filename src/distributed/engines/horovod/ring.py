@@ -1,17 +1,16 @@
 """The ring: Horovod's own world of the same ranks, made beside the session's and unmade with it.
 
-Horovod meets over a server that horovodrun would start, and reads everything else from variables while it is
+Horovod's rendezvous is a server that horovodrun would start, and it reads everything else from variables while it is
 initialised; here rank 0 serves, for as long as that takes. A ring that the script or mpirun made is used as it is.
 
 A peer that dies in the fraction of a second in which Horovod connects makes it abort the process: it has no way to
-fail there. Such a run goes on from its last checkpoint.
+fail there. Such a run resumes from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import os
 import socket
 import sys
 import threading
@@ -21,10 +20,10 @@ from typing import Any
 
 import psutil
 
-from distributed.core.env import environ_with
-from distributed.core.env_horovod import CYCLE_TIME, knobs_in_environ
+from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import LaunchError, MissingExtraError, PlanError
-from distributed.core.failure import is_collateral
+from distributed.core.protocol.failure import is_collateral
+from distributed.engines.horovod.env import CYCLE_TIME, knobs_in_environ
 from distributed.runtime.deadline import Deadline
 from distributed.runtime.session import CollectiveError, Session
 from distributed.runtime.sockets import open_sockets, shut_down
@@ -66,15 +65,15 @@ class Ring:
     def __init__(self, hvd: Any, session: Session, timeline: str, timeout_s: float, *, stays: bool) -> None:
         self._hvd, self._session, self._timeline, self._stays = hvd, session, timeline, stays
         self._after = _Made.ended
-        self._deadline = Deadline(timeout_s, lambda: session.cut_more())
-        # Whether this process can leave it and join another; horovodrun's are made anew by runtime/horovod_world.py.
+        self._deadline = Deadline(timeout_s, session.cut_beside)
+        # Whether this process can leave it and join another; horovodrun's are made again by engines/horovod/world.py.
         self.can_rejoin = not stays or (session.env.launcher == "horovodrun" and not _is_tuned())
 
     @contextmanager
     def wait(self, name: str, missing: Sized) -> Iterator[None]:
         """Around a wait for the other ranks, which has a name and the run's deadline; see `Deadline.begin`."""
         try:
-            with self._session.enter(name):
+            with self._session.reported(name):
                 self._deadline.begin(missing)
                 yield
         except (RuntimeError, ValueError) as failed:  # the second where a handle has ended with Horovod
@@ -104,9 +103,9 @@ class Ring:
 
 
 def end_horovod(after: int | None = None) -> None:
-    """End Horovod in this process, if it runs, and with it whatever its ranks wait for. For any thread to call.
+    """End Horovod in this process, if it runs, and every collective in it. For any thread to call.
 
-    `after`: only the one that was made after so many had ended.
+    `after`: only the one that was made after that many had ended.
     """
     hvd = sys.modules.get("horovod.torch")
     with _Made.ending:
@@ -124,7 +123,7 @@ def refuse_spent() -> None:
         raise LaunchError(
             "Horovod has ended in this process and cannot begin again",
             why="with MPI, HOROVOD_FUSION_THRESHOLD or a cycle time it can be initialised once",
-            do="start the script again; where it shall go on by itself, leave out HOROVOD_CYCLE_TIME, cycle_time_ms "
+            do="start the script again; for an automatic restart, leave out HOROVOD_CYCLE_TIME, cycle_time_ms "
             "and HOROVOD_FUSION_THRESHOLD, for which there is fusion_threshold_mb",
         )
 
@@ -142,21 +141,22 @@ def join_ring(session: Session, wanted: Mapping[str, Any], timeout_s: float) -> 
         is_ours = (hvd.size(), hvd.rank()) == (session.world_size, session.rank)
         if is_ours and not (is_kept_for_script and knobs):
             _use_as_it_is(hvd, knobs, timeline)
-            session.cut_more = _Made.cut or functools.partial(_end_beside, _Made.ended)
+            session.also_cut(_Made.cut or functools.partial(_end_beside, _Made.ended))
             return Ring(hvd, session, timeline, timeout_s, stays=True)
         if not is_ours:
             _refuse_lonely(hvd, session)
         _Made.script_runs_it = True
-        end_horovod()  # a script's `hvd.init()` that nobody told of the other ranks
+        end_horovod()  # a script's `hvd.init()` that does not know the other ranks
     refuse_spent()
     variables = knobs | ({"HOROVOD_TIMELINE": timeline} if timeline else {})
     over_mpi = wanted["controller"] == "mpi"
     if over_mpi:
         _join_over_mpi(hvd, session, variables)
-        session.cut_more = functools.partial(_end_beside, _Made.ended)
+        session.also_cut(functools.partial(_end_beside, _Made.ended))
     else:
-        _join_over_gloo(hvd, session, variables | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(timeout_s))})
-        _Made.cut = session.cut_more
+        wait = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(math.ceil(timeout_s))}
+        _Made.cut = _join_over_gloo(hvd, session, variables | wait)
+        session.also_cut(_Made.cut)
     _Made.knobs = knobs
     return Ring(hvd, session, timeline, timeout_s, stays=over_mpi or _is_tuned())
 
@@ -237,8 +237,10 @@ def no_mpi_in_wheel() -> PlanError:
     )
 
 
-def _join_over_gloo(hvd: Any, session: Session, variables: dict[str, str]) -> None:
-    """Between a first and a last meeting of all ranks, so that nobody waits in Horovod for one that comes late."""
+def _join_over_gloo(hvd: Any, session: Session, variables: dict[str, str]) -> Callable[[], None]:
+    """Between two barriers of all ranks, so that no rank waits in Horovod for one that comes late.
+
+    Returns what ends its collectives."""
     nodes = session.gather_texts("nodes of the ranks", str(session.env.node_rank))
     own_host = _LOOPBACK if len(set(nodes)) == 1 else _own_address(session, nodes)
     before = set(open_sockets())
@@ -246,7 +248,7 @@ def _join_over_gloo(hvd: Any, session: Session, variables: dict[str, str]) -> No
     with serves as port:
         address = session.share_text("horovod", f"{own_host}:{port}" if session.is_main else None)
         host, _, port_text = address.rpartition(":")
-        session.cut_more = lambda: shut_down(set(open_sockets()) - before)
+        session.also_cut(lambda: shut_down(set(open_sockets()) - before))
         where = {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -254,13 +256,14 @@ def _join_over_gloo(hvd: Any, session: Session, variables: dict[str, str]) -> No
             "HOROVOD_GLOO_RENDEZVOUS_PORT": port_text,
             "HOROVOD_GLOO_IFACE": _interface_of(own_host),
         }
-        quiet = {} if "HOROVOD_LOG_LEVEL" in os.environ else {"HOROVOD_LOG_LEVEL": "fatal"}  # lost peers are told of
+        is_set = "HOROVOD_LOG_LEVEL" in inherited_environ()
+        quiet = {} if is_set else {"HOROVOD_LOG_LEVEL": "fatal"}  # lost peers are reported by us
         variables = variables | quiet | where | _places(nodes)[session.rank]
         with session.named("connecting Horovod"), _told(variables):
             hvd.init()
         session.barrier("connecting Horovod")
     connections = set(open_sockets()) - before
-    session.cut_more = lambda: shut_down(connections)
+    return lambda: shut_down(connections)
 
 
 def _places(nodes: list[str]) -> list[dict[str, str]]:
@@ -338,12 +341,12 @@ def _interface_of(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return name
-    raise LaunchError(f"no network interface has the address {address}", why="Horovod is told an interface by its name")
+    raise LaunchError(f"no network interface has the address {address}", why="Horovod needs the name of an interface")
 
 
 @contextmanager
 def _told(variables: dict[str, str]) -> Iterator[None]:
-    """What Horovod is told, which is nothing to whatever else reads the environment."""
+    """Variables for Horovod, which nothing else in the environment needs."""
     try:
         with environ_with(variables):
             yield

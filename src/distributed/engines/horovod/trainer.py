@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from torch import nn
 
 from distributed.core.config import DistributedConfig
 from distributed.core.registry import is_installed
-from distributed.runtime.horovod_ring import import_horovod
+from distributed.core.settings.typed import TrainerSettings
+from distributed.engines.horovod.ring import import_horovod
 from distributed.runtime.session import CollectiveError
 from distributed.trainers.trainer import Trainer
 
@@ -19,7 +20,7 @@ from distributed.trainers.trainer import Trainer
 class HorovodTrainer(Trainer):
     """Trains with Horovod: `compression="fp16"` or `hvd.Compression.fp16`, and all settings of the Trainer besides.
 
-    The learning rate is scaled by the size of the global batch, as Horovod's users do by hand: the plan says by how
+    The learning rate is scaled by the size of the global batch, as Horovod's users do themselves: the plan says by how
     much, and `lr_scaling="none"` leaves it. Adasum needs no scaling, so with it there is none unless it is asked for.
     A script may call `hvd.init()` first or leave it to `fit`; `verbose=False` shows no progress.
 
@@ -37,12 +38,16 @@ class HorovodTrainer(Trainer):
         loss_fn: Callable[..., Any] | None = None,
         *,
         config: DistributedConfig | Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        metrics: Mapping[str, Callable[[Any, Any], torch.Tensor]] | None = None,
         verbose: bool = True,
-        **settings: Any,
+        **settings: Unpack[TrainerSettings],
     ) -> None:
         if not verbose:
             settings.setdefault("progress", False)
-        super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn, **settings)
+        super().__init__(
+            model, config, optimizer=optimizer, loss_fn=loss_fn, scheduler=scheduler, metrics=metrics, **settings
+        )
 
     def _merge(self, settings: Mapping[str, Any]) -> DistributedConfig:
         config, own = super()._merge(settings), type(self).__name__

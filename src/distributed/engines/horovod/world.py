@@ -1,4 +1,4 @@
-"""The worlds of ranks that horovodrun started: where they meet and, in an elastic run, the world after this one.
+"""The worlds of ranks that horovodrun started: their rendezvous and, in an elastic run, the world after this one.
 
 Horovodrun's driver keeps keys and values over HTTP, and forgets them whenever it makes a new world. Rank 0, which it
 takes from those that have been there longest, writes there where the others find it and how far the run has come: a
@@ -15,12 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from distributed.core.control import Message
 from distributed.core.env import WorkerEnv, worker_env
-from distributed.core.env_horovod import (
+from distributed.core.errors import LaunchError
+from distributed.core.protocol.rank_protocol import Joined, Message
+from distributed.engines.horovod.env import (
     DriverAddress,
     horovod_driver,
     meeting_patience_s,
@@ -28,8 +29,8 @@ from distributed.core.env_horovod import (
     take_out_elastic,
     take_place,
 )
-from distributed.core.errors import LaunchError
-from distributed.runtime.horovod_ring import end_horovod, refuse_spent
+from distributed.engines.horovod.ring import end_horovod, refuse_spent
+from distributed.runtime.meeting import Meeting
 
 _ANSWER_S = 10.0  # for one answer of a driver that has nothing to wait for
 _PLACE_S = 3600.0  # for one that waits for enough hosts: horovodrun gives up before, after its --elastic-timeout
@@ -86,27 +87,17 @@ class Driver:
         return text if answer.status == 200 else None
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """A world with its meeting point; rank 0 already listens there."""
-
-    env: WorkerEnv
-    listener: socket.socket | None = None
-
-
 class _Meetings:
-    """Of the present world: a process may leave its group and meet the same ranks again."""
+    """Of the present world: a process may leave its group and join the same ranks again."""
 
     held = 0
 
 
 def find_meeting(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
-    """Where the ranks of this world meet: as their launcher told, or through horovodrun's driver.
+    """The rendezvous of the ranks of this world, through horovodrun's driver.
 
     Horovodrun knows nothing of a run directory either: all take rank 0's.
     """
-    if env.launcher != "horovodrun":
-        return Meeting(env)
     env = replace(env, nominal_ranks=env.nominal_ranks or env.world_size, run_dir=run_dir)
     if env.world_size == 1:
         remember_world(env)
@@ -124,16 +115,16 @@ def find_meeting(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
     return meeting
 
 
-_TOLD = ("master_addr", "master_port", "num_nodes", "attempt", "restarts", "nominal_ranks", "run_dir")
+_PUBLISHED = ("master_addr", "master_port", "num_nodes", "attempt", "restarts", "nominal_ranks", "run_dir")
 
 
 def _announce(driver: Driver, key: str, env: WorkerEnv) -> Meeting:
-    """The port is taken before it is told, so that nobody else can have it."""
+    """The port is taken before it is published, so that no other process can have it."""
     listener = socket.create_server(("", 0), backlog=1024)
     try:
         driver.read(key)  # learns the address by which the driver's network knows this host
         env = replace(env, master_addr=driver.own_host, master_port=listener.getsockname()[1])
-        driver.write(key, json.dumps({name: getattr(env, name) for name in _TOLD}))
+        driver.write(key, json.dumps({name: getattr(env, name) for name in _PUBLISHED}))
     except BaseException:
         listener.close()
         raise
@@ -141,11 +132,11 @@ def _announce(driver: Driver, key: str, env: WorkerEnv) -> Meeting:
 
 
 def _look_up(driver: Driver, key: str, env: WorkerEnv, timeout_s: float) -> WorkerEnv:
-    told = json.loads(_await(driver, key, env, timeout_s))
-    if env.num_nodes != told["num_nodes"]:  # among hosts with as many ranks as this one, and others have fewer
+    found = json.loads(_await(driver, key, env, timeout_s))
+    if env.num_nodes != found["num_nodes"]:  # among hosts with as many ranks as this one, and others have fewer
         first = env.rank - env.local_rank
         env = replace(env, node_rank=int(_await(driver, f"node-of-{first}", env, timeout_s)))
-    return replace(env, **{name: told[name] for name in _TOLD})
+    return replace(env, **{name: found[name] for name in _PUBLISHED})
 
 
 def _await(driver: Driver, key: str, env: WorkerEnv, timeout_s: float) -> str:
@@ -154,8 +145,8 @@ def _await(driver: Driver, key: str, env: WorkerEnv, timeout_s: float) -> str:
         if time.monotonic() > deadline:
             kind = DriverLost if env.restarts else LaunchError  # later, rank 0 has died, and there is a next world
             raise kind(
-                f"rank {env.rank} cannot meet the others: rank 0 did not say within {timeout_s:.0f} s where",
-                why=f"it tells horovodrun at {driver.address} when it comes to `fit`, and has not come there",
+                f"the rendezvous of rank {env.rank} failed: rank 0 published no address within {timeout_s:.0f} s",
+                why=f"rank 0 publishes it through horovodrun at {driver.address} when it calls `fit`",
                 do="see its output; if it only needs longer before `fit`, set collective_timeout_s",
             )
         time.sleep(_LOOK_EVERY_S)
@@ -170,26 +161,34 @@ class HorovodLine:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._hosts_changed = threading.Event()
-        self._script_runs_horovod = _runs_horovod()  # then whoever joins does so too, before it comes to `fit`
+        self._script_runs_horovod = _runs_horovod()  # then a rank that joins does so too, before it calls `fit`
         self._placed_at, self._patience_s = time.monotonic(), meeting_patience_s()
         self.regroups = False
-        self.cut_off: Callable[[], None] = lambda: None
+        self._end_collective: Callable[[], None] = lambda: None
 
     def tell(self, message: Message) -> None:
-        """Horovodrun asks nothing of its ranks but that they come for their next place."""
+        """Nothing: horovodrun needs no messages of its ranks."""
+        if isinstance(message, Joined):
+            self.regroups = message.regroups
+
+    def on_cut_off(self, end: Callable[[], None]) -> None:
+        self._end_collective = end
+
+    def cut_off(self) -> None:
+        self._end_collective()
 
     def asked_to_leave(self, attempt: int) -> bool:
         return self.regroups and self._hosts_changed.is_set()
 
     def is_cut_off(self, attempt: int) -> bool:
-        """Asked while the ranks meet: horovodrun does not tell that a process which it started has ended at once.
+        """Called during the rendezvous: horovodrun does not report at once that a process which it started has ended.
 
         Later, a rank that leaves closes its connections, which the others notice.
         """
         return attempt > 0 and time.monotonic() - self._placed_at > self._patience_s
 
     def next_world(self, after_attempt: int) -> WorkerEnv | None:
-        """Ask for a place in the next world, with all who are left. A host that was taken away has none."""
+        """Request a place in the next world, as all survivors do. A host that was removed has none."""
         attempt = after_attempt
         while True:
             attempt += 1
@@ -208,7 +207,7 @@ class HorovodLine:
         self._hosts_changed.set()
 
     def listen(self) -> None:
-        """Be told of hosts that come and go: the driver tells it rank 0 of the world, whoever that is then."""
+        """Receive changes of the hosts: the driver sends them to rank 0 of the current world."""
         from horovod.runner.elastic.worker import WorkerNotificationManager  # horovodrun's own package
 
         notifications = WorkerNotificationManager()
@@ -218,9 +217,8 @@ class HorovodLine:
 
 @functools.cache
 def horovod_line() -> HorovodLine | None:
-    """The line of this process, if an elastic horovodrun started it."""
-    env = worker_env()
-    if env is None or env.launcher != "horovodrun" or not take_out_elastic():
+    """The line of this process, which horovodrun started, if that is elastic."""
+    if not take_out_elastic():
         return None
     line = HorovodLine(Driver(horovod_driver()))
     line.listen()
@@ -237,7 +235,7 @@ def _runs_horovod() -> bool:
 
 
 def _begin_horovod() -> bool:
-    """False when a rank was lost again while they met."""
+    """False when a rank was lost again during the rendezvous."""
     try:
         _horovod().init()
     except (ValueError, RuntimeError):  # Horovod has no kind of its own for it
