@@ -18,15 +18,15 @@ import ray
 from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import LaunchError, Problem
 
-_ANSWER_S = 4.0  # for the port of a cluster, and again for whoever listens there
+_ANSWER_S = 4.0  # for the port of a cluster, and again for the service that listens there
 _JOIN_S = 60.0  # for a cluster that has answered to let us in
 _SETTINGS = 4  # the kind of the frame that an HTTP/2 connection begins with
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 _CLIENT = "ray://"
 _START = "start one with: ray start --head"
-# What Ray says of itself to others and on our console; whoever sets one of these keeps it.
+# What Ray reports to others and on our console; a variable that is set already is kept.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SCHEDULER_EVENTS": "0", "RAY_DEDUP_LOGS": "0"}
-# A cluster for one run: no workers that wait for other work, and nobody who would take its node away.
+# A cluster for one run: no workers that wait for other work, and no autoscaler that removes its node.
 _PRIVATE = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
@@ -92,7 +92,7 @@ def shortage(wish: Wish, cluster: RayCluster) -> list[Problem]:
 
     >>> two = RayCluster((RayNode("n1", 4, 0), RayNode("n2", 4, 0)))
     >>> [problem.what for problem in shortage(Wish("cpu", 9, 9), two)]
-    ['9 CPUs asked for, and the Ray cluster has 8']
+    ['9 CPUs are needed, and the Ray cluster has 8']
     """
     key = "GPU" if wish.device == "cuda" else "CPU"
     there = ", ".join(map(str, cluster.nodes)) or "no node"
@@ -101,9 +101,9 @@ def shortage(wish: Wish, cluster: RayCluster) -> list[Problem]:
     wide = [node for node in cluster.nodes if node.slots(wish.device) >= (wish.per_node or 1)]
     slots = cluster.slots(wish.device)
     if wish.per_node is not None and len(wide) < -(-wish.fewest // wish.per_node):
-        what = f"{wish} asked for, and the Ray cluster has {len(wide)} such node{'s' * (len(wide) != 1)}"
+        what = f"{wish} are needed, and the Ray cluster has {len(wide)} such node{'s' * (len(wide) != 1)}"
     elif slots < wish.fewest:
-        what = f"{wish} asked for, and the Ray cluster has {slots}"
+        what = f"{wish} are needed, and the Ray cluster has {slots}"
     else:
         return []
     fewer = f"set num_gpus={slots}, or " if slots else ""
@@ -165,10 +165,10 @@ def _join(address: str) -> None:
     def init() -> None:
         try:
             _init(address=resolved)
-        except BaseException as error:  # told in the thread that waits
+        except BaseException as error:  # noqa: BLE001 - the boundary of a thread: raised in the one that waits
             failed.append(error)
 
-    thread = threading.Thread(target=init, daemon=True, name="ray.init")  # it cannot be told how long to wait
+    thread = threading.Thread(target=init, daemon=True, name="ray.init")  # it has no timeout of its own
     thread.start()
     thread.join(_JOIN_S)
     if thread.is_alive():
@@ -227,7 +227,7 @@ def _no_answer(address: str, tried: Sequence[str]) -> LaunchError:
 
 
 def _not_let_in(address: str, tried: Sequence[str]) -> LaunchError:
-    """Somebody is there. Ray tells a wrong token, or none, in words that differ, or not at all."""
+    """Something listens there. Ray reports a wrong token, or none, in different words, or not at all."""
     mode = inherited_environ().get("RAY_AUTH_MODE", "")
     return LaunchError(
         f"the Ray cluster at address={address!r} answers, and did not let this process in",
@@ -252,7 +252,7 @@ def _most() -> dict[str, float] | None:
 
     try:
         most = state.get_max_resources_from_cluster_config()
-    except Exception:  # over ray:// only the cluster's own processes can ask
+    except Exception:  # noqa: BLE001 - Ray's own state: over ray:// only the cluster's processes can ask
         return None
     return None if most is None else {name: float(amount) for name, amount in most.items()}
 

@@ -2,7 +2,7 @@
 
 Ray's own iterators hand out blocks as they come, which no later run would repeat. Here the dataset is computed once, in
 its own order, and kept in the object store as pages of equal size; a rank then reads the rows that the epoch's order
-gives it. So every row is used once an epoch, and a run can go on at any row with any number of ranks.
+gives it. So every row is used once an epoch, and a run can resume at any row with any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distributed.core.registry import import_extra
 NAMESPACE = "distributed"  # of the actors here; a job's own is known to that job alone
 PAGE_BYTES = 4 << 20  # of a page, about: small enough to be fetched whole for a few rows
 _OPEN_PAGES = 256  # that a rank keeps hold of; the object store may spill the others to a disk
-_BATCH_ROWS = 64  # that are read at once; so many at most are in a page of large rows
+_BATCH_ROWS = 64  # that are read at once; at most that many are in a page of large rows
 
 _MADE_HERE = itertools.count()  # ranks that run the same script make theirs in the same order
 
@@ -32,8 +32,13 @@ Page = dict[str, np.ndarray[Any, Any]]
 
 
 def is_ray_dataset(data: object) -> bool:
-    """Whether it is Ray's; tells without importing Ray."""
+    """Whether it is Ray's; found without importing Ray."""
     return any(kind.__module__.startswith("ray.data.") and kind.__name__ == "Dataset" for kind in type(data).__mro__)
+
+
+def read_data(data: object) -> RayRows | None:
+    """What `fit` makes of a Ray dataset; None of anything else of Ray's."""
+    return RayRows(data) if is_ray_dataset(data) else None
 
 
 class RayRows(Dataset[Any]):
@@ -45,6 +50,8 @@ class RayRows(Dataset[Any]):
     With `columns` a sample is a tuple of these, and the last one is the target; without, it is a dict of all. Numbers
     are tensors.
     """
+
+    read_by = "Ray"  # in processes of its own
 
     def __init__(self, dataset: Any, columns: Sequence[str] | None = None) -> None:
         ray = import_extra("ray", "ray", "Ray Data")
@@ -100,7 +107,7 @@ class RayRows(Dataset[Any]):
         return page
 
     def _references(self, ray: Any) -> list[Any]:
-        """Of the pages, which the shelf's actor tells everybody who asks on this cluster."""
+        """References to the pages, from the dataset's actor on this cluster."""
         if self._pages is None:
             if not ray.is_initialized():
                 ray.init(self._address, log_to_driver=False, configure_logging=False)
@@ -109,12 +116,12 @@ class RayRows(Dataset[Any]):
         return self._pages
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the ranks: references mean nothing in a file, so they ask for them anew."""
+        """For the ranks: references mean nothing in a file, so each rank requests them itself."""
         return self.__dict__ | {"_shelf": None, "_pages": None, "_open": OrderedDict()}
 
 
 class _Shelf:
-    """The actor that computes a dataset once and keeps its pages, for as long as whoever made it lives."""
+    """The actor that computes a dataset once and keeps its pages, for as long as its creator lives."""
 
     def __init__(self) -> None:
         self._references: list[Any] = []
@@ -185,7 +192,7 @@ def _shelf_name() -> tuple[str, bool]:
 
 
 def _find_shelf(ray: Any, name: str) -> Any:
-    """Made where it is not there yet: on this node, so that it ends with whoever needs it and not with another."""
+    """Made where it is not there yet: on this node, so that it ends with the process that needs it."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)

@@ -1,6 +1,6 @@
 """Following: a run that Ray supervises, seen through its run directory: attempts, faults, recoveries, what ranks print.
 
-It tells them as the events that our own supervisor tells, so that a run reads the same wherever it runs.
+It reports them as the events of our own supervisor, so that a run's events are the same on Ray.
 """
 
 from __future__ import annotations
@@ -8,24 +8,23 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 from ray import available_resources
 
 from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, Event, RankFailed, Recovered, Warned
-from distributed.core.heartbeat import heartbeat_path, read_beat
-from distributed.core.ray_run import RESUMED
-from distributed.launch.blame import Ending, failure_error
-from distributed.launch.echo import Echo
-from distributed.launch.logtail import crash_dump
-from distributed.launch.policy import Fault
+from distributed.core.protocol.heartbeat import read_beat
+from distributed.core.run_dir import AttemptDir, RunDir
+from distributed.engines.ray.cluster import Wish
+from distributed.engines.ray.verdict import AttemptEnd, ranks_of
+from distributed.launch.node.log_mirror import LogMirror
+from distributed.launch.node.log_tail import crash_dump
 from distributed.launch.preflight import next_attempt
-from distributed.launch.ray_cluster import Wish
-from distributed.launch.ray_verdict import AttemptEnd, ranks_of
-from distributed.launch.report import RunReport
-from distributed.launch.supervisor import append_line
+from distributed.launch.supervise.first_failure import Ending, failure_error
+from distributed.launch.supervise.policy import Fault
+from distributed.launch.supervise.report import RunReport
+from distributed.launch.supervise.supervisor import append_line
 
 _PATIENT_S = 30.0  # for Ray to place the ranks, before it is said what they wait for
 
@@ -33,9 +32,9 @@ _PATIENT_S = 30.0  # for Ray to place the ranks, before it is said what they wai
 class Following:
     """`look` now and then, and `close` at the end."""
 
-    def __init__(self, run_dir: str, first_attempt: int, echo: Echo, wish: Wish) -> None:
+    def __init__(self, run_dir: str, first_attempt: int, echo: LogMirror, wish: Wish) -> None:
         self._run_dir, self._echo, self._wish = run_dir, echo, wish
-        self._events = Path(run_dir, "events.jsonl")
+        self._events = RunDir(run_dir).events
         self._report = RunReport()
         self._attempt, self._first, self._next = -1, first_attempt, first_attempt
         self._unfollowed: list[int] = []  # ranks of this attempt whose log is not there yet
@@ -46,7 +45,7 @@ class Following:
         self._has_warned = False
 
     def look(self) -> None:
-        """Tell what has happened since."""
+        """Report what has happened since."""
         for attempt in range(self._next, next_attempt(self._run_dir)):
             folder = self._folder(attempt)  # a world may also end before it has ranks, and leave its end only, or none
             if ranks_of(folder) or AttemptEnd.read(folder) is not None:
@@ -67,7 +66,7 @@ class Following:
         self._echo.finish()
 
     def failure(self) -> RankFailedError | None:
-        """The error of a run that was given up; made known to whoever follows the events."""
+        """The error of a run that was given up; also as an event."""
         attempts = reversed(range(self._first, next_attempt(self._run_dir)))
         ends = (AttemptEnd.read(self._folder(attempt)) for attempt in attempts)
         end = next((end for end in ends if end is not None), None)
@@ -97,7 +96,7 @@ class Following:
             self._read_end()
         if self._attempt >= 0 and self._end is None:  # no fault: Ray has places for another number of ranks
             ranks = f"{size} rank{'s' * (size > 1)}" if size else "another number of ranks"
-            text = f"Ray goes on with {ranks} instead of {self._world_size}"
+            text = f"Ray continues with {ranks} instead of {self._world_size}"
             self._tell_end(Fault("resize", -1, "", self._reached, text))
         self._attempt, self._next, self._end = attempt, attempt + 1, None
         self._world_size, self._worlds = size, self._worlds + 1
@@ -109,11 +108,11 @@ class Following:
     def _look_at_attempt(self) -> None:
         folder = self._folder(self._attempt)
         for rank in list(self._unfollowed):
-            log_path = folder / f"rank-{rank}.log"
+            log_path = folder.log(rank)
             if log_path.exists():
                 self._echo.follow(rank, str(log_path))
                 self._unfollowed.remove(rank)
-        beat = read_beat(heartbeat_path(folder, 0))
+        beat = read_beat(folder.heartbeat(0))
         step = beat.step if beat is not None else 0
         if step > self._reached:
             self._step_at = time.monotonic()
@@ -145,10 +144,10 @@ class Following:
             )
         )
 
-    def _note_recovery(self, folder: Path, step: int) -> None:
+    def _note_recovery(self, folder: AttemptDir, step: int) -> None:
         """The first step after a world broke."""
         try:
-            resumed: dict[str, Any] = json.loads((folder / RESUMED).read_text(encoding="utf-8"))
+            resumed: dict[str, Any] = json.loads(folder.resumed.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return
         if step <= resumed["step"]:
@@ -180,8 +179,8 @@ class Following:
         message = f"Ray has not placed the ranks yet: {self._wish} needed, free are {there}"
         self._emit(Warned(time=time.time(), message=message))
 
-    def _folder(self, attempt: int) -> Path:
-        return Path(self._run_dir, "attempts", str(attempt))
+    def _folder(self, attempt: int) -> AttemptDir:
+        return RunDir(self._run_dir).attempt(attempt)
 
     def _emit(self, event: Event) -> None:
         append_line(self._events, event.to_json())

@@ -9,35 +9,37 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
-from pathlib import Path
 
 from ray.experimental import internal_kv
 from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from distributed.core.atomic import make_private, write_private
 from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import DistributedError, LaunchError
-from distributed.core.private_files import make_private, write_private
-from distributed.core.ray_run import NAMESPACE, stop_key
-from distributed.core.run_files import LAUNCH
+from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask_arguments
-from distributed.launch.echo import Echo, Screen
+from distributed.engines.ray.cluster import RayCluster, Wish, connected, shortage
+from distributed.engines.ray.follow import Following
+from distributed.engines.ray.names import NAMESPACE, stop_key
+from distributed.engines.ray.trial import TuneScreen, holds_ranks, is_ray_trial
+from distributed.engines.ray.verdict import Verdict
+from distributed.engines.ray.worker import END_AT_ONCE, PlacedRanks, RankOrder, become_rank
+from distributed.launch.base import Launcher
 from distributed.launch.local import LocalLauncher
-from distributed.launch.policy import MAX_RESTARTS
-from distributed.launch.ray_cluster import RayCluster, Wish, connected, shortage
-from distributed.launch.ray_following import Following
-from distributed.launch.ray_rank import END_AT_ONCE, PlacedRanks, RankOrder, become_rank
-from distributed.launch.ray_trial import TuneScreen, holds_ranks, is_ray_trial
-from distributed.launch.ray_verdict import Verdict
+from distributed.launch.node.log_mirror import LogMirror, Screen
+from distributed.launch.node.stop_signals import Stopped, Stops
 from distributed.launch.request import LaunchRequest
-from distributed.launch.stops import Stopped, Stops
-from distributed.launch.supervisor import Patience
+from distributed.launch.supervise.policy import MAX_RESTARTS
+from distributed.launch.supervise.supervisor import RestartLimits
 
 _POLL_S = 0.1
-_END_S = 5.0  # for ranks that were told to end at once
+_CLOSE_S = 10.0  # for a run that is closed without a wait
+_END_S = 5.0  # for ranks that end at once
 _CONSIDER_SIZE_S = 5.0  # between looks of Ray at whether the run could have more ranks
-# What Ray Train takes from the environment; whoever sets one of these keeps it. Its reports wait for its looks at the
+# What Ray Train takes from the environment; one that is set already is kept. Its reports wait for its looks at the
 # workers, so these are frequent.
 _RAY_TRAIN = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
@@ -48,7 +50,7 @@ _RAY_TRAIN = {
 }
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Starts ranks on a Ray cluster: the one at the request's address, or one on this machine for this run alone."""
 
     def run(
@@ -56,12 +58,12 @@ class RayLauncher:
         request: LaunchRequest,
         screen: Screen | None = None,
         *,
-        patience: Patience | None = None,
+        patience: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
     ) -> None:
         """Until the run is done. Raises RankFailedError for the rank that it failed of, and Stopped (a
         KeyboardInterrupt) when it was stopped from outside and the ranks ended as asked."""
-        patience = patience or Patience()
+        patience = patience or RestartLimits()
         if is_ray_trial():
             screen = TuneScreen(screen, request.run_dir)
         if holds_ranks(request):
@@ -72,19 +74,34 @@ class RayLauncher:
             problems = shortage(wish, cluster)
             if problems:
                 raise LaunchError(problems)
-            RayRun(request, patience, wish, cluster, Echo(screen), on_stop).wait()
+            RayRun(request, patience, wish, cluster=cluster, echo=LogMirror(screen), on_stop=on_stop).wait()
 
-    def describe(self, request: LaunchRequest, patience: Patience) -> str:
+    def submit(
+        self,
+        request: LaunchRequest,
+        screen: Screen | None = None,
+        *,
+        patience: RestartLimits | None = None,
+        on_stop: Callable[[int], None] | None = None,
+    ) -> RayJob:
+        return RayJob(lambda: self.run(request, screen, patience=patience, on_stop=on_stop))
+
+    def reserve(self, ranks: int, device: str) -> AbstractContextManager[object]:
+        """A cluster on this machine, which the jobs find."""
+        return connected(None, ranks, device)
+
+    def describe(self, request: LaunchRequest, limits: RestartLimits) -> str:
         """What would be placed, and what each rank would run."""
-        wish = wish_of(request, patience)
+        wish = wish_of(request, limits)
         where = f"the Ray cluster at {request.address}" if request.address else "a Ray cluster on this machine"
         size = f"{wish.most}" if wish.fewest == wish.most else f"{wish.fewest} to {wish.most}"
         each = "1 CPU and 1 GPU" if request.device == "cuda" else "1 CPU"
-        command = shlex.join(("python", "-m", "distributed.launch.rank", *mask_arguments(request.command)))
-        return f"{size} ranks on {where}, with {each} each, placed by {wish.strategy}\n[each rank] {command}"
+        command = shlex.join(("python", "-m", "distributed.launch.node.rank", *mask_arguments(request.command)))
+        placed = f"{size} ranks on {where}, with {each} each, placed by {wish.strategy}"
+        return f"run directory {request.run_dir}\n{placed}\n[each rank] {command}"
 
 
-def wish_of(request: LaunchRequest, patience: Patience) -> Wish:
+def wish_of(request: LaunchRequest, patience: RestartLimits) -> Wish:
     """How many ranks a request needs, and how they are spread over nodes."""
     per_node = request.ranks_per_node
     fewest = request.fewest_nodes * min(patience.min_gpus or per_node, per_node)
@@ -98,16 +115,41 @@ def wish_of(request: LaunchRequest, patience: Patience) -> Wish:
     )
 
 
+class RayJob:
+    """A run that a thread of this process follows, so that several can run at once."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._follow, args=(run,), daemon=True)
+        self._thread.start()
+
+    def _follow(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001 - the boundary of a thread: raised by `wait`
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Give the ranks the time to end by themselves; those that do not end with this process."""
+        self._thread.join(_CLOSE_S)
+
+
 class RayRun:
     """One run on a cluster that this process is connected to."""
 
     def __init__(
         self,
         request: LaunchRequest,
-        patience: Patience,
+        patience: RestartLimits,
         wish: Wish,
+        *,
         cluster: RayCluster,
-        echo: Echo,
+        echo: LogMirror,
         on_stop: Callable[[int], None] | None,
     ) -> None:
         self._request, self._patience, self._wish, self._cluster = request, patience, wish, cluster
@@ -149,8 +191,8 @@ class RayRun:
     def _write_launch(self) -> None:
         """Rank 0 writes its own. Where the first world does not come to that, the next one must not take the id of an
         earlier launch for this one's, and that one's checkpoints for its own."""
-        folder = make_private(self._run_dir)
-        write_private(folder / LAUNCH, json.dumps({"id": self._run}) + "\n")
+        make_private(self._run_dir)
+        write_private(RunDir(self._run_dir).launch, json.dumps({"id": self._run}) + "\n")
 
     def _ask(self, number: int) -> None:
         internal_kv._internal_kv_put(stop_key(self._run), str(number).encode(), namespace=NAMESPACE)
@@ -158,7 +200,7 @@ class RayRun:
     def _fit(self, trainer: DataParallelTrainer) -> None:
         try:
             trainer.fit()
-        except BaseException as error:  # raised by whoever waits
+        except BaseException as error:  # noqa: BLE001 - the boundary of a thread: raised when the run is concluded
             self._error = error
 
     def _conclude(self) -> None:
@@ -178,7 +220,8 @@ class RayRun:
         raise LaunchError(
             f"Ray ended the run: {lines[0]}",
             why=" ".join(" ".join(lines[1:]).split())[:600],
-            do=f"the logs of the ranks are under {self._run_dir}/attempts; Ray's own are in its temporary directory",
+            do=f"the logs of the ranks are under {RunDir(self._run_dir).attempts}; "
+            "Ray's own are in its temporary directory",
         ) from self._error
 
     def _answer(self) -> None:
@@ -221,9 +264,9 @@ class RayRun:
                 elastic_resize_monitor_interval_s=_CONSIDER_SIZE_S,
             ),
             run_config=RunConfig(  # type: ignore[arg-type]  # Ray types it as the older one
-                # Ray takes up an old run where it finds the same name; ours goes on by its own checkpoints.
+                # Ray takes up an old run where it finds the same name; ours resumes from its own checkpoints.
                 name=f"launch-{request.attempt}-{self._run[:8]}",
-                storage_path=str(Path(self._run_dir, "ray")),
+                storage_path=str(RunDir(self._run_dir).ray),
                 failure_config=FailureConfig(max_failures=-1, controller_failure_limit=MAX_RESTARTS),
                 callbacks=[verdict],  # type: ignore[list-item]  # Ray takes those of its workers' groups too
                 logging_config=LoggingConfig(log_level="ERROR"),

@@ -12,9 +12,10 @@ from distributed.core.plan import Decision, Plan
 
 _HOST_PORT = re.compile(r"(ray://)?(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
 _RAYS = {  # settings of our own launcher, and why they have no effect here
-    "master_addr": "Ray's nodes know each other by the address of their cluster, and the ranks meet where rank 0 is",
-    "master_port": "the ranks meet at a free port of rank 0's node",
+    "master_addr": "Ray's nodes are found by the address of their cluster, and the rendezvous is on rank 0's node",
+    "master_port": "the rendezvous is at a free port of rank 0's node",
     "node_rank": "Ray numbers the nodes",
+    "share_gpus": "Ray gives every rank a GPU of its own",
     "hang_timeout_s": "Ray watches the ranks; one that hangs is found by collective_timeout_s",
 }
 
@@ -27,7 +28,7 @@ def problems_of(config: DistributedConfig) -> list[Problem]:
         found.append(
             Problem(
                 f"address={address!r} ({config.source('address')}) is not the address of a Ray cluster",
-                why="it is auto, host:port (of `ray start --head`, 6379 unless told otherwise), or ray://host:port",
+                why="an address is auto, host:port (of `ray start --head`, port 6379 by default), or ray://host:port",
                 do="set address=auto on a node of the cluster, ray://HOST:10001 elsewhere; or leave it out",
             )
         )
@@ -73,14 +74,14 @@ def plan_engine(
         problems.append(
             Problem(
                 f"Ray may give the run {fewest} to {most} ranks, and it cannot train with {_some(illegal)}",
-                why=f"of these, only {_some(between)} share out the model and the global batch evenly",
+                why=f"of these, only {_some(between)} split the model and the global batch evenly",
                 do=f"leave out {names}, which let the number of ranks change",
             )
         )
     if plan.checkpoint.every is None:
-        reason = "Ray starts all ranks again after a fault, and they go on from the newest checkpoint"
+        reason = "Ray restarts all ranks after a fault, and they resume from the newest checkpoint"
         decisions.append(
-            Decision("a fault begins the run anew", f"{reason}; none is saved before the end", "checkpoint_frequency")
+            Decision("after a fault, step 0", f"{reason}; none is saved before the end", "checkpoint_frequency")
         )
     where = config.address or "a cluster on this machine for this run"
     size = f"{most}" if fewest == most else f"{fewest} to {most}"

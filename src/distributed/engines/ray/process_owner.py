@@ -1,4 +1,4 @@
-"""RayHost: a rank that lives in a worker of Ray Train tells Ray what the run reports, and hears when it shall stop."""
+"""RayProcessOwner: a rank in a worker of Ray Train passes the run's reports to Ray, and receives requests to stop."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ import ray.train
 from ray.experimental import internal_kv
 from ray.train import Checkpoint, CheckpointUploadMode
 
-from distributed.core.env import WorkerEnv, ray_run
+from distributed.core.atomic import write_private
+from distributed.core.env import WorkerEnv, inherited_environ
 from distributed.core.events import Warned
-from distributed.core.ray_run import NAMESPACE, RESUMED, stop_key
+from distributed.core.run_dir import RunDir
+from distributed.engines.ray.names import NAMESPACE, RAY_RUN, stop_key
 
 _LISTEN_EVERY_S = 0.25
 _TELL_S = 60.0  # for Ray to take one report, when the run waits for that at its end
 
 
-class RayHost:
+class RayProcessOwner:
     """Threads of this rank speak with Ray, so that steps wait for none of it.
 
-    A report is not worth a run: one that cannot be made is told as a warning at the end.
+    A report that fails does not end the run: it becomes a warning at the end.
     """
 
     def __init__(self, env: WorkerEnv) -> None:
-        self._env, self._run = env, ray_run()
+        self._env, self._run = env, inherited_environ().get(RAY_RUN, "")
         self._is_over = threading.Event()
         self._reports: queue.SimpleQueue[tuple[dict[str, Any], str] | None] = queue.SimpleQueue()
         self._reported = ""  # the newest checkpoint that Ray knows
-        self._telling, self._told = "", 0  # the report that Ray is being told, and how many it has been
+        self._telling, self._sent = "", 0  # the report that is being sent to Ray, and how many were sent
         self._failures: list[str] = []
         self._reporter = threading.Thread(target=self._tell_reports, daemon=True, name="reports to Ray")
         self._reporter.start()
@@ -44,10 +46,8 @@ class RayHost:
         threading.Thread(target=self._listen, args=(stop,), daemon=True, name="stop requests").start()
 
     def resumed(self, step: int, source: str) -> None:
-        path = Path(self._env.attempt_dir(self._env.run_dir), RESUMED)
-        partial = path.with_name(f".{path.name}")
-        partial.write_text(json.dumps({"step": step, "source": source}) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        path = RunDir(self._env.run_dir).attempt(self._env.attempt).resumed
+        write_private(path, json.dumps({"step": step, "source": source}) + "\n")
 
     def report(self, metrics: Mapping[str, float], checkpoint: str) -> None:
         self._reports.put((dict(metrics), checkpoint))
@@ -55,9 +55,9 @@ class RayHost:
     def close(self) -> None:
         self._is_over.set()
         self._reports.put(None)
-        told = -1
-        while self._reporter.is_alive() and self._told != told:  # there may be many left: each has its time
-            told = self._told
+        sent = -1
+        while self._reporter.is_alive() and self._sent != sent:  # there may be many left: each has its time
+            sent = self._sent
             self._reporter.join(_TELL_S)
         if self._reporter.is_alive():
             self._failures.append(f"the report of {self._telling} was not taken within {_TELL_S:g} s")
@@ -82,9 +82,9 @@ class RayHost:
                     ray.train.report(metrics, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
                 else:
                     ray.train.report({})
-            except Exception as error:  # the next one is told all the same: every rank waits for it
+            except Exception as error:  # noqa: BLE001 - the next report is made all the same: every rank waits for it
                 self._failures.append(f"the report of {self._telling} failed: {type(error).__name__}: {error}")
-            self._told += 1
+            self._sent += 1
 
     def _new_checkpoint(self, path: str) -> Checkpoint | None:
         """One that Ray does not know; None where it cannot be shown, as on a full disk, or when it is removed again."""
@@ -92,7 +92,7 @@ class RayHost:
             return None
         try:
             shown = self._shown(path)
-        except Exception as error:  # without this report the others would wait for ever
+        except Exception as error:  # noqa: BLE001 - without this report the other ranks would wait for ever
             self._failures.append(f"{path} could not be shown to Ray: {type(error).__name__}: {error}")
             return None
         self._reported = path
@@ -116,7 +116,7 @@ class RayHost:
         more = f" (and {len(self._failures) - 1} more)" if len(self._failures) > 1 else ""
         message = f"Ray's result may lack a report: {self._failures[0]}{more}; the run itself lacks nothing"
         line = Warned(time=time.time(), message=message).to_json()
-        with suppress(OSError), open(Path(self._env.run_dir, "events.jsonl"), "a", encoding="utf-8") as events:
+        with suppress(OSError), open(RunDir(self._env.run_dir).events, "a", encoding="utf-8") as events:
             events.write(f"{line}\n")
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
 
+import torch
 from torch import nn
 
 from distributed.core.config import DistributedConfig
 from distributed.core.plan import Decision
+from distributed.core.run_dir import RunDir
+from distributed.core.settings.typed import TrainerSettings
 from distributed.trainers.trainer import Trainer
 
 _MISTYPED = 0.85  # how alike a name must be to a setting's to be one that was mistyped
@@ -30,14 +32,24 @@ class RayTrainer(Trainer):
     preset: Mapping[str, Any] = {"backend": "ray"}
 
     def __init__(
-        self, model: nn.Module, config: DistributedConfig | Mapping[str, Any] | None = None, **arguments: Any
+        self,
+        model: nn.Module,
+        config: DistributedConfig | Mapping[str, Any] | None = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str | None = None,
+        scheduler: Any = None,
+        metrics: Mapping[str, Callable[[Any, Any], torch.Tensor]] | None = None,
+        **settings: Unpack[TrainerSettings],
     ) -> None:
         if config is not None and not isinstance(config, DistributedConfig):
             config, others = _settings_of(config)
             if others:
                 reason = "they are no settings, so they are taken for the model's own parameters"
                 self.notes = (Decision(f"{', '.join(others)} not used", reason),)
-        super().__init__(model, config, **arguments)
+        super().__init__(
+            model, config, optimizer=optimizer, loss_fn=loss_fn, scheduler=scheduler, metrics=metrics, **settings
+        )
 
     @property
     def result(self) -> Any:
@@ -46,8 +58,8 @@ class RayTrainer(Trainer):
 
         if self.history is None:
             return None
-        told = Path(self.history.run_dir, "ray").glob("launch-*/checkpoint_manager_snapshot.json")
-        newest = max(told, key=lambda path: path.stat().st_mtime, default=None)
+        snapshots = RunDir(self.history.run_dir).ray.glob("launch-*/checkpoint_manager_snapshot.json")
+        newest = max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
         return None if newest is None else Result.from_path(str(newest.parent.absolute()))
 
 

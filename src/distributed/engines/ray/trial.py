@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from distributed.core.env import trial_in_env
 from distributed.core.events import EpochEnded, EventTail
-from distributed.launch.echo import Screen
+from distributed.core.run_dir import RunDir
+from distributed.launch.node.log_mirror import Screen
 from distributed.launch.request import LaunchRequest
 
 
@@ -46,7 +46,7 @@ class TuneScreen:
     run_dir: str
 
     def __post_init__(self) -> None:
-        self._events = EventTail(Path(self.run_dir, "events.jsonl"))
+        self._events = EventTail(RunDir(self.run_dir).events)
 
     def rank_line(self, rank: int, text: str) -> None:
         if self.screen is not None:

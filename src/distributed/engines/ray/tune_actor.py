@@ -20,12 +20,13 @@ from typing import Any
 from ray import tune
 
 from distributed.core.errors import LaunchError
-from distributed.launch.processes import RankProcess
+from distributed.launch.node.processes import RankProcess
 from distributed.observe.trial import TrialNote
-from distributed.tune.line import LineServer, Message
-from distributed.tune.nursery import Nursery
-from distributed.tune.placement import Placement
-from distributed.tune.records import Trial
+from distributed.tune.search_dir import SearchDir
+from distributed.tune.trials.line import LineServer, Message
+from distributed.tune.trials.placement import Placement
+from distributed.tune.trials.processes import TrialProcesses
+from distributed.tune.trials.records import Trial
 
 GONE = "gone"  # the message with which a trial's process is over
 _LOOK_S = 0.25
@@ -36,7 +37,7 @@ _KILL_S = 5.0  # then, from SIGTERM to SIGKILL
 
 @dataclass(frozen=True)
 class Host:
-    """What every actor of a search is told: plain values."""
+    """What every actor of a search is given: plain values."""
 
     run_dir: str
     function: str  # the folder of train_fn
@@ -71,7 +72,7 @@ class _Going:
 
 
 class PlacedTrial(tune.Trainable):  # type: ignore[misc]
-    """A step of it is what a trial tells up to its next report, or to its end; or nothing, for a second."""
+    """A step of it is a trial's messages up to its next report, or to its end; or nothing, for a second."""
 
     def setup(self, config: dict[str, Any]) -> None:
         host = Host(**config["host"])
@@ -88,7 +89,9 @@ class PlacedTrial(tune.Trainable):  # type: ignore[misc]
         if not self._has_begun:  # not before: Ray may give the trial to another actor that is free sooner
             self._has_begun = True
             self._place.begin(self.config)
-        return {"told": json.dumps(self._place.next())}  # no metrics: some names, like "done", mean something to Ray
+        return {
+            "messages": json.dumps(self._place.next())
+        }  # no metrics: some names, like "done", mean something to Ray
 
     def leave(self) -> None:
         """The trial that waits at a report goes no further."""
@@ -99,12 +102,12 @@ class PlacedTrial(tune.Trainable):  # type: ignore[misc]
 
 
 class _Place:
-    """Starts processes and holds each at its reports. One thread waits for them and answers; the actor's asks it."""
+    """Starts processes and holds each at its reports. One thread waits for them and answers."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._told: queue.Queue[list[Message] | BaseException] = queue.Queue()
+        self._messages: queue.Queue[list[Message] | BaseException] = queue.Queue()
         self._verdicts: queue.Queue[bool] = queue.Queue()
         self._batch: list[Message] = []
         self._going: _Going | None = None
@@ -117,28 +120,28 @@ class _Place:
         self._orders.put(config)
 
     def next(self) -> list[Message]:
-        """What was told up to the next report, at which the trial is held until this is called again, or to its end.
+        """The messages up to the next report, at which the trial is held until this is called again, or to its end.
 
-        Nothing, where nothing is told for a while: an actor that waits does not hear that it shall stop.
+        None, where none comes for a while: an actor that waits does not notice a request to stop.
         """
         assert self._going is not None
         if self._going.is_held:
             self._going.is_held = False
             self._verdicts.put(not self._going.asked_to_leave.is_set())
         try:
-            told = self._told.get(timeout=_BEAT_S)
+            messages = self._messages.get(timeout=_BEAT_S)
         except queue.Empty:
             return []
-        if isinstance(told, BaseException):
-            self._going = None  # nobody is left who could end it
-            raise told
-        if told[-1]["kind"] == GONE:
+        if isinstance(messages, BaseException):
+            self._going = None  # the thread that could end it has failed
+            raise messages
+        if messages[-1]["kind"] == GONE:
             self._going = None
         else:
             self._going.is_held = True
-        for message in told:
+        for message in messages:
             message["age_s"] = time.monotonic() - message.pop("at")
-        return told
+        return messages
 
     def leave(self) -> None:
         if self._going is not None:
@@ -159,8 +162,8 @@ class _Place:
         """The thread that makes the nursery lives as long as it."""
         try:
             line = LineServer(self._answer)
-            log_path = os.path.join(self._host.run_dir, "ray", f"nursery-{socket.gethostname()}-{os.getpid()}.log")
-            nursery = Nursery(
+            log_path = str(SearchDir(self._host.run_dir).actor_log(socket.gethostname(), os.getpid()))
+            nursery = TrialProcesses(
                 self._host.placement(), self._host.function, self._host.ticket, log_path, self._host.modules
             )
             try:
@@ -169,10 +172,10 @@ class _Place:
             finally:
                 nursery.close()
                 line.close()
-        except BaseException as failed:  # raised in the actor's own thread
-            self._told.put(failed)
+        except BaseException as failed:  # noqa: BLE001 - the boundary of a thread: raised in the actor's own
+            self._messages.put(failed)
 
-    def _run(self, config: dict[str, Any], line: LineServer, nursery: Nursery) -> None:
+    def _run(self, config: dict[str, Any], line: LineServer, nursery: TrialProcesses) -> None:
         going = self._going
         assert going is not None
         note = TrialNote(**{**config["note"], "line": line.path})
@@ -220,5 +223,5 @@ class _Place:
     def _tell(self, message: Message, is_last: bool = False) -> None:
         self._batch.append({**message, "at": time.monotonic()})
         if is_last:
-            self._told.put(self._batch)
+            self._messages.put(self._batch)
             self._batch = []

@@ -1,8 +1,8 @@
 """RayRunner: the trials placed by Ray Tune, on this machine or on a cluster.
 
 Ray Tune places the trials, starts an actor for each place and carries what they report; which parameters are tried and
-which trials go on is decided by the same search and schedulers as without Ray (tune/course.py). So a search has the
-same trials on both engines, and one that was begun on either goes on on the other.
+which trials continue is decided by the same search and schedulers as without Ray (tune/trials/lifecycle.py). So a
+search has the same trials on both engines, and one that was begun on either can be resumed on the other.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from ray.tune.stopper import Stopper
 
 from distributed.core.env import environ_with
 from distributed.core.errors import Problem
-from distributed.launch.ray_cluster import RayCluster, cluster_now, connected
-from distributed.launch.stops import Stopped, Stops
+from distributed.engines.ray.cluster import RayCluster, cluster_now, connected
+from distributed.engines.ray.tune_actor import GONE, Host, PlacedTrial
+from distributed.launch.node.stop_signals import Stopped, Stops
 from distributed.planner.hardware import probe_hardware
-from distributed.tune import placement
-from distributed.tune.course import Course, ending
-from distributed.tune.nursery import modules_for
-from distributed.tune.on_ray_trial import GONE, Host, PlacedTrial
-from distributed.tune.records import Trial
 from distributed.tune.runner import TuneRequest, Watcher
-from distributed.tune.trial import write_function
+from distributed.tune.search_dir import SearchDir
+from distributed.tune.trials import placement
+from distributed.tune.trials.lifecycle import TrialLifecycle, ending
+from distributed.tune.trials.processes import modules_for
+from distributed.tune.trials.records import Trial
+from distributed.tune.trials.trial import write_function
 
 R_ = TypeVar("R_")
 _REFRESH_S = 0.25
@@ -48,7 +49,7 @@ _SETTINGS = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     "TUNE_RESULT_BUFFER_LENGTH": "1",  # a trial waits at each report for what is decided on it
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Ray's own state, which nobody resumes from
+    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # Ray's own state, from which nothing is resumed
     "TUNE_WARN_THRESHOLD_S": "60",
 }
 
@@ -172,13 +173,19 @@ class _Search:
         self._request, self._watcher = request, watcher
         self._slots = cluster_slots(request, cluster)
         self._device = _device(cluster)
-        self._course = Course(request, watcher)
-        folder = Path(request.run_dir, "function")
+        self._course = TrialLifecycle(request, watcher)
+        folder = SearchDir(request.run_dir).function
         ticket = write_function(request.train_fn, folder).to_text()
         modules = modules_for(request.train_fn)
         run_dir = os.path.abspath(request.run_dir)
         self._host = Host(
-            run_dir, str(folder.absolute()), ticket, os.getcwd(), modules, self._device, request.gpus_per_trial
+            run_dir,
+            function=str(folder.absolute()),
+            ticket=ticket,
+            cwd=os.getcwd(),
+            modules=modules,
+            device=self._device,
+            devices=request.gpus_per_trial,
         )
         self._trials: dict[str, Trial] = {}  # by the name that Ray knows a leg by
         self._refreshed = 0.0
@@ -199,7 +206,7 @@ class _Search:
             raise Stopped(stops.number)
 
     def _tune(self, stops: Stops) -> None:
-        storage = Path(self._request.run_dir, "ray").absolute()
+        storage = SearchDir(self._request.run_dir).ray.absolute()
         number = len(list(storage.glob("tune-*"))) + 1
         tune.run(
             PlacedTrial,
@@ -237,8 +244,8 @@ class _Search:
         note = asdict(self._course.note(trial))
         return {"note": note, "index": trial.index, "host": asdict(self._host)}
 
-    def told(self, leg: Any, messages: list[dict[str, Any]]) -> bool:
-        """Whether it goes on. One that shall not is told so, and comes back once more when its process has ended."""
+    def take_messages(self, leg: Any, messages: list[dict[str, Any]]) -> bool:
+        """Whether the trial continues. One that is stopped reports once more when its process has ended."""
         trial = self._trials[leg.trial_id]
         for message in messages:
             age_s = message.pop("age_s")
@@ -271,7 +278,7 @@ def _error_of(leg: Any) -> str:
 
 
 class _Proposals(Searcher):  # type: ignore[misc]
-    """The search, as Ray asks for it."""
+    """The search behind Ray's interface."""
 
     def __init__(self, search: _Search) -> None:
         super().__init__()
@@ -291,14 +298,14 @@ class _Proposals(Searcher):  # type: ignore[misc]
 
 
 class _Decisions(FIFOScheduler):  # type: ignore[misc]
-    """The scheduler, as Ray asks for it."""
+    """The scheduler behind Ray's interface."""
 
     def __init__(self, search: _Search) -> None:
         super().__init__()
         self._search = search
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        goes_on = self._search.guarded(lambda: self._search.told(trial, json.loads(result["told"])))
+        goes_on = self._search.guarded(lambda: self._search.take_messages(trial, json.loads(result["messages"])))
         return str(self.CONTINUE if goes_on else self.STOP)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
@@ -329,7 +336,7 @@ class _Halt(Stopper):  # type: ignore[misc]
         self._is_asked = is_asked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # Ray writes it down, and nobody reads it: a search is resumed by its journal
+        return {}  # Ray saves it, and it is never read: a search is resumed by its journal
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Whether a run on Ray goes on after a fault: our policy, asked where Ray deals with the fault, in its controller.
+"""Whether a run on Ray restarts after a fault: our policy, called where Ray handles the fault, in its controller.
 
 Ray starts the ranks again, with as many as have a place. What it cannot know is that a program which fails in the same
 way at the same step will do so for ever; then this raises, which ends the run.
@@ -7,23 +7,23 @@ way at the same step will do so for ever; then this raises, which ends the run.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ray.experimental import internal_kv
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 
+from distributed.core.atomic import write_private
 from distributed.core.errors import DistributedError
-from distributed.core.failure import FailureRecord, failure_path
-from distributed.core.heartbeat import heartbeat_path, read_beat
-from distributed.core.ray_run import ENDED, NAMESPACE, place_name, stop_key
-from distributed.launch.blame import Ending, first_failure
-from distributed.launch.policy import Fault, GiveUp, classify, decide
+from distributed.core.protocol.failure import FailureRecord
+from distributed.core.protocol.heartbeat import read_beat
+from distributed.core.run_dir import AttemptDir, RunDir
+from distributed.engines.ray.names import NAMESPACE, stop_key
 from distributed.launch.preflight import next_attempt
+from distributed.launch.supervise.first_failure import Ending, first_failure
+from distributed.launch.supervise.policy import Fault, GiveUp, classify, decide
 
 _GRACE_S = 2.0  # for the rank that failed first to say so, when others only lost their connection
 
@@ -37,21 +37,18 @@ class AttemptEnd:
     """What became of one attempt, as a file in its folder."""
 
     fault: Fault
-    given_up: str = ""  # why; "": the run goes on
+    given_up: str = ""  # why; "": the run restarts
     log_path: str = ""
     record: FailureRecord | None = None
 
-    def write(self, attempt_dir: Path) -> None:
-        attempt_dir.mkdir(parents=True, exist_ok=True)
-        path = attempt_dir / ENDED
-        partial = path.with_name(f".{path.name}")
-        partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+    def write(self, attempt_dir: AttemptDir) -> None:
+        attempt_dir.path.mkdir(parents=True, exist_ok=True)
+        write_private(attempt_dir.ended, json.dumps(asdict(self)) + "\n")
 
     @staticmethod
-    def read(attempt_dir: Path) -> AttemptEnd | None:
+    def read(attempt_dir: AttemptDir) -> AttemptEnd | None:
         try:
-            raw = json.loads((attempt_dir / ENDED).read_text(encoding="utf-8"))
+            raw = json.loads(attempt_dir.ended.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         record = FailureRecord(**raw["record"]) if raw["record"] is not None else None
@@ -79,7 +76,7 @@ class Verdict(WorkerGroupCallback):  # type: ignore[misc]
             self._judge(worker_group_status.errors)
 
     def _judge(self, worker_exceptions: Mapping[int, Exception]) -> None:
-        folder = Path(self._run_dir, "attempts", str(self._attempt))
+        folder = RunDir(self._run_dir).attempt(self._attempt)
         self._look_at_steps(folder)
         end = self._blame(folder, worker_exceptions)
         self._faults.append(end.fault)
@@ -88,8 +85,8 @@ class Verdict(WorkerGroupCallback):  # type: ignore[misc]
         if end.given_up:
             raise RunGivenUpError(end.given_up)
 
-    def _look_at_steps(self, folder: Path) -> None:
-        beats = [beat for rank in ranks_of(folder) if (beat := read_beat(heartbeat_path(folder, rank))) is not None]
+    def _look_at_steps(self, folder: AttemptDir) -> None:
+        beats = [beat for rank in ranks_of(folder) if (beat := read_beat(folder.heartbeat(rank))) is not None]
         self._uses_trainer |= bool(beats)
         self._reached = max([self._reached, *(beat.step for beat in beats)])
 
@@ -106,13 +103,23 @@ class Verdict(WorkerGroupCallback):  # type: ignore[misc]
         )
         return verdict.reason if isinstance(verdict, GiveUp) else ""
 
-    def _blame(self, folder: Path, exceptions: Mapping[int, Exception]) -> AttemptEnd:
+    def _blame(self, folder: AttemptDir, exceptions: Mapping[int, Exception]) -> AttemptEnd:
         """Who failed first: a rank that says so, then one that is gone without a word."""
         step = self._reached if self._uses_trainer else -1
         for rank, error in exceptions.items():
             if isinstance(error, DistributedError):  # before it had a log and a place to write its failure
                 text = f"{type(error).__name__}: {error}"
-                return AttemptEnd(Fault("code", rank, _host(folder, rank), step, text, text, error.exit_code))
+                return AttemptEnd(
+                    Fault(
+                        "code",
+                        rank=rank,
+                        host=_host(folder, rank),
+                        step=step,
+                        message=text,
+                        traceback=text,
+                        exit_code=error.exit_code,
+                    )
+                )
         deadline = time.monotonic() + _GRACE_S
         while True:
             endings = list(_endings(folder, exceptions))
@@ -139,31 +146,31 @@ def attempt_to_come(run_dir: str, first_attempt: int) -> int:
     return max(next_attempt(run_dir), first_attempt)
 
 
-def ranks_of(folder: Path) -> range:
+def ranks_of(folder: AttemptDir) -> range:
     """The ranks of an attempt, as far as its first rank has come."""
     try:
-        return range(int(json.loads((folder / place_name(0)).read_text())["world_size"]))
+        return range(int(json.loads(folder.place(0).read_text())["world_size"]))
     except (OSError, ValueError, KeyError):
         return range(0)
 
 
-def _endings(folder: Path, exceptions: Mapping[int, Exception]) -> Iterator[Ending]:
+def _endings(folder: AttemptDir, exceptions: Mapping[int, Exception]) -> Iterator[Ending]:
     for rank in sorted({*ranks_of(folder), *exceptions}):
-        record, log_path = FailureRecord.read(failure_path(folder, rank)), str(folder / f"rank-{rank}.log")
+        record, log_path = FailureRecord.read(folder.failure(rank)), str(folder.log(rank))
         if record is not None:
             yield Ending(rank, record.exit_code, record.time, log_path, record)
         elif rank in exceptions:
             yield Ending(rank, 1, time.time(), log_path)
 
 
-def _gone(folder: Path, rank: int, step: int, message: str) -> AttemptEnd:
+def _gone(folder: AttemptDir, rank: int, step: int, message: str) -> AttemptEnd:
     fault = Fault("machine", rank, _host(folder, rank), step, message)
-    return AttemptEnd(fault, log_path=str(folder / f"rank-{rank}.log"))
+    return AttemptEnd(fault, log_path=str(folder.log(rank)))
 
 
-def _host(folder: Path, rank: int) -> str:
+def _host(folder: AttemptDir, rank: int) -> str:
     try:
-        return str(json.loads((folder / place_name(rank)).read_text())["host"])
+        return str(json.loads(folder.place(rank).read_text())["host"])
     except (OSError, ValueError, KeyError):
         return ""
 

@@ -21,21 +21,22 @@ import ray.train.collective
 from ray.experimental import internal_kv
 from ray.train.backend import Backend, BackendConfig
 
-from distributed.core.env import LAUNCHER, RAY_RUN, WorkerEnv
+from distributed.core.atomic import write_private
+from distributed.core.env import LAUNCHER, WorkerEnv, announce
 from distributed.core.errors import LaunchError
-from distributed.core.heartbeat import heartbeat_path
-from distributed.core.ray_run import NAMESPACE, node_key, place_name, stop_key
+from distributed.core.run_dir import RunDir
+from distributed.engines.ray.names import NAMESPACE, RAY_RUN, node_key, stop_key
+from distributed.engines.ray.verdict import attempt_to_come
+from distributed.launch.node.rank import main as run_program
 from distributed.launch.ports import free_port
-from distributed.launch.rank import main as run_program
-from distributed.launch.ray_verdict import attempt_to_come
 
 _LISTEN_EVERY_S = 0.5
-END_AT_ONCE = -signal.SIGKILL  # what the driver asks for in place of a signal to stop by
+END_AT_ONCE = -signal.SIGKILL  # what the driver sends in place of a signal to stop
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What the driver asks of every rank."""
+    """What the driver gives every rank."""
 
     run: str  # what it is called in Ray's store
     command: tuple[str, ...]
@@ -77,7 +78,7 @@ def become_rank(order: dict[str, Any]) -> None:
     _check_paths(asked)
     env = _take_place(asked)
     _set_environment(asked, env)
-    _write_to_log(Path(env.attempt_dir(asked.run_dir), f"rank-{env.rank}.log"))
+    _write_to_log(RunDir(asked.run_dir).attempt(env.attempt).log(env.rank))
     _write_place(asked, env)
     is_over = threading.Event()
     target = threading.get_ident()
@@ -108,13 +109,13 @@ def _check_paths(order: RankOrder) -> None:
 
 
 def _take_place(order: RankOrder) -> WorkerEnv:
-    """Rank 0 says where the ranks meet and which attempt this is; the nodes are counted in Ray's store."""
+    """Rank 0 publishes the rendezvous and the number of the attempt; the nodes are counted in Ray's store."""
     context = ray.train.get_context()
     rank, node = context.get_world_rank(), context.get_node_rank()
     meeting = None
     if rank == 0:
         attempt = attempt_to_come(order.run_dir, order.first_attempt)
-        Path(order.run_dir, "attempts", str(attempt)).mkdir(parents=True)
+        RunDir(order.run_dir).attempt(attempt).path.mkdir(parents=True)
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         meeting = {"attempt": attempt, "address": address, "port": free_port()}
     meeting = ray.train.collective.broadcast_from_rank_zero(meeting)
@@ -145,7 +146,7 @@ def _set_environment(order: RankOrder, env: WorkerEnv) -> None:
         variables["OMP_NUM_THREADS"] = str(order.threads)
     if order.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.update(variables | dict(order.env))
+    announce(variables | dict(order.env))
     os.chdir(order.folder)
 
 
@@ -162,11 +163,9 @@ def _write_to_log(path: Path) -> None:
 
 def _write_place(order: RankOrder, env: WorkerEnv) -> None:
     """Where this rank runs, for the driver, which may have to say who is gone."""
-    path = Path(env.attempt_dir(order.run_dir), place_name(env.rank))
-    partial = path.with_name(f".{path.name}")
+    path = RunDir(order.run_dir).attempt(env.attempt).place(env.rank)
     about = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()} | asdict(env)
-    partial.write_text(json.dumps(about) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_private(path, json.dumps(about) + "\n")
 
 
 def _obey(run: str, env: WorkerEnv, thread: int, is_over: threading.Event) -> None:
@@ -174,7 +173,7 @@ def _obey(run: str, env: WorkerEnv, thread: int, is_over: threading.Event) -> No
 
     This thread of a worker gets no signals, so the exception is raised in it from here.
     """
-    beat = heartbeat_path(env.attempt_dir(env.run_dir), env.rank)
+    beat = RunDir(env.run_dir).attempt(env.attempt).heartbeat(env.rank)
     is_told = False
     while not is_over.wait(_LISTEN_EVERY_S):
         asked = internal_kv._internal_kv_get(stop_key(run), namespace=NAMESPACE)
