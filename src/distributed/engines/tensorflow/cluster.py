@@ -1,6 +1,6 @@
-"""TF_CONFIG: what tells a TensorFlow process who the others are. Our launchers write it for every rank.
+"""TF_CONFIG: the tasks of a TensorFlow cluster and their addresses. Our launchers write it for every rank.
 
-Rank 0 is the chief, whatever the strategy. Under a parameter server the workers follow it, then the servers. Nothing
+Rank 0 is the chief, with every strategy. Under a parameter server the workers follow it, then the servers. Nothing
 here imports TensorFlow: it runs in the process that starts the ranks.
 """
 
@@ -11,23 +11,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
 from distributed.core.config import DistributedConfig
-from distributed.core.env import TENSORFLOW, WorkerEnv, announce, gpu_names, inherited_environ, visible_devices
+from distributed.core.env import WorkerEnv, announce, gpu_names, inherited_environ, visible_devices
 from distributed.core.errors import ConfigError
 from distributed.core.plan import Plan
+from distributed.engines.tensorflow.plan import Layout, lay_out
 from distributed.launch.ports import LOWEST_PORT, PORTS, free_port
 from distributed.launch.request import NodePlace, Role
-from distributed.planner.tensorflow import Layout, lay_out
 
-_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 2 leaves out what its servers tell of every connection
+STRATEGY = "DISTRIBUTED_TENSORFLOW"  # JSON: the strategy to set up before a script makes use of TensorFlow
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 2 leaves out what its servers log of every connection
 _OF_TASKS = ("multi_worker", "parameter_server")  # the strategies of several processes
-_STRIDE = 101  # between the ports of ranks where nobody can look whether they are free on the other nodes
+_STRIDE = 101  # between the ports of ranks where it is not known whether they are free on the other nodes
 
 
 def roles(config: DistributedConfig, num_nodes: int, devices: int) -> Cluster:
     """The roles of a run's ranks, for `Engine.roles`."""
     layout = lay_out(config, num_nodes, devices)
-    told = {} if _LOG_LEVEL in inherited_environ() else {_LOG_LEVEL: "2"}
-    told[TENSORFLOW] = json.dumps(
+    shared = {} if _LOG_LEVEL in inherited_environ() else {_LOG_LEVEL: "2"}
+    shared[STRATEGY] = json.dumps(
         {
             "kind": layout.strategy,
             "replicas": layout.replicas,
@@ -35,13 +36,13 @@ def roles(config: DistributedConfig, num_nodes: int, devices: int) -> Cluster:
         }
     )
     if layout.strategy == "parameter_server":
-        told["GRPC_FAIL_FAST"] = "use_caller"  # else a call to a worker that is gone waits for it to come back
-    return Cluster(layout, told, visible_devices())
+        shared["GRPC_FAIL_FAST"] = "use_caller"  # else a call to a worker that is gone waits for it to come back
+    return Cluster(layout, shared, visible_devices())
 
 
 @dataclass
 class Cluster:
-    """The tasks of a run and where they listen; asked anew for every world.
+    """The tasks of a run and where they listen; computed for every world.
 
     >>> layout = Layout("multi_worker", processes=2, replicas=1)
     >>> place = NodePlace(0, 1, 0, 2, "127.0.0.1", 29500, 2, (("127.0.0.1", 2),))
@@ -51,7 +52,7 @@ class Cluster:
     """
 
     layout: Layout
-    told: Mapping[str, str] = field(default_factory=dict)  # the same to all
+    shared: Mapping[str, str] = field(default_factory=dict)  # variables that are the same for all
     visible: str | None = None  # CUDA_VISIBLE_DEVICES, as it is for all of them
     free: Callable[[], int] = free_port
     _kept: tuple[str, ...] = field(default=(), init=False)
@@ -61,7 +62,7 @@ class Cluster:
         addresses = self._addresses(place)
         found = []
         for local_rank in range(place.ranks):
-            variables = {**self.told, **self._devices(place, local_rank, device)}
+            variables = {**self.shared, **self._devices(place, local_rank, device)}
             if addresses:
                 variables["TF_CONFIG"] = render(self.layout, addresses, place.rank_offset + local_rank)
             kind = task_of(self.layout, place.rank_offset + local_rank)[0] if self.layout.chief else ""
@@ -69,7 +70,7 @@ class Cluster:
         return found
 
     def _addresses(self, place: NodePlace) -> tuple[str, ...]:
-        """Of every task, by rank. A server that goes on while a worker is replaced stays where the others know it."""
+        """Of every task, by rank. A server that survives while a worker is replaced keeps its address."""
         if self.layout.strategy not in _OF_TASKS:
             return ()
         if self._kept:
@@ -121,7 +122,7 @@ def render(layout: Layout, addresses: tuple[str, ...], rank: int) -> str:
 
 
 def derived_port(master_port: int, rank: int) -> int:
-    """A port that all nodes know without asking: rank 0 has the meeting point's, which nothing else uses here.
+    """A port that all nodes compute: rank 0 has the rendezvous port, which nothing else uses here.
 
     >>> derived_port(29500, 0), derived_port(32700, 1)
     (29500, 20033)
@@ -138,7 +139,7 @@ def announce_in_world(plan: Plan, world: WorkerEnv) -> None:
     if world.num_nodes > 1:
         raise ConfigError(
             f"{world.launcher} started this process on one of {world.num_nodes} hosts, and TF_CONFIG is not set",
-            why=f"{world.launcher} does not tell the addresses of all hosts",
+            why=f"{world.launcher} does not give the ranks the addresses of all hosts",
             do="set TF_CONFIG, or run `distributed train --num-nodes … --master-addr …` on every host",
         )
     # Not the meeting point's own port, where torchrun may listen itself.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
@@ -15,19 +14,11 @@ from distributed.core.env import WorkerEnv
 from distributed.core.errors import ConfigError, PlanError, TaskError
 from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
-from distributed.launch.preflight import check_port, check_resume, check_run_dir, new_run_dir, next_attempt
-from distributed.launch.request import LaunchRequest
-from distributed.launch.run_lock import owned
-from distributed.launch.supervisor import Patience
-from distributed.observe.observers import check_extras
-from distributed.planner.hardware import probe_hardware
-from distributed.planner.planning import JobProfile, make_plan
-from distributed.planner.resources import plan_resources
-from distributed.planner.tensorflow import check_world, cut_for, lay_out
-from distributed.runtime.launch_id import launch_id
-from distributed.tensorflow.job import Job
-from distributed.tensorflow.layers import batchnorms, finalize, synchronize_batchnorm
-from distributed.tensorflow.model import (
+from distributed.core.run_dir import RunDir
+from distributed.engines.tensorflow.input.sources import check_order, draws_its_own_order, example_of, read_source
+from distributed.engines.tensorflow.job import Job
+from distributed.engines.tensorflow.model.layers import batchnorms, finalize, synchronize_batchnorm
+from distributed.engines.tensorflow.model.model import (
     Compiled,
     Parts,
     array_of,
@@ -40,13 +31,21 @@ from distributed.tensorflow.model import (
     is_compiled,
     take_apart,
 )
-from distributed.tensorflow.payload import write_payload
-from distributed.tensorflow.run_state import read_arrays
-from distributed.tensorflow.sources import check_order, draws_its_own_order, example_of, read_source
-from distributed.tensorflow.strategy import World, given_world
-from distributed.tensorflow.variables import name_variables
-from distributed.tensorflow.worker import run_process
-from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, refuse, write_plan
+from distributed.engines.tensorflow.model.variables import name_variables
+from distributed.engines.tensorflow.payload import write_payload
+from distributed.engines.tensorflow.plan import check_world, cut_for, lay_out
+from distributed.engines.tensorflow.run_state import read_arrays
+from distributed.engines.tensorflow.strategy import World, given_world
+from distributed.engines.tensorflow.worker import run_process
+from distributed.launch.preflight import check_port, check_resume, check_run_dir, new_run_dir, next_attempt
+from distributed.launch.request import LaunchRequest
+from distributed.launch.run_lock import owned
+from distributed.observe.observers import check_extras
+from distributed.planner.hardware import probe_hardware
+from distributed.planner.planning import JobProfile, make_plan
+from distributed.planner.resources import plan_resources
+from distributed.runtime.launch_id import launch_id
+from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, record_run, refuse
 
 
 class Fit:
@@ -57,6 +56,7 @@ class Fit:
         config: DistributedConfig,
         given: Any,
         compiled: Mapping[str, Any],
+        *,
         strategy: Any,
         train: Any,
         validation: Any,
@@ -93,7 +93,7 @@ class Fit:
         plan = self._plan(run_dir, None)
         check_extras(plan)
         launch = LaunchRequest(
-            command=("-m", "distributed.tensorflow.worker", run_dir),
+            command=("-m", "distributed.engines.tensorflow.worker", run_dir),
             run_dir=run_dir,
             ranks_per_node=plan.world_size,
             master_addr=config.master_addr,
@@ -109,7 +109,7 @@ class Fit:
             launch = replace(launch, attempt=next_attempt(run_dir))
             if (plan.world_size > 1 or plan.engine["tasks"] > 1) and self._strategy is None:
                 return self._launch(plan, launch)
-            write_plan(plan)
+            record_run(plan, self._config)
             return self._here(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt), plan.observe.progress)
 
     def in_world(self, world: WorkerEnv, number: int) -> History:
@@ -122,11 +122,11 @@ class Fit:
                 do="set run_dir, the same for all, or start with `distributed train`",
             )
         if world.run_dir and number > 1:
-            run_dir = os.path.join(world.run_dir, f"fit-{number}")
+            run_dir = str(RunDir(world.run_dir).fit(number))
         plan = self._plan(run_dir, world)
         check_world(plan, world)
         check_extras(plan)
-        followed = world.is_followed and number == 1  # whoever started us shows the progress
+        followed = world.is_followed and number == 1  # our launcher shows the progress
         with ExitStack() as held:
             if world.is_main:
                 if not world.run_dir:  # else our launcher holds it
@@ -134,7 +134,7 @@ class Fit:
                     refuse(check_run_dir(run_dir, resumes))
                     token = launch_id(run_dir, world) if world.restarts else ""
                     held.enter_context(owned(run_dir, resume=resumes, token=token))
-                write_plan(plan)
+                record_run(plan, self._config)
             return self._here(plan, world, plan.observe.progress and not followed)
 
     def _here(self, plan: Plan, env: WorkerEnv, shows_progress: bool) -> History:
@@ -163,7 +163,7 @@ class Fit:
         """Send the job to new processes, wait for them, and take home what they trained."""
         job = self._job(plan)
         write = partial(write_payload, plan, job)
-        history = launch_job(plan, launch, Patience.of(self._config), ".bin", write)
+        history = launch_job(plan, self._config, launch, ".bin", write)
         self._bring_home(plan, read_arrays(history.checkpoint))
         return history
 
@@ -205,9 +205,9 @@ class Fit:
         config, hardware = self._config, probe_hardware()
         if self._strategy is not None:
             config = config.merged({"num_gpus": int(self._strategy.num_replicas_in_sync)}, "strategy=…")
-        resources, _, _ = plan_resources(config, hardware)
         replicas = None
         if world is not None:
+            resources, _, _ = plan_resources(config, hardware)
             layout = lay_out(config, resources.num_nodes, resources.ranks_per_node)
             size = layout.processes * layout.replicas
             replicas = replace(world, world_size=size, local_world_size=-(-size // world.num_nodes))
@@ -218,7 +218,7 @@ class Fit:
             for source, role in ((self._train, "train"), (self._evaluation, "validation")):
                 check_order(source, role)
         elif (plan.checkpoint.every or plan.checkpoint.resume) and draws_its_own_order(self._train):
-            plan = replace(plan, decisions=(*plan.decisions, _UNREPEATED))
+            plan = plan.with_decisions(_UNREPEATED)
         return plan if world is None else cut_for(plan, world.world_size, world.num_nodes)
 
     def _profile(self) -> JobProfile:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distributed.core.plan import Plan
-from distributed.tensorflow.model import Parts
-from distributed.tensorflow.sources import Source
+from distributed.engines.tensorflow.input.sources import Source
+from distributed.engines.tensorflow.model.model import Parts
 
 
 @dataclass(frozen=True)

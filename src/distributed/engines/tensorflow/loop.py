@@ -8,19 +8,20 @@ from typing import Any
 
 from distributed.core.errors import NonFiniteLossError
 from distributed.core.events import Observer, StepEnded
-from distributed.core.heartbeat import Phase
-from distributed.core.history import EpochRecord, History
+from distributed.core.history import History
 from distributed.core.plan import Plan
+from distributed.core.protocol.heartbeat import Phase
+from distributed.engines.tensorflow.input.data import Loader, Micro
+from distributed.engines.tensorflow.meter import Meter
+from distributed.engines.tensorflow.model.layers import finalize
+from distributed.engines.tensorflow.model.rates import Rate
+from distributed.engines.tensorflow.run_state import RunState
+from distributed.engines.tensorflow.step import Stepper, StepResult
+from distributed.engines.tensorflow.strategy import World
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.signals import StopSignals
-from distributed.tensorflow.data import Loader, Micro
-from distributed.tensorflow.layers import finalize
-from distributed.tensorflow.meter import Meter
-from distributed.tensorflow.rates import Rate
-from distributed.tensorflow.run_state import RunState
-from distributed.tensorflow.step import Stepper, StepResult
-from distributed.tensorflow.strategy import World
-from distributed.train.telling import Telling, nothing_to_resume
+from distributed.train.progress import Due, EpochSteps, record_epoch
+from distributed.train.run_events import RunEvents, nothing_to_resume
 
 
 class Loop:
@@ -32,6 +33,7 @@ class Loop:
         model: Any,
         stepper: Stepper,
         world: World,
+        *,
         state: RunState,
         train: Loader,
         evaluation: Iterable[Micro] | None,
@@ -43,9 +45,9 @@ class Loop:
     ) -> None:
         self._plan, self._model, self._stepper, self._world, self._state = plan, model, stepper, world, state
         self._train, self._evaluation, self._rate, self._stop = train, evaluation, rate, stop
-        self._heartbeat, self._telling, self._utilization = heartbeat, Telling(plan, observer), utilization
+        self._heartbeat, self._telling, self._utilization = heartbeat, RunEvents(plan, observer), utilization
         self._meter = Meter(model, world)
-        self._last_save = time.monotonic()
+        self._due = Due(plan)
         self._before: StepResult | None = None  # the step before this one, whose numbers are there without waiting
         self.interrupted = False
 
@@ -58,10 +60,10 @@ class Loop:
         self._announce()
 
     def run(self) -> History:
-        """Train until the epochs or steps are done, or somebody asks to stop; then save."""
+        """Train until the epochs or steps are done, or a stop is requested; then save."""
         begun = time.perf_counter()
         progress, metrics = self._state.progress, {}
-        stopped = self._plan.max_steps is not None and progress.step >= self._plan.max_steps
+        stopped = self._due.is_over(progress.step)
         while not stopped and progress.epoch < self._plan.epochs:
             epoch = progress.epoch
             stopped, is_whole, seconds, samples = self._train_epoch(epoch)
@@ -71,51 +73,50 @@ class Loop:
                 progress.begin_next_epoch()
                 self._meter.begin_epoch()
             self._close_epoch(epoch, seconds, samples, metrics)
-            is_due = self._save_is_due("epochs", progress.epoch) or self._save_is_due("steps", progress.step)
-            if is_whole and is_due:
+            if is_whole and self._due.save_after_epoch(progress):
                 self._save(metrics)
         self._save(metrics, wait=True)
         return self._finish(time.perf_counter() - begun)
 
     def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
-        progress, meter, train = self._state.progress, self._meter, self._train
-        log_every, end = self._plan.observe.log_every, self._plan.max_steps
-        first = progress.steps_in_epoch
-        if train.samples_per_epoch is not None:  # samples count, so that another number of replicas can go on
-            first = -(-progress.samples_in_epoch // self._plan.batch.global_batch)
-        before_epoch, before = progress.step - first, progress.samples_in_epoch
-        last = before_epoch + train.steps_per_epoch if train.steps_per_epoch else None
+        progress, meter, train, due = self._state.progress, self._meter, self._train, self._due
+        within = EpochSteps.of(
+            progress,
+            self._plan.batch.global_batch,
+            samples_per_epoch=train.samples_per_epoch,
+            steps_per_epoch=train.steps_per_epoch,
+        )
+        last, before = within.last, progress.samples_in_epoch
         self._telling.epoch_started(epoch, progress.step)
         begun, step, stopped = time.perf_counter(), progress.step, False
         self._heartbeat.epoch_begins()
-        for micros, samples in train.epoch(epoch, first):
+        for micros, samples in train.epoch(epoch, within.first):
             step += 1
-            saves = step != last and self._save_is_due("steps", step)  # the last one is saved after evaluation
-            looks = saves or step % log_every == 0 or step in (last, end)  # what is not finite is not saved
+            saves = due.save_in_epoch(step, last)
+            looks = due.look(step, last, saves=saves)
             result = self._stepper.step(micros, is_asked=self._stop.received is not None)
             self._rate.set(step)
             meter.add(result, samples)
-            progress.step, progress.steps_in_epoch = step, step - before_epoch
-            progress.samples_in_epoch += samples
+            progress.end_step(step, within, samples)
             self._heartbeat.beat(step)
             if looks:
-                self._log(epoch, before_epoch)
-            if saves or (looks and step != last and self._minutes_are_over()):
+                self._log(epoch, within.before)
+            if saves or (looks and step != last and due.minutes_are_over(self._first_decides)):
                 self._save()
             if self._is_asked_to_stop(result):
                 self.interrupted = stopped = True
                 break
-            if step == end:
+            if due.is_over(step):
                 stopped = True
                 break
         if not meter.is_empty:
-            self._log(epoch, before_epoch)
+            self._log(epoch, within.before)
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
         return stopped, not stopped or step == last, seconds, trained
 
     def _is_asked_to_stop(self, result: StepResult) -> bool:
-        """All processes agree, since each tells the others with its step; what they told in the last one is read here,
+        """All processes agree, since each sends its request with its step; what came with the last one is read here,
         where it has long been there."""
         if self._world.processes == 1:
             return self._stop.received is not None
@@ -134,20 +135,12 @@ class Loop:
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         with self._heartbeat.phase(Phase.SAVING):
             self._stepper.settle()
-            self._state.progress.meter = self._meter.state()
-            self._state.save(metrics, wait=wait)
-        self._last_save = time.monotonic()
+            self._state.save(self._meter.state(), metrics, wait=wait)
+        self._due.saved()
 
-    def _save_is_due(self, unit: str, count: int) -> bool:
-        every = self._plan.checkpoint.every
-        return every is not None and self._plan.checkpoint.unit == unit and count % every == 0
-
-    def _minutes_are_over(self) -> bool:
+    def _first_decides(self, is_due: bool) -> bool:
         """The first process's clock decides for all, at the steps where they meet anyway."""
-        every = self._plan.checkpoint.every
-        if every is None or self._plan.checkpoint.unit != "minutes":
-            return False
-        return bool(self._world.gather(time.monotonic() - self._last_save >= 60 * every)[0])
+        return bool(self._world.gather(is_due)[0])
 
     def _announce(self) -> None:
         step = self._state.progress.step
@@ -184,9 +177,7 @@ class Loop:
 
     def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:
         progress = self._state.progress
-        steps = progress.step - sum(record.steps for record in progress.epochs)
-        record = EpochRecord(epoch, steps, samples, seconds, metrics)
-        progress.epochs.append(record)
+        record = record_epoch(progress.epochs, epoch, progress.step, samples=samples, seconds=seconds, metrics=metrics)
         self._telling.epoch_ended(record, progress.step)
 
     def _finish(self, seconds: float) -> History:
@@ -211,5 +202,5 @@ def _explain_nonfinite(value: float, replicas: range, epoch: int, step: int, ind
     return NonFiniteLossError(
         f"the loss is {value} at step {step} (epoch {epoch})",
         why=f"{where}; usual causes: a bad sample, too high a learning rate, fp16 overflow",
-        do="look at these samples, lower the learning rate, set gradient_clipping; on_nan=continue goes on regardless",
+        do="look at these samples, lower the learning rate, set gradient_clipping; or, to train on, on_nan=continue",
     )

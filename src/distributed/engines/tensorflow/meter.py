@@ -1,4 +1,4 @@
-"""Losses and metrics of a run. They stay on the device until somebody looks, and all processes look together."""
+"""Losses and metrics of a run. They stay on the device until they are read, by all processes together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from distributed.tensorflow.model import array_of
-from distributed.tensorflow.step import StepResult
-from distributed.tensorflow.strategy import World
-from distributed.tensorflow.variables import metric_variables
+from distributed.engines.tensorflow.model.model import array_of
+from distributed.engines.tensorflow.model.variables import metric_variables
+from distributed.engines.tensorflow.step import StepResult
+from distributed.engines.tensorflow.strategy import World
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Meter:
         return metrics
 
     def state(self) -> dict[str, float]:
-        """Of the epoch so far; what nobody has read is counted in."""
+        """Of the epoch so far, with what was not read yet."""
         assert not self._results, "a save comes after a look"
         return {"loss_sum": self._loss_sum, "samples": self._samples}
 

@@ -1,6 +1,6 @@
 """Training around a parameter server: a chief hands batches to workers, each of which updates what the servers hold.
 
-A worker that dies is replaced while the others go on: its batch is handed to another one. The chief and the servers
+A worker that dies is replaced while the others continue: its batch is given to another one. The chief and the servers
 hold what cannot be replaced; when one of them dies, all begin again from the newest checkpoint.
 """
 
@@ -16,15 +16,16 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from distributed.core.control import Joined, Resumed
 from distributed.core.env import WorkerEnv
-from distributed.core.heartbeat import heartbeat_path, read_beat
 from distributed.core.plan import Plan
+from distributed.core.protocol.heartbeat import read_beat
+from distributed.core.protocol.rank_protocol import Joined, Resumed
+from distributed.core.run_dir import RunDir
+from distributed.engines.tensorflow.input.data import Micro, Part
+from distributed.engines.tensorflow.step import Stepper, StepResult
+from distributed.engines.tensorflow.strategy import Setup, World, set_threads
 from distributed.runtime.agent_line import AgentLine, agent_line
 from distributed.runtime.heartbeat import Heartbeat
-from distributed.tensorflow.data import Micro, Part
-from distributed.tensorflow.step import Stepper, StepResult
-from distributed.tensorflow.strategy import Setup, World, set_threads
 
 _STEPS_AHEAD = 2  # that are handed out while earlier ones are not done
 
@@ -66,14 +67,16 @@ def _serve(world: WorkerEnv, resolver: Any) -> NoReturn:
     server = tf.distribute.Server(
         resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id, protocol="grpc"
     )
-    heartbeat = Heartbeat(world.attempt_dir(world.run_dir), world.rank)  # says that it lives; it makes no steps
+    heartbeat = Heartbeat(
+        RunDir(world.run_dir).attempt(world.attempt), world.rank
+    )  # says that it lives; it makes no steps
     join_crew(world.run_dir, world)
     server.join()
     raise AssertionError(f"{heartbeat} and {server} are there for as long as this process is")
 
 
 def join_crew(run_dir: str, world: WorkerEnv, *, in_run: bool = False) -> None:
-    """Tell the launcher that this process is there, and stays when others are replaced; made once its heartbeat is."""
+    """Report to the launcher that this process survives when others are replaced; once it has a heartbeat."""
     line = agent_line()
     if line is None:
         return
@@ -84,21 +87,21 @@ def join_crew(run_dir: str, world: WorkerEnv, *, in_run: bool = False) -> None:
 
 def _follow(line: AgentLine, run_dir: str, world: WorkerEnv) -> None:
     """A world in which another task was replaced is the same to this one; the launcher looks for it in the new one."""
-    first = heartbeat_path(world.attempt_dir(run_dir), world.rank)
+    first = RunDir(run_dir).attempt(world.attempt).heartbeat(world.rank)
     after = world.attempt
-    while (told := line.next_world(after)) is not None:
-        after = told.attempt
-        folder = told.attempt_dir(run_dir)
+    while (world_after := line.next_world(after)) is not None:
+        after = world_after.attempt
+        folder = RunDir(run_dir).attempt(after)
         os.makedirs(folder, exist_ok=True)
         with suppress(OSError):  # it has one already
-            os.link(first, heartbeat_path(folder, world.rank))
+            os.link(first, folder.heartbeat(world.rank))
         if world.is_main:
             beat = read_beat(first)
             line.tell(Resumed(after, beat.step if beat is not None else 0, "memory of rank 0"))
 
 
 class RemoteStepper(Stepper):
-    """Hands every replica's part of a step to whichever worker is free, each as an update of its own."""
+    """Gives every replica's part of a step to a free worker, each as an update of its own."""
 
     def __init__(self, model: Any, strategy: Any, plan: Plan) -> None:
         super().__init__(model, strategy, plan)
@@ -112,7 +115,7 @@ class RemoteStepper(Stepper):
         parts = [part for micro in micros for part in micro.parts if part.size]
         results = [self._hand_out(part) for part in parts]
         sizes = [part.size for part in parts]
-        loss, norm = (Later(self._told, results, sizes, position) for position in (0, 1))
+        loss, norm = (Later(self._fetch, results, sizes, position) for position in (0, 1))
         return StepResult(loss, norm, self._asked if is_asked else self._not_asked)
 
     def settle(self) -> None:
@@ -126,25 +129,25 @@ class RemoteStepper(Stepper):
         for part in micro.parts:
             if part.size:
                 arguments = (_tensors(part), tf.constant(float(part.size)), False)
-                of_part, samples = self._told(self._coordinator.schedule(self._evaluate, args=arguments))
+                of_part, samples = self._fetch(self._coordinator.schedule(self._evaluate, args=arguments))
                 loss, count = loss + of_part, count + samples
         return loss, count
 
     def _hand_out(self, part: Part) -> Any:
         while len(self._handed_out) >= self._most:
-            self._told(self._handed_out.popleft())
+            self._fetch(self._handed_out.popleft())
         arguments = (_tensors(part), tf.ones(()), tf.constant(float(part.size)), None, self._not_asked)
         result = self._coordinator.schedule(self._last, args=(*arguments, self._not_asked, False))
         self._handed_out.append(result)
         return result
 
-    def _told(self, result: Any) -> Any:
+    def _fetch(self, result: Any) -> Any:
         """What a worker made of a part. It counts as there before it has left the worker: when the worker dies in
         between, another one makes it again, and has once all is done."""
         try:
             return result.fetch()
         except tf.errors.OpError:
-            self._coordinator.join()  # raises what nobody can make again
+            self._coordinator.join()  # raises what cannot be repeated
             return result.fetch()
 
     def _gradients(self, *arguments: Any) -> tuple[list[Any], Any]:
@@ -156,21 +159,23 @@ class RemoteStepper(Stepper):
 
     _trains = False
 
-    def _measure(self, *arguments: Any) -> None:
+    def _measure(self, *arguments: Any, **named: Any) -> None:
         if not self._trains:
-            super()._measure(*arguments)
+            super()._measure(*arguments, **named)
 
 
 class Later:
-    """The mean over a step's parts of a number that workers are yet to tell; reading it waits for them."""
+    """The mean over a step's parts of a number that workers have yet to return; reading it waits for them."""
 
-    def __init__(self, told: Callable[[Any], Any], results: Sequence[Any], sizes: Sequence[int], position: int) -> None:
-        self._told, self._results, self._sizes, self._position = told, results, sizes, position
+    def __init__(
+        self, fetch: Callable[[Any], Any], results: Sequence[Any], sizes: Sequence[int], position: int
+    ) -> None:
+        self._fetch, self._results, self._sizes, self._position = fetch, results, sizes, position
 
     def _values(self) -> Iterator[float]:
         total = sum(self._sizes)
         for result, size in zip(self._results, self._sizes, strict=True):
-            yield float(self._told(result)[self._position]) * size / total
+            yield float(self._fetch(result)[self._position]) * size / total
 
     def __float__(self) -> float:
         return sum(self._values())

@@ -16,16 +16,16 @@ from typing import Any
 
 import cloudpickle
 
+from distributed.core.atomic import Sealed, check_code, create_private, open_sealed, seal
 from distributed.core.errors import DistributedError, TaskError
 from distributed.core.plan import Plan
-from distributed.core.private_files import Sealed, check_code, create_private, open_sealed, seal
 
 _LENGTH = struct.Struct("<q")
 _ALIGN = 64  # bytes; what vector instructions like
 
 
 def write_payload(plan: Plan, job: Any, path: Path) -> Sealed:
-    """Write the job, or say what of it cannot be sent. Whoever calls closes the sealed file."""
+    """Write the job, or say what of it cannot be sent. The caller closes the sealed file."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         body = cloudpickle.dumps(job, protocol=5, buffer_callback=buffers.append)

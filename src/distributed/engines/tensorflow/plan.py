@@ -17,6 +17,7 @@ _OF_TORCH = (
     "sample_check",
     "certificate_steps",
     "iterable_split",
+    "share_gpus",
     "min_gpus",
     "min_nodes",
     "max_nodes",
@@ -31,7 +32,7 @@ class Layout:
     processes: int  # that train, over all nodes
     replicas: int  # in each of them
     servers: int = 0  # processes that hold the parameters
-    chief: int = 0  # 1: a process that trains nothing and tells the others what to do
+    chief: int = 0  # 1: a process that trains nothing and coordinates the others
 
     @property
     def tasks(self) -> int:
@@ -40,7 +41,7 @@ class Layout:
 
 
 def lay_out(config: DistributedConfig, num_nodes: int, devices: int) -> Layout:
-    """The processes for so many devices on each of so many nodes.
+    """The processes for that many devices on each of the nodes.
 
     >>> lay_out(DistributedConfig(backend="tensorflow"), num_nodes=1, devices=4)
     Layout(strategy='mirrored', processes=1, replicas=4, servers=0, chief=0)
@@ -65,7 +66,7 @@ def processes(config: DistributedConfig, num_nodes: int, devices: int) -> int:
 def plan_engine(
     config: DistributedConfig, profile: Any, plan: Plan, decisions: list[Decision], problems: list[Problem]
 ) -> dict[str, Any]:
-    """What TensorFlow is told. A data rank of the plan is a replica, of which a process may have several."""
+    """TensorFlow's part of the plan. A data rank of the plan is a replica, of which a process may have several."""
     layout = lay_out(config, plan.num_nodes, plan.ranks_per_node)
     if config.tensorflow_strategy == "auto" and plan.world_size > 1:
         decisions.append(_why(layout, plan))
@@ -84,7 +85,7 @@ def cut_for(plan: Plan, processes: int, num_nodes: int) -> Plan:
 
 def check_world(plan: Plan, world: WorkerEnv) -> None:
     """Refuse a launcher's world that this plan is not for: its processes would each train by themselves, or for ever
-    wait for ones that nobody started."""
+    wait for processes that were not started."""
     strategy, tasks = plan.engine["strategy"], plan.engine["tasks"]
     if strategy == "parameter_server" and not world.is_followed:
         raise PlanError(

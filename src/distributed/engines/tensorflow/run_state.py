@@ -9,45 +9,40 @@ from typing import Any
 
 import tensorflow as tf
 
-from distributed.checkpoint.arrays import ArrayMemory
-from distributed.checkpoint.candidates import find
-from distributed.checkpoint.chunks import ChunkStore
-from distributed.checkpoint.fetching import fetch_parts, read_manifest
-from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.restore.candidates import find
+from distributed.checkpoint.restore.fetching import fetch_parts
+from distributed.checkpoint.save.arrays import ArrayMemory
+from distributed.checkpoint.storage.chunks import ChunkStore
+from distributed.checkpoint.storage.manifests import read_manifest
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.env import WorkerEnv
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
 from distributed.data.order import derive_seed
-from distributed.tensorflow.data import Loader
-from distributed.tensorflow.model import array_of
-from distributed.tensorflow.state import Checkpoints
-from distributed.tensorflow.strategy import World
-from distributed.tensorflow.variables import name_variables, seed_variables
+from distributed.engines.tensorflow.input.data import Loader
+from distributed.engines.tensorflow.model.model import array_of
+from distributed.engines.tensorflow.model.variables import name_variables, seed_variables
+from distributed.engines.tensorflow.state import Checkpoints
+from distributed.engines.tensorflow.strategy import World
+from distributed.train.progress import Progress
 
 
 @dataclass
-class Progress:
-    """How far training has come; a position in an epoch is a number of samples, so any number of replicas can go on."""
+class RecordedProgress(Progress):
+    """How far training has come, with all that a checkpoint holds of it besides the variables."""
 
-    epoch: int = 0
-    step: int = 0  # optimizer steps of the whole run
-    samples_in_epoch: int = 0
-    steps_in_epoch: int = 0  # by which a dataset, whose length is not known, finds its place
     epochs: list[EpochRecord] = field(default_factory=list)
     meter: dict[str, float] = field(default_factory=dict)
-
-    def begin_next_epoch(self) -> None:
-        self.epoch, self.samples_in_epoch, self.steps_in_epoch = self.epoch + 1, 0, 0
 
 
 class RunState:
     """Everything of this process that a checkpoint holds, and the checkpoints themselves."""
 
-    def __init__(self, plan: Plan, env: WorkerEnv, world: World, model: Any, scaler: Any, train: Loader) -> None:
+    def __init__(self, plan: Plan, env: WorkerEnv, world: World, model: Any, *, scaler: Any, train: Loader) -> None:
         self._plan, self._env, self._world, self._train = plan, env, world, train
         self._named = name_variables(model, scaler)
         self._checkpoints: Checkpoints | None = None
-        self.progress = Progress()
+        self.progress = RecordedProgress()
         self.source = "the beginning"  # of the state that this run goes on from
 
     @property
@@ -77,13 +72,17 @@ class RunState:
         if position is not None:
             self.source = self._checkpoints.path
             records = [EpochRecord(**record) for record in position.pop("epochs", [])]
-            known = {name: value for name, value in position.items() if name in Progress.__dataclass_fields__}
-            self.progress = Progress(**known, epochs=records)
+            known = {name: value for name, value in position.items() if name in RecordedProgress.__dataclass_fields__}
+            self.progress = RecordedProgress(**known, epochs=records)
         self._spread_seeds()
 
-    def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
-        """Every process reads the variables, since some are sums over all of them; the main one writes."""
+    def save(self, meter: dict[str, float], metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        """Every process reads the variables, since some are sums over all of them; the main one writes.
+
+        `meter` is what was measured in this epoch.
+        """
         assert self._checkpoints is not None
+        self.progress.meter = meter
         arrays = {name: array_of(variable) for name, variable in self._named.items()}
         self._checkpoints.save(self.progress.step, arrays, asdict(self.progress), metrics, wait)
 

@@ -1,6 +1,6 @@
 """What of a TensorFlow run goes into a checkpoint and comes back: variables by name, and where the run stands.
 
-One process writes, since every process of a synchronous world holds all of the state. It also chooses what they go on
+One process writes, since every process of a synchronous world holds all of the state. It also chooses what they resume
 from, and each reads that for itself. The format is that of every other engine, and no tensor of torch is in it.
 """
 
@@ -10,7 +10,6 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -18,23 +17,24 @@ import ml_dtypes  # noqa: F401  # numpy knows bfloat16 and the like by name once
 import numpy as np
 import tensorflow as tf
 
-from distributed.checkpoint.arrays import ArrayMemory, ArrayStaging, LoneWriter
-from distributed.checkpoint.candidates import Candidate, find, none_usable, report_on
-from distributed.checkpoint.chunks import ChunkStore, Damaged
-from distributed.checkpoint.fetching import StateTree, fetch_parts, read_manifest
-from distributed.checkpoint.lineage import Lineage, check_unused, choose_lineage
-from distributed.checkpoint.manifest import Manifest, line_of, manifest_file, step_name
-from distributed.checkpoint.ownership import FolderTakenError, check_held, hold_folder
-from distributed.checkpoint.publishing import Saved
-from distributed.checkpoint.storage import open_storage
-from distributed.checkpoint.writing import Writer
+from distributed.checkpoint.format.manifest import Manifest, line_of, manifest_file, step_name
+from distributed.checkpoint.format.parsing import Damaged
+from distributed.checkpoint.restore.candidates import Candidate, find, none_usable, report_on
+from distributed.checkpoint.restore.fetching import StateTree, fetch_parts
+from distributed.checkpoint.save.arrays import ArrayMemory, ArrayStaging, LoneWriter
+from distributed.checkpoint.save.publishing import Saved
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.storage.chunks import ChunkStore
+from distributed.checkpoint.storage.lineage import Lineage, check_unused, choose_lineage
+from distributed.checkpoint.storage.manifests import read_manifest
+from distributed.checkpoint.storage.ownership import FolderTakenError, check_held, hold_folder
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.core.locks import Lock
 from distributed.core.plan import Plan
-from distributed.core.secrets import mask
 from distributed.runtime.launch_id import launch_id, note_launch, recall_launch
-from distributed.train.resume_changes import Effect, changes
+from distributed.train.resume.changes import Effect, changes
 
 Position = dict[str, Any]  # numbers, texts, lists and dicts of these
 _POSITION = "progress"
@@ -66,7 +66,7 @@ class Checkpoints:
         self._launch = launch_id(plan.run_dir, world) if is_main else ""
         self._lineage = Lineage()
         self._lock: Lock | None = None  # of the folder, in the main process
-        self._writer: Writer | None = None
+        self._saver: Saver | None = None
         self._verified: frozenset[str] = frozenset()
         self._saved_at = -1
         self.path = ""  # of the newest checkpoint
@@ -118,13 +118,13 @@ class Checkpoints:
     ) -> None:
         """The state after this step, by names such as `model/dense/kernel`; nothing when it is saved already.
 
-        Returns when the arrays are copied; hashing and writing go on behind. `wait` for the last one of a run.
+        Returns when the arrays are copied; hashing and writing run in the background. `wait` for the last one of a run.
         """
         if not self._is_main:
             if wait and self._saved_at != step:  # else it is the one that all began with, which may lie elsewhere
                 self._await(step)
             return
-        writer = self._writer = self._writer or self._make_writer()
+        writer = self._saver = self._saver or self._make_saver()
         if self._saved_at != step:
             self._outlive(writer.wait)  # at most one is in flight
             self._saved_at = step
@@ -159,15 +159,15 @@ class Checkpoints:
         self.path = self._storage.locate(checkpoint)
 
     def poll(self) -> None:
-        """Tell of saves that have ended since, and of what went wrong in them."""
-        if self._writer is not None:
-            self._outlive(self._writer.poll)
+        """Report saves that have ended since, and what went wrong in them."""
+        if self._saver is not None:
+            self._outlive(self._saver.poll)
 
     def close(self) -> None:
         """Wait for the save in flight; raises what went wrong in it."""
         try:
-            if self._writer is not None:
-                self._writer.close()
+            if self._saver is not None:
+                self._saver.close()
         finally:
             self._release()
 
@@ -198,8 +198,7 @@ class Checkpoints:
         return chosen
 
     def _find(self) -> tuple[list[Candidate], bool]:
-        """A run that was restarted goes on from its own newest checkpoint (True); one that was not, from what it is
-        told."""
+        """A restarted run resumes from its own newest checkpoint (True); another one from what the plan names."""
         if self._world.restarts:
             own = [found for found in find(self._storage, True) if self._is_own(found)]
             if own:
@@ -213,7 +212,7 @@ class Checkpoints:
         if not same:
             raise CheckpointError(
                 "the processes do not see the same checkpoints",
-                why=f"the main one goes on from {name}, and the newest here is "
+                why=f"the main process resumes from {name}, and the newest here is "
                 + (seen[0].path if seen else f"none: {self._storage.root} has no checkpoint"),
                 do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…",
             )
@@ -240,7 +239,7 @@ class Checkpoints:
         """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""
         try:
             manifest = read_manifest(self._storage, candidate.name)
-        except CheckpointError:  # whether it can be passed over is told when it is loaded
+        except CheckpointError:  # whether it can be skipped is decided when it is loaded
             return True
         return bool(self._launch) and manifest.meta.get("launch") == self._launch
 
@@ -266,7 +265,7 @@ class Checkpoints:
             self._compare(candidate, manifest)
 
     def _compare(self, candidate: Candidate, manifest: Manifest) -> None:
-        """With the run that saved it: what would repeat samples or leave some out is refused, the rest is told."""
+        """With the run that saved it: what would repeat samples or leave some out is refused, the rest is reported."""
         position = manifest.shared.skeleton.get(_POSITION, {})
         progress = {name: int(position.get(name, 0)) for name in ("samples_in_epoch", "steps_in_epoch")}
         found = changes(manifest.meta, self._meta(), progress, path=candidate.path)
@@ -276,9 +275,9 @@ class Checkpoints:
             raise CheckpointError([change.refusal(candidate.path) for change in refused])
         self.changed = tuple(f"changed since the checkpoint: {change}" for change in found)
 
-    def _make_writer(self) -> Writer:
+    def _make_saver(self) -> Saver:
         checkpoint = self._plan.checkpoint
-        return Writer(
+        return Saver(
             self._storage,
             LoneWriter(),
             ArrayStaging({"tensorflow": tf.__version__}),
@@ -297,7 +296,7 @@ class Checkpoints:
         self._on_saved(saved)
 
     def _outlive(self, save: Callable[[], object]) -> None:
-        """A checkpoint that cannot be written is told and passed over: the next one may be, and training need not end.
+        """A checkpoint that cannot be written is reported and skipped: the next one may be, and training need not end.
         The last one of a run must be written."""
         try:
             save()
@@ -308,7 +307,7 @@ class Checkpoints:
             self._on_failed(failed)
 
     def _meta(self) -> dict[str, Any]:
-        plan = mask(asdict(self._plan))
+        plan = self._plan.to_plain()
         return {
             "settings": plan.pop("settings"),
             "plan": plan,
@@ -321,7 +320,7 @@ class Checkpoints:
 
 
 def _number(line: str) -> int:
-    """A line as a number that processes can tell each other; 0 for none."""
+    """A line as a number that processes can exchange; 0 for none."""
     return int(f"1{line}", 16) if line else 0
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from distributed.core.plan import Plan
-from distributed.tensorflow.data import Micro
-from distributed.tensorflow.losses import LossOf
+from distributed.engines.tensorflow.input.data import Micro
+from distributed.engines.tensorflow.model.losses import LossOf
 
 _SHRINK, _GROW = 0.5, 2.0
 _EPSILON = 1e-6  # torch's, by which its clipping keeps a norm of zero from dividing
@@ -63,10 +63,10 @@ class Stepper:
         return StepResult(*self._last(batch, weights, sizes, summed, loss, asked, micros[-1].has_stand_in))
 
     def settle(self) -> None:
-        """Wait until the variables are those after the last step; here they always are, to whoever reads them."""
+        """Wait until the variables are those after the last step; here they always are."""
 
     def close(self) -> None:
-        """The optimizer may be the user's own, who goes on with it: it adds up gradients itself again."""
+        """The optimizer may be the user's own, who uses it afterwards: it adds up gradients itself again."""
         if self._is_patched:
             del self.optimizer._all_reduce_sum_gradients
             self._is_patched = False
@@ -99,14 +99,14 @@ class Stepper:
         self, batch: Any, weight: Any, size: Any, summed: Any, loss: Any, asked: Any, has_stand_in: bool
     ) -> Any:
         arguments = (batch, weight, size, summed, loss, asked, has_stand_in)
-        gradients, told, norm = self._strategy.run(self._summed_gradients, args=arguments)
+        gradients, sums, norm = self._strategy.run(self._summed_gradients, args=arguments)
         if self.scaler is None:
             self._strategy.run(self._apply, args=(gradients,))
         else:
             is_finite = tf.math.is_finite(self._local(norm))
             tf.cond(is_finite, lambda: self._take(gradients), lambda: tf.no_op())
             self.scaler.update(is_finite)
-        loss, asked = tf.unstack(self._local(told))
+        loss, asked = tf.unstack(self._local(sums))
         return loss, self._local(norm), asked
 
     def _take(self, gradients: Any) -> Any:
@@ -131,19 +131,19 @@ class Stepper:
         gradients = [tf.convert_to_tensor(gradient) for gradient in found if gradient is not None]
         if summed is not None:
             gradients = [before + gradient for before, gradient in zip(summed, gradients, strict=True)]
-        self._measure(x, y, predicted, sample_weight, size, has_stand_in)
+        self._measure(x, y, predicted, sample_weight=sample_weight, size=size, has_stand_in=has_stand_in)
         return gradients, loss + tf.cast(own, tf.float32)
 
     def _summed_gradients(
         self, batch: Any, weight: Any, size: Any, summed: Any, loss: Any, asked: Any, has_stand_in: bool
     ) -> tuple[list[Any], Any, Any]:
-        """Over all replicas, in their true scale, clipped; and what the replicas tell each other besides."""
+        """Over all replicas, in their true scale, clipped; and the other numbers that are summed with them."""
         gradients, loss = self._gradients(batch, weight, size, summed, loss, has_stand_in)
         context = tf.distribute.get_replica_context()
         everything = [*gradients, tf.stack([loss, asked])]
         if self._strategy.num_replicas_in_sync > 1:
             everything = context.all_reduce(tf.distribute.ReduceOp.SUM, everything)
-        *gradients, told = everything
+        *gradients, sums = everything
         if self.scaler is not None:
             gradients = [gradient / tf.cast(self.scaler.scale, gradient.dtype) for gradient in gradients]
         norm = tf.constant(-1.0)
@@ -152,7 +152,7 @@ class Stepper:
         if self._clip is not None:
             factor = tf.minimum(1.0, self._clip / (norm + _EPSILON))
             gradients = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
-        return gradients, told, norm
+        return gradients, sums, norm
 
     def _apply(self, gradients: list[Any]) -> None:
         if self._is_legacy:
@@ -161,7 +161,7 @@ class Stepper:
         else:
             self.optimizer.apply(gradients, self._trained)
 
-    def _measure(self, x: Any, y: Any, predicted: Any, sample_weight: Any, size: Any, has_stand_in: bool) -> None:
+    def _measure(self, x: Any, y: Any, predicted: Any, *, sample_weight: Any, size: Any, has_stand_in: bool) -> None:
         """The compiled metrics; a stand-in leaves no trace in them."""
 
         def update() -> Any:
@@ -181,7 +181,7 @@ class Stepper:
         x, y, sample_weight = unpacked(batch)
         predicted = forward(self._model, x, training=False)
         loss = self._loss(x, y, predicted, sample_weight, size)
-        self._measure(x, y, predicted, sample_weight, size, has_stand_in)
+        self._measure(x, y, predicted, sample_weight=sample_weight, size=size, has_stand_in=has_stand_in)
         return tf.stack([tf.cast(loss, tf.float32), size])
 
 

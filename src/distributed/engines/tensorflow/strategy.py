@@ -37,8 +37,8 @@ class World:
         """What every process passes, in their order."""
         if self.processes == 1:
             return [number]
-        told = _gatherer(self.strategy)(tf.constant([float(number)], tf.float64)).numpy()
-        return [float(value) for value in told[:: len(self.replicas)]]
+        gathered = _gatherer(self.strategy)(tf.constant([float(number)], tf.float64)).numpy()
+        return [float(value) for value in gathered[:: len(self.replicas)]]
 
 
 @functools.cache

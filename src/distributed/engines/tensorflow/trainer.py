@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from distributed.core.config import DistributedConfig, build_config
-from distributed.core.engines import ENGINES
-from distributed.core.env import dry_ranks, tensorflow_in_env, worker_env
+from distributed.core.engines.engine import ENGINES
+from distributed.core.env import dry_ranks, take_out, worker_env
 from distributed.core.errors import PlanError
 from distributed.core.history import History
 from distributed.core.registry import is_installed
+from distributed.core.settings.typed import Settings, TrainerSettings
+from distributed.engines.tensorflow.cluster import STRATEGY
 from distributed.trainers.settings import of_fit, plain
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
@@ -43,18 +45,19 @@ class TensorFlowDistributedTrainer:
         loss: Any = None,
         metrics: Any = None,
         strategy: Any = None,
-        **settings: Any,
+        **settings: Unpack[TrainerSettings],
     ) -> None:
         """`strategy` is a tf.distribute.Strategy in whose scope the model was built: then all happens in this process.
 
         `optimizer`, `loss` and `metrics` are those of Keras's `compile`; an optimizer may be a function that makes it.
         """
+        keywords = plain(settings)
         if isinstance(optimizer, str) and optimizer in _OF_SETTINGS:
-            settings["optimizer"], optimizer = optimizer, None
+            keywords["optimizer"], optimizer = optimizer, None
         given = config.given_values() if isinstance(config, DistributedConfig) else dict(config or {})
-        preset = {name: value for name, value in self.preset.items() if name not in settings and name not in given}
+        preset = {name: value for name, value in self.preset.items() if name not in keywords and name not in given}
         self.config = build_config(
-            [(preset, type(self).__name__, {}), (given, "config", {}), (plain(settings), "argument", {})]
+            [(preset, type(self).__name__, {}), (given, "config", {}), (keywords, "argument", {})]
         )
         self._given, self._strategy = model, strategy
         self._compiled = {"optimizer": optimizer, "loss": loss, "metrics": metrics}
@@ -78,7 +81,7 @@ class TensorFlowDistributedTrainer:
         """Of the last `fit`."""
         return float("nan") if self.history is None else self.history.best_accuracy
 
-    def fit(self, train: Any, validation: Any = None, **settings: Any) -> History:
+    def fit(self, train: Any, validation: Any = None, **settings: Unpack[Settings]) -> History:
         """Train, and afterwards hold the trained weights in `model`.
 
         `train` and `validation` are `(x, y)` or `(x, y, sample_weight)` of arrays, a tf.data.Dataset of batches, or a
@@ -95,9 +98,9 @@ class TensorFlowDistributedTrainer:
                 why="that runs a torch model without memory",
                 do="leave out =N: --dry-run shows the commands and environments",
             )
-        from distributed.trainers.tensorflow_fitting import Fit  # imports TensorFlow, which takes seconds
+        from distributed.engines.tensorflow.fitting import Fit  # imports TensorFlow, which takes seconds
 
-        fit = Fit(config, self._given, self._compiled, self._strategy, train, validation)
+        fit = Fit(config, self._given, self._compiled, strategy=self._strategy, train=train, validation=validation)
         world = worker_env()
         self.history = fit.alone() if world is None else fit.in_world(world, next(_JOINED))
         self._trained = fit.model
@@ -109,13 +112,13 @@ class TensorFlowDistributedTrainer:
 
 
 def _prepare() -> None:
-    """Where a script is run in several processes, TensorFlow must be told of the others before the script builds its
+    """Where a script is run in several processes, TensorFlow must know the others before the script builds its
     first model, which it does before it has a trainer: so it is done when the script imports one."""
-    told, world = tensorflow_in_env(), worker_env()
-    if told and world is not None and is_installed("tensorflow"):
-        from distributed.tensorflow.scripts import prepare
+    layout, world = take_out(STRATEGY), worker_env()
+    if layout and world is not None and is_installed("tensorflow"):
+        from distributed.engines.tensorflow.scripts import prepare
 
-        prepare(told, world)
+        prepare(layout, world)
 
 
 _prepare()

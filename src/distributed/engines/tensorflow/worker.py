@@ -13,32 +13,32 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from distributed.core.control import Joined, Resumed
 from distributed.core.env import WorkerEnv, ticket_in_env, worker_env
 from distributed.core.errors import CheckpointError
 from distributed.core.history import History
 from distributed.core.plan import Plan
-from distributed.core.run_files import HISTORY
-from distributed.core.ticket import Ticket
+from distributed.core.protocol.rank_protocol import Joined, Resumed
+from distributed.core.protocol.ticket import Ticket
+from distributed.core.run_dir import RunDir
+from distributed.engines.tensorflow.cluster import announce_in_world
+from distributed.engines.tensorflow.input.data import EvalLoader, train_loader
+from distributed.engines.tensorflow.input.sources import example_of
+from distributed.engines.tensorflow.job import Job
+from distributed.engines.tensorflow.loop import Loop
+from distributed.engines.tensorflow.model.layers import check_layer_losses
+from distributed.engines.tensorflow.model.rates import Rate
+from distributed.engines.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_crew
+from distributed.engines.tensorflow.payload import Payload
+from distributed.engines.tensorflow.plan import cut_for
+from distributed.engines.tensorflow.run_state import RunState
+from distributed.engines.tensorflow.step import Stepper
+from distributed.engines.tensorflow.strategy import World, make_world
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
-from distributed.planner.tensorflow import cut_for
 from distributed.runtime.agent_line import AgentLine, agent_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.signals import StopSignals
-from distributed.tensorflow.cluster import announce_in_world
-from distributed.tensorflow.data import EvalLoader, train_loader
-from distributed.tensorflow.job import Job
-from distributed.tensorflow.layers import check_layer_losses
-from distributed.tensorflow.loop import Loop
-from distributed.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_crew
-from distributed.tensorflow.payload import Payload
-from distributed.tensorflow.rates import Rate
-from distributed.tensorflow.run_state import RunState
-from distributed.tensorflow.sources import example_of
-from distributed.tensorflow.step import Stepper
-from distributed.tensorflow.strategy import World, make_world
 
 
 class Trained(NamedTuple):
@@ -68,8 +68,8 @@ def run_process(
         stepper = (RemoteStepper if has_servers(plan) else Stepper)(model, world.strategy, plan)
     per_epoch = train.steps_per_epoch
     rate = Rate(stepper.optimizer, plan.schedule, per_epoch, plan.total_steps(per_epoch))
-    state = RunState(plan, env, world, model, stepper.scaler, train)
-    heartbeat = Heartbeat(env.attempt_dir(plan.run_dir), env.rank)
+    state = RunState(plan, env, world, model, scaler=stepper.scaler, train=train)
+    heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), env.rank)
     if has_servers(plan):
         join_crew(plan.run_dir, env, in_run=True)
     watchers = _Watchers(plan, env, shows_progress)
@@ -80,28 +80,28 @@ def run_process(
                 model,
                 stepper,
                 world,
-                state,
-                train,
-                _evaluation(job, world),
-                rate,
-                stop,
-                heartbeat,
-                watchers.observer,
-                UtilizationSampler(plan.device).percent,
+                state=state,
+                train=train,
+                evaluation=_evaluation(job, world),
+                rate=rate,
+                stop=stop,
+                heartbeat=heartbeat,
+                observer=watchers.observer,
+                utilization=UtilizationSampler(plan.device).percent,
             )
             loop.begin()
             _tell(line, env, state)
             history = loop.run()
             state.close()
         if env.is_main:
-            history.save(Path(plan.run_dir) / HISTORY)
+            history.save(RunDir(plan.run_dir).history)
         _tell_end(line)
         return Trained(history, model)
     except BaseException as failed:
         if isinstance(failed, Exception):  # the script may deal with it, and end well
             _tell_end(line)
-        with suppress(CheckpointError):  # what went wrong first is told
-            state.close()  # the save in flight is whole before this process ends: a next attempt goes on from it
+        with suppress(CheckpointError):  # what went wrong first is raised
+            state.close()  # the save in flight is whole before this process ends: a next attempt resumes from it
         raise
     finally:
         rate.put_back()
@@ -155,7 +155,7 @@ class _Watchers:
 
 
 def main() -> None:
-    """`python -m distributed.launch.rank -m distributed.tensorflow.worker <run_dir>`: a process that `fit` started."""
+    """A process that `fit` started: `python -m … -m distributed.engines.tensorflow.worker <run_dir>`."""
     run_dir = Path(sys.argv[1])
     ticket = Ticket.from_text(ticket_in_env())
     sys.path[:] = ticket.sys_path

@@ -14,8 +14,8 @@ import numpy as np
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
 from distributed.data.order import shuffled_order
-from distributed.data.shares import EpochCut, share
-from distributed.tensorflow.sources import Arrays, Source, map_tree, rows
+from distributed.data.shares import EpochSplit, share
+from distributed.engines.tensorflow.input.sources import Arrays, Source, map_tree, rows
 
 
 class Part(NamedTuple):
@@ -91,8 +91,8 @@ class ArrayLoader:
         last = self._cut(self._batch.ranks - 1).micro_cuts(step)[number]  # the last replica has the fewest
         return Micro(parts, last.size == 0)
 
-    def _cut(self, replica: int) -> EpochCut:
-        return EpochCut(self._arrays.samples, self._batch, replica)
+    def _cut(self, replica: int) -> EpochSplit:
+        return EpochSplit(self._arrays.samples, self._batch, replica)
 
     def _order(self, epoch: int) -> Any:
         samples = self._arrays.samples
@@ -102,7 +102,7 @@ class ArrayLoader:
 class StreamLoader:
     """A tf.data.Dataset, which every process reads whole, in its own order, and of which each replica keeps its share.
 
-    A run that goes on in the middle of an epoch reads past what was used.
+    A run that resumes in the middle of an epoch reads past what was used.
     """
 
     def __init__(self, open_epoch: Callable[[int], Any], batch: BatchPlan, replicas: range) -> None:

@@ -14,9 +14,14 @@ import tensorflow as tf
 
 from distributed.core.errors import TaskError
 from distributed.core.plan import OptimizerPlan, Plan
-from distributed.tensorflow.layers import adapted_to_data, finalize, has_layer_losses, synchronize_batchnorm
-from distributed.tensorflow.sending import LIBRARIES, apart, made
-from distributed.tensorflow.sources import leaves
+from distributed.engines.tensorflow.input.sources import leaves
+from distributed.engines.tensorflow.model.layers import (
+    adapted_to_data,
+    finalize,
+    has_layer_losses,
+    synchronize_batchnorm,
+)
+from distributed.engines.tensorflow.model.sending import LIBRARIES, apart, made
 
 _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 _BUILD = "pass a function that builds it: TensorFlowDistributedTrainer(lambda: build_model())"
@@ -106,7 +111,15 @@ def take_apart(model: Any, compiled: Compiled | None) -> Parts:
     if compiled is None and optimizer is not None and _is_built(optimizer):
         values = tuple(array_of(variable) for variable in state_of(optimizer))
     weights = tuple(model.get_weights()) if model.built else ()
-    return Parts(library, None, config, customs, weights, (compiled or compiled_of(model)).apart(), values)
+    return Parts(
+        library,
+        build=None,
+        config=config,
+        customs=customs,
+        weights=weights,
+        compiled=(compiled or compiled_of(model)).apart(),
+        optimizer_values=values,
+    )
 
 
 def compiled_of(model: Any) -> Compiled:
@@ -224,7 +237,7 @@ def with_policy(config: Any, policy: str | None) -> Any:
 
 @contextmanager
 def policy_of_layers(policy: str | None) -> Iterator[None]:
-    """Layers that are made meanwhile compute in this precision, of whichever Keras they are."""
+    """Layers that are made meanwhile compute in this precision, of any version of Keras."""
     libraries = [keras.mixed_precision for keras in map(sys.modules.get, LIBRARIES) if keras is not None and policy]
     before = [mixed.global_policy() for mixed in libraries]
     for mixed in libraries:
@@ -264,7 +277,7 @@ def checked_model(model: Any, what: str) -> Any:
 
 
 def _check_backend(library: str) -> None:
-    """Keras 3 computes with what it was told when it was imported."""
+    """Keras 3 computes with the backend that was set when it was imported."""
     backend = "tensorflow" if library == "tf_keras" else import_module(library).config.backend()
     if backend != "tensorflow":
         raise TaskError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from distributed.core.plan import SchedulePlan
 from distributed.core.rates import rate_factor, warmup_steps
-from distributed.tensorflow.model import has_rate_schedule
+from distributed.engines.tensorflow.model.model import has_rate_schedule
 
 
 class Rate:
@@ -20,12 +20,12 @@ class Rate:
         self._peak = self.now
 
     def set(self, step: int, *, is_own: bool = False) -> None:
-        """For the step after so many; `is_own`: also where a checkpoint has brought another, constant one."""
+        """For the step after `step` steps; `is_own`: also where a checkpoint has brought another, constant one."""
         if not self._plan.is_constant or (is_own and not has_rate_schedule(self._optimizer)):
             self._optimizer.learning_rate = self._peak * rate_factor(self._plan, step, self._warmup, self._total)
 
     def put_back(self) -> None:
-        """The peak, once all is over: the optimizer may be the user's own, who goes on with it."""
+        """The peak, once all is over: the optimizer may be the user's own, who uses it afterwards."""
         if not self._plan.is_constant:
             self._optimizer.learning_rate = self._peak
 

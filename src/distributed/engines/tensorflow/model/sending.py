@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed.core.errors import TaskError
-from distributed.tensorflow.sources import map_tree
+from distributed.engines.tensorflow.input.sources import map_tree
 
 LIBRARIES = ("keras", "tf_keras")
 
 
 @dataclass(frozen=True)
 class Remade:
-    """A Keras object that holds variables: it is made anew where they shall live."""
+    """A Keras object that holds variables: it is rebuilt in the process that uses them."""
 
     kind: type
     config: dict[str, Any]
@@ -25,7 +25,7 @@ class Remade:
 
 @dataclass(frozen=True)
 class Copied:
-    """A loss whose config does not tell its parameters. Keras would pickle it by that config; its attributes are all
+    """A loss whose config lacks its parameters. Keras would pickle it by that config; its attributes are all
     that it is, since losses hold no variables."""
 
     kind: type
@@ -58,7 +58,7 @@ def _apart(leaf: Any) -> Remade | Copied:
     if untold:
         raise TaskError(
             f"{kind.__name__} cannot be sent to other processes",
-            why=f"it has no get_config of its own, and Keras's does not tell its {', '.join(untold)}",
+            why=f"it has no get_config of its own, and Keras's does not contain its {', '.join(untold)}",
             do=f"give {kind.__name__} a get_config that has them, or pass a function that builds and compiles all",
         )
     return Remade(kind, config)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from distributed.tensorflow.model import state_of
+from distributed.engines.tensorflow.model.model import state_of
 
 _NUMBERED = re.compile(r"(.+)_(\d+)$")
 
@@ -27,7 +27,7 @@ def name_variables(model: Any, scaler: Any = None) -> dict[str, Any]:
 
 
 def _walk(layer: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Variables by the layers that own them. Keras's own paths tell how a model was built, which may be in two ways."""
+    """Variables by the layers that own them. Keras's own paths depend on how a model was built."""
     children = list(layer._flatten_layers(recursive=False, include_self=False))
     theirs = {id(variable) for child in children for variable in child.variables}
     theirs |= {id(variable) for metric in getattr(layer, "metrics", ()) for variable in metric.variables}

@@ -1,0 +1,1 @@
+"""TensorFlow: its strategies, its loop and its state. Nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""Where the samples of a Keras run come from, and which of them each replica takes."""

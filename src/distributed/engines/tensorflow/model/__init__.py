@@ -1,0 +1,1 @@
+"""A Keras model: what of it is sent to the ranks, what its loss is a mean over, and its rates."""
