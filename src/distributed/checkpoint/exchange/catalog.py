@@ -7,18 +7,18 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from distributed.checkpoint.chunks import FOLDER, Damaged
-from distributed.checkpoint.fetching import open_checkpoint, read_manifest
-from distributed.checkpoint.files import Storage
-from distributed.checkpoint.lineage import newest_first, run_of, whole_names
-from distributed.checkpoint.manifest import FILE, Manifest, manifest_file, step_of
-from distributed.checkpoint.parsing import NewerFormat
-from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.format.manifest import FILE, Manifest, manifest_file, step_of
+from distributed.checkpoint.format.parsing import Damaged, NewerFormat
+from distributed.checkpoint.storage.chunks import FOLDER
+from distributed.checkpoint.storage.files import Storage
+from distributed.checkpoint.storage.lineage import newest_first, run_of, whole_names
+from distributed.checkpoint.storage.manifests import open_checkpoint, read_manifest
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.errors import CheckpointError
 from distributed.core.registry import nearest
+from distributed.core.run_dir import CHECKPOINTS
 from distributed.core.values import parse_best
 
-_IN_A_RUN = "checkpoints"  # where a run directory has them
 _MOST_BESIDE = 64  # folders that are looked into for a hint
 
 
@@ -83,13 +83,13 @@ def list_checkpoints(url: str) -> Listing:
         rows.append(
             Row(
                 step,
-                path,
-                f"damaged: {wrong} of {len(manifest.chunks)} chunks are missing or cut short" if wrong else "ok",
-                manifest.created,
-                manifest.nbytes,
-                sum(length for digest, length in manifest.chunks.items() if digest not in seen),
-                manifest.world_size,
-                manifest.metric,
+                path=path,
+                status=f"damaged: {wrong} of {len(manifest.chunks)} chunks are missing or cut short" if wrong else "ok",
+                created=manifest.created,
+                total_bytes=manifest.nbytes,
+                new_bytes=sum(length for digest, length in manifest.chunks.items() if digest not in seen),
+                world_size=manifest.world_size,
+                metric=manifest.metric,
                 run=run_of(manifest.meta) or "",
             )
         )
@@ -113,7 +113,9 @@ def open_one(path: str) -> Opened:
         whole = newest_first(storage)
         if not whole:
             raise CheckpointError(
-                f"no checkpoint in {storage.root} is complete", why="none has a manifest", do="choose another folder"
+                f"no checkpoint in {storage.root} is complete",
+                why="no save in it has ended: none has a manifest",
+                do="name another folder",
             )
         name = whole[0]
     return Opened(storage.locate(name), storage, read_manifest(storage, name))
@@ -137,8 +139,8 @@ def find_root(url: str) -> Storage:
     children = storage.children()
     if any(step_of(child) is not None for child in children):
         return storage
-    if _IN_A_RUN in children:
-        inner = open_storage(f"{url.rstrip('/')}/{_IN_A_RUN}")
+    if CHECKPOINTS in children:
+        inner = open_storage(f"{url.rstrip('/')}/{CHECKPOINTS}")
         if any(step_of(child) is not None for child in inner.children()):
             return inner
     if os.path.isfile(url):
@@ -150,8 +152,8 @@ def find_root(url: str) -> Storage:
     if "latest" in children:
         raise CheckpointError(
             f"there is no checkpoint of ours in {url}",
-            why="it looks like a folder of DeepSpeed",
-            do=f"distributed checkpoint import {url} --to DIR makes one of it",
+            why="it has a file `latest`, as a folder of DeepSpeed has",
+            do=f"distributed checkpoint import {url} --to DIR",
         )
     if children:
         names = ", ".join(children[:5]) + (" …" if len(children) > 5 else "")
@@ -180,7 +182,9 @@ def _mark(rows: list[Row], newest: Manifest | None) -> tuple[Row, ...]:
 def _no_such_step(storage: Storage, name: str, path: str) -> CheckpointError:
     if storage.entries(name):
         return CheckpointError(
-            f"{path} is not complete", why=f"it has no {FILE}: its save did not end", do="use another one"
+            f"{path} is not complete",
+            why=f"it has no {FILE}: its save did not end",
+            do=f"distributed checkpoint ls {storage.root}",
         )
     others, step = whole_names(storage), step_of(name) or 0
     if not others:
@@ -217,7 +221,7 @@ def _hint(url: str) -> str:
 def _has_some(url: str) -> bool:
     try:
         children = open_storage(url).children()
-        inner = open_storage(f"{url}/{_IN_A_RUN}").children() if _IN_A_RUN in children else []
+        inner = open_storage(f"{url}/{CHECKPOINTS}").children() if CHECKPOINTS in children else []
     except CheckpointError:
         return False
     return any(step_of(child) is not None for child in (*children, *inner))

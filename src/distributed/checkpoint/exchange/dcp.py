@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from distributed.checkpoint.exchange_pt import load_weights
-from distributed.checkpoint.files import check_name
-from distributed.checkpoint.tensors import DTYPES
+from distributed.checkpoint.exchange.pt import load_weights
+from distributed.checkpoint.format.tensors import DTYPES
+from distributed.checkpoint.storage.files import check_name
 from distributed.core.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -178,7 +178,7 @@ class _Reader(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO, where: str) -> None:
         super().__init__(stream)
         self._where = where
-        # Made anew for each file: a pickle may set attributes of the classes that it is given.
+        # New ones for each file: a pickle may set attributes of the classes that it is given.
         self._records = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
 
     def find_class(self, module: str, name: str) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.exchange_dcp import as_sizes
-from distributed.checkpoint.exchange_deepspeed_files import Folder, Part, open_folder
-from distributed.checkpoint.exchange_inert import Inert, InertFile, Stored
+from distributed.checkpoint.exchange.dcp import as_sizes
+from distributed.checkpoint.exchange.deepspeed_files import Folder, Part, open_folder
+from distributed.checkpoint.exchange.safe_unpickle import Inert, InertFile, Stored
 from distributed.core.errors import CheckpointError
 
 _HALVES = (torch.float16, torch.bfloat16)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed.checkpoint.exchange_inert import Inert, InertFile, Stored
-from distributed.checkpoint.files import check_name
+from distributed.checkpoint.exchange.safe_unpickle import Inert, InertFile, Stored
+from distributed.checkpoint.storage.files import check_name
 from distributed.core.errors import CheckpointError
 
 _LATEST = ("latest", "latest_universal")
@@ -90,7 +90,10 @@ def open_folder(source: str) -> Folder:
     common = path / _COMMON
     if common.is_file():
         universal = _read(path, common)
-        stage, ranks = _stage(path, universal.tree), _told(path, {first.path.name: first.tree.get("dp_world_size")})
+        stage, ranks = (
+            _stage(path, universal.tree),
+            _agreed_ranks(path, {first.path.name: first.tree.get("dp_world_size")}),
+        )
         return Folder(path, stage, ranks, _models(path, stage, ranks, opened, first), [], universal)
     if not optimizers and not first.tree.get("param_shapes"):
         return Folder(path, 0, 1, [first], [])
@@ -100,8 +103,8 @@ def open_folder(source: str) -> Folder:
 def _open_ranks(path: Path, models: dict[int, Path], optimizers: dict[int, Path], first: InertFile) -> Folder:
     """The folder of a save with ZeRO: how many ranks there were, every file says."""
     read = {rank: _read(path, file) for rank, file in optimizers.items()}
-    told = {file.path.name: _count(path, file) for file in read.values()}
-    ranks = _told(path, told or {first.path.name: first.tree.get("dp_world_size")})
+    counts = {file.path.name: _count(path, file) for file in read.values()}
+    ranks = _agreed_ranks(path, counts or {first.path.name: first.tree.get("dp_world_size")})
     kind = next((_kind(file.name) for file in optimizers.values()), "")
     _check_ranks(path, ranks, f"{kind}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt", optimizers)
     stage = _stage(path, read[0].tree["optimizer_state_dict"])
@@ -121,7 +124,7 @@ def _models(path: Path, stage: int, ranks: int, held: dict[int, Path], first: In
     return files
 
 
-def _told(path: Path, counts: dict[str, Any]) -> int:
+def _agreed_ranks(path: Path, counts: dict[str, Any]) -> int:
     """How many ranks saved it, when all files say the same."""
     if len(set(map(str, counts.values()))) != 1:
         lines = ", ".join(f"{name} of {str(count)[:20]}" for name, count in list(counts.items())[:8])

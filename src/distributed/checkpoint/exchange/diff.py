@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.exchange import Leaf, TensorReader, leaf_tree, walk
-from distributed.checkpoint.exchange_catalog import Opened
-from distributed.checkpoint.fetching import Progress
-from distributed.checkpoint.manifest import Manifest
-from distributed.checkpoint.tensors import as_bytes
+from distributed.checkpoint.exchange.catalog import Opened
+from distributed.checkpoint.exchange.named_tensors import Leaf, TensorReader, leaf_tree, walk
+from distributed.checkpoint.format.manifest import Manifest
+from distributed.checkpoint.format.tensors import as_bytes
+from distributed.checkpoint.restore.fetching import Progress
 
 _SLICE = 2**20  # elements that are compared at once
 

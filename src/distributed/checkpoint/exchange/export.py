@@ -15,13 +15,13 @@ from typing import IO, Any
 
 import torch
 
-from distributed.checkpoint.chunks import ChunkStore
-from distributed.checkpoint.exchange import Leaf, TensorReader, component
-from distributed.checkpoint.exchange_catalog import Opened
-from distributed.checkpoint.exchange_files import Counting, Files, check_space
-from distributed.checkpoint.fetching import Progress
-from distributed.checkpoint.manifest import Manifest, Part
-from distributed.checkpoint.reading import load_parts
+from distributed.checkpoint.exchange.catalog import Opened
+from distributed.checkpoint.exchange.files import Counting, Files, check_space
+from distributed.checkpoint.exchange.named_tensors import Leaf, TensorReader, component
+from distributed.checkpoint.format.manifest import Manifest, Part
+from distributed.checkpoint.restore.fetching import Progress
+from distributed.checkpoint.restore.reading import load_parts
+from distributed.checkpoint.storage.chunks import ChunkStore
 from distributed.core.errors import CheckpointError, ConfigError
 
 FORMATS = ("safetensors", "pt")
@@ -46,7 +46,7 @@ _SAFE_TYPES = {
     "bool": "BOOL",
 }
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors")
-Notify = Callable[[int], None]  # so many more bytes are done
+Notify = Callable[[int], None]  # the number of bytes done since the last call
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,14 @@ def export_checkpoint(
     try:
         if format == "pt":
             return _export_pt(checkpoint, target, with_optimizer, force, progress)
-        return _export_safetensors(checkpoint, target, max_shard_bytes, with_optimizer, force, progress)
+        return _export_safetensors(
+            checkpoint,
+            target,
+            most_bytes=max_shard_bytes,
+            with_optimizer=with_optimizer,
+            force=force,
+            progress=progress,
+        )
     except OSError as failed:
         raise CheckpointError(
             f"{target} cannot be written", why=failed.strerror or str(failed), do="check the folder, or write elsewhere"
@@ -120,7 +127,7 @@ def render_header(leaves: Mapping[str, Leaf], metadata: Mapping[str, str]) -> by
 
 
 def _export_safetensors(
-    checkpoint: Opened, target: Path, most_bytes: int | None, with_optimizer: bool, force: bool, progress: Progress
+    checkpoint: Opened, target: Path, *, most_bytes: int | None, with_optimizer: bool, force: bool, progress: Progress
 ) -> Exported:
     leaves, tied, left_out = _named_leaves(component(checkpoint.manifest, "model", checkpoint.path))
     metadata = {"format": "pt"}

@@ -25,7 +25,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 class Counting:
-    """A file for torch.save that tells how much was written."""
+    """A file for torch.save that reports how much was written."""
 
     def __init__(self, stream: IO[bytes], notify: Callable[[int], None]) -> None:
         self._stream, self._notify, self._done = stream, notify, 0

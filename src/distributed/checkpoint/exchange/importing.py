@@ -1,7 +1,7 @@
 """Import: weights of `.pt`, safetensors, torch DCP or DeepSpeed become a checkpoint that a run can start from.
 
 It holds the model and nothing else, save that a DeepSpeed folder's optimizer comes in too. Where training stands and
-the random generators begin anew.
+the random generators start from the seed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
-from distributed.checkpoint.assembly import Outline, RankPart, StoredChunk, assemble
-from distributed.checkpoint.chunks import ChunkStore
-from distributed.checkpoint.digests import digest_bytes
-from distributed.checkpoint.exchange_dcp import METADATA, DcpTensor, read_dcp
-from distributed.checkpoint.exchange_deepspeed import Gathered, placeholders, read_deepspeed
-from distributed.checkpoint.exchange_deepspeed_files import is_deepspeed, is_part
-from distributed.checkpoint.exchange_pt import read_pt
-from distributed.checkpoint.fetching import Progress
-from distributed.checkpoint.files import Storage, check_name
-from distributed.checkpoint.manifest import Part, manifest_file, render, step_name
-from distributed.checkpoint.outlining import outline
-from distributed.checkpoint.storage import check_writable, open_storage
-from distributed.checkpoint.tensors import as_bytes
+from distributed.checkpoint.exchange.dcp import METADATA, DcpTensor, read_dcp
+from distributed.checkpoint.exchange.deepspeed import Gathered, placeholders, read_deepspeed
+from distributed.checkpoint.exchange.deepspeed_files import is_deepspeed, is_part
+from distributed.checkpoint.exchange.pt import read_pt
+from distributed.checkpoint.format.digests import digest_bytes
+from distributed.checkpoint.format.manifest import Part, manifest_file, render, step_name
+from distributed.checkpoint.format.tensors import as_bytes
+from distributed.checkpoint.format.tree_spec import TreeSpec
+from distributed.checkpoint.restore.fetching import Progress
+from distributed.checkpoint.save.assembly import RankPart, StoredChunk, assemble
+from distributed.checkpoint.save.outline import outline
+from distributed.checkpoint.storage.chunks import ChunkStore
+from distributed.checkpoint.storage.files import Storage, check_name
+from distributed.checkpoint.storage.urls import check_writable, open_storage
 from distributed.core.errors import CheckpointError, ConfigError
 from distributed.core.registry import nearest
 
@@ -92,10 +93,17 @@ def import_weights(
     check_writable(storage, tree.nbytes)
     about = {"from": os.path.abspath(source), "format": weights.format, "components": list(state)}
     meta = {"imported": about | {"step": weights.step} | dict(weights.about)}
-    written = _publish(storage, step, tree, weights, flat, meta, progress)
+    written = _publish(storage, step, tree, weights=weights, tensors=flat, meta=meta, progress=progress)
     path, note = storage.locate(step_name(step)), "" if weights_only else weights.note
     return Imported(
-        path, weights.format, len(tensors), tree.nbytes, written, weights.left_out, "optimizer" in state, note
+        path,
+        format=weights.format,
+        tensors=len(tensors),
+        total_bytes=tree.nbytes,
+        written_bytes=written,
+        left_out=weights.left_out,
+        with_optimizer="optimizer" in state,
+        note=note,
     )
 
 
@@ -115,7 +123,9 @@ def read_weights(source: str, *, key: str | None = None, trust: bool = False) ->
         raise _missing(path)
     is_dcp = path.is_dir() and (path / METADATA).exists()
     if trust and not is_dcp:
-        raise ConfigError("--trust has no effect here", why=f"{source} is no torch DCP directory", do="leave it out")
+        raise ConfigError(
+            "--trust has no effect here", why=f"{source} is no torch DCP directory", do="leave --trust out"
+        )
     if is_dcp:
         state, left_out = choose_model(read_dcp(path, trust=trust), key, source)
         needed, free = sum(tensor.nbytes for tensor in state.values()), psutil.virtual_memory().available
@@ -127,25 +137,25 @@ def read_weights(source: str, *, key: str | None = None, trust: bool = False) ->
         return Weights("dcp", {name: tensor.read() for name, tensor in state.items()}, left_out)
     if is_deepspeed(path):
         if key is not None:
-            raise ConfigError("--key has no effect here", why="DeepSpeed saves one state dict", do="leave it out")
+            raise ConfigError("--key has no effect here", why="DeepSpeed saves one state dict", do="leave --key out")
         return _deepspeed_weights(source)
     if is_part(path) and key is None:
         raise CheckpointError(
             f"{source} is one file of a DeepSpeed save",
-            why="the model is in several, and parts of it in each",
+            why="DeepSpeed splits the model over several files",
             do=f"pass its folder: {path.parent}",
         )
     safe = _find_safetensors(path)
     if safe is not None:
         if key is not None:
-            raise ConfigError("--key has no effect here", why="safetensors hold one state dict", do="leave it out")
+            raise ConfigError("--key has no effect here", why="safetensors hold one state dict", do="leave --key out")
         tensors = _read_index(safe) if safe.name.endswith(".json") else _read_safetensors(safe)
         return Weights("safetensors", tensors)
     if path.is_file() and (path.suffix in _TORCH_SUFFIXES or _begins_with(path, b"PK")):
         state, left_out = choose_model(read_pt(path), key, source)
         return Weights("pt", state, left_out)
     raise CheckpointError(
-        f"{source} is nothing that can be imported",
+        f"{source} cannot be imported",
         why="it is no .pt or .safetensors file, and no folder of *.safetensors, of torch's DCP or of DeepSpeed",
         do="pass such a file or folder",
     )
@@ -158,7 +168,16 @@ def _deepspeed_weights(source: str) -> Weights:
     model = placeholders(found.model, readers, made)
     optimizer = None if found.optimizer is None else placeholders(found.optimizer, readers, made)
     note = f"the optimizer's state is left out: {found.why_no_optimizer}" if optimizer is None else ""
-    return Weights("deepspeed", model, found.left_out, optimizer, found.step, found.about, note, readers)
+    return Weights(
+        "deepspeed",
+        tensors=model,
+        left_out=found.left_out,
+        optimizer=optimizer,
+        step=found.step,
+        about=found.about,
+        note=note,
+        readers=readers,
+    )
 
 
 def choose_model(tree: Any, key: str | None, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -193,7 +212,8 @@ def choose_model(tree: Any, key: str | None, where: str) -> tuple[dict[str, Any]
 def _publish(
     storage: Storage,
     step: int,
-    tree: Outline,
+    tree: TreeSpec,
+    *,
     weights: Weights,
     tensors: Mapping[str, torch.Tensor],
     meta: Mapping[str, Any],
@@ -215,7 +235,7 @@ def _publish(
         written, done = written + more, done + chunk.length
         progress(done, tree.nbytes)
     part = RankPart(0, tree.signature, dict(enumerate(stored)), Part({}, {}), {}, written)
-    manifest = assemble(step, tree, [part], meta, None, {"torch": str(torch.__version__)})
+    manifest = assemble(step, tree, [part], meta=meta, metric=None, frameworks={"torch": str(torch.__version__)})
     chunks.check_sizes(dict(manifest.chunks))
     storage.write(manifest_file(step_name(step)), render(manifest))
     return written
@@ -295,10 +315,12 @@ def _strip(tensors: Mapping[str, torch.Tensor], prefix: str, where: str) -> dict
         return dict(tensors)
     if not any(name.startswith(prefix) for name in tensors):
         names = ", ".join(list(tensors)[:3])
-        raise ConfigError(f"no name in {where} begins with {prefix!r}", why=f"they are {names} …", do="leave it out")
+        raise ConfigError(
+            f"no name in {where} begins with {prefix!r}", why=f"the names are {names} …", do="leave --strip-prefix out"
+        )
     renamed = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if len(renamed) != len(tensors):
-        raise ConfigError(f"without {prefix!r} two names in {where} are the same", do="leave it out")
+        raise ConfigError(f"without {prefix!r} two names in {where} are the same", do="leave --strip-prefix out")
     return renamed
 
 

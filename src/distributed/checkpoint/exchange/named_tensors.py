@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.boxes import slabs
-from distributed.checkpoint.chunks import ChunkStore, Damaged
-from distributed.checkpoint.files import Storage
-from distributed.checkpoint.gathering import Gathering
-from distributed.checkpoint.layout import CHUNK_BYTES
-from distributed.checkpoint.manifest import Manifest, Part, TensorEntry
-from distributed.checkpoint.skeleton import unflatten
-from distributed.checkpoint.tensors import TensorMemory, as_bytes
+from distributed.checkpoint.format.boxes import slabs
+from distributed.checkpoint.format.layout import CHUNK_BYTES
+from distributed.checkpoint.format.manifest import Manifest, Part, TensorEntry
+from distributed.checkpoint.format.parsing import Damaged
+from distributed.checkpoint.format.skeleton import unflatten
+from distributed.checkpoint.format.tensors import TensorMemory, as_bytes
+from distributed.checkpoint.restore.gathering import Gathering
+from distributed.checkpoint.storage.chunks import ChunkStore
+from distributed.checkpoint.storage.files import Storage
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box, Portion
+from distributed.runtime.tensor_shard import Box, TensorShard
 
 _KEPT_CHUNKS = 4  # small tensors share chunks, and neighbours are read one after another
 _RUN_BYTES = 16 * CHUNK_BYTES  # of a tensor in boxes at once: less, and chunks of columns are read more often
@@ -67,7 +68,7 @@ class TensorReader:
         count, most = entry.nbytes // itemsize, _RUN_BYTES // itemsize
         for start in range(0, count, most):
             found = self._gather(leaf, entry, tuple(slabs(entry.shape, start, min(start + most, count))))
-            assert isinstance(found, Portion)
+            assert isinstance(found, TensorShard)
             pieces = [piece.reshape(-1) for _, piece in found.pieces]
             yield pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -76,13 +77,13 @@ class TensorReader:
         assert isinstance(whole, torch.Tensor)
         return whole
 
-    def _gather(self, leaf: Leaf, entry: TensorEntry, boxes: tuple[Box, ...] | None) -> torch.Tensor | Portion:
+    def _gather(self, leaf: Leaf, entry: TensorEntry, boxes: tuple[Box, ...] | None) -> torch.Tensor | TensorShard:
         with _belongs_to(leaf):
             gathering = Gathering(leaf.stored, entry, boxes, TensorMemory())
             gathering.allocate()
             for run in gathering.runs:
                 gathering.take(run, self._chunk(run.ref.chunk))
-        found: torch.Tensor | Portion = gathering.result
+        found: torch.Tensor | TensorShard = gathering.result
         return found
 
     def _chunk(self, digest: str) -> bytes:
@@ -96,7 +97,7 @@ class TensorReader:
 
 @contextmanager
 def _belongs_to(leaf: Leaf) -> Iterator[None]:
-    """Damage is told with the tensor that it is found in."""
+    """Damage is reported with the tensor that it is found in."""
     try:
         yield
     except Damaged as bad:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distributed.checkpoint.exchange_dcp import as_sizes
-from distributed.checkpoint.tensors import DTYPES
+from distributed.checkpoint.exchange.dcp import as_sizes
+from distributed.checkpoint.format.tensors import DTYPES
 from distributed.core.errors import CheckpointError
 
 _MAX_PICKLE_BYTES = 256 * 2**20
@@ -162,7 +162,7 @@ class InertFile:
 class _Reader(pickle.Unpickler):
     """What a pickle gets for the names in it: a few functions of ours, types of numbers, and else stand-ins.
 
-    All are made anew for each file, because a pickle may set attributes of what it is given.
+    All are new for each file, because a pickle may set attributes of what it is given.
     """
 
     def __init__(self, data: bytes, records: dict[str, tuple[int, int, int]]) -> None:

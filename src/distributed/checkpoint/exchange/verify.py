@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from distributed.checkpoint.chunks import ChunkStore, Damaged
-from distributed.checkpoint.fetching import Progress, read_manifest
-from distributed.checkpoint.files import Storage
-from distributed.checkpoint.manifest import Manifest
-from distributed.checkpoint.parsing import NewerFormat
-from distributed.checkpoint.reading import Verified
+from distributed.checkpoint.format.manifest import Manifest
+from distributed.checkpoint.format.parsing import Damaged, NewerFormat
+from distributed.checkpoint.restore.fetching import Progress
+from distributed.checkpoint.restore.reading import Verified
+from distributed.checkpoint.storage.chunks import ChunkStore
+from distributed.checkpoint.storage.files import Storage
+from distributed.checkpoint.storage.manifests import read_manifest
 from distributed.core.errors import CheckpointError
 
 _READERS = 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distributed.runtime.portions import Box, box_size, overlap, whole_box, within
+from distributed.runtime.tensor_shard import Box, box_size, overlap, whole_box, within
 
 MAX_BOXES = 4096  # of one tensor
 MAX_DIMS = 31  # of a tensor in boxes: an old numpy has 32, and one is for the bytes of an element

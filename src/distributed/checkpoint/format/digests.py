@@ -13,8 +13,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from distributed.checkpoint.skeleton import replace_tensors
-from distributed.runtime.portions import Box, whole_box
+from distributed.checkpoint.format.skeleton import replace_tensors
+from distributed.runtime.tensor_shard import Box, whole_box
 
 
 def digest_bytes(data: Any) -> str:

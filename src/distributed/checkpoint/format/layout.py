@@ -41,7 +41,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ByteRange:
     """A run of one tensor's bytes, in row-major order."""
 
     tensor: str
@@ -54,7 +54,7 @@ class Stretch:
 class ChunkPlan:
     """One chunk to write."""
 
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[ByteRange, ...]
     length: int
 
 
@@ -66,13 +66,13 @@ def plan_chunks(sizes: Mapping[str, int]) -> list[ChunkPlan]:
     [(4194304, 1), (4194304, 1), (32, 2)]
     """
     large: list[ChunkPlan] = []
-    packs: dict[str, list[Stretch]] = {}
+    packs: dict[str, list[ByteRange]] = {}
     full: list[ChunkPlan] = []
     for name, size in sizes.items():
         if size >= PACK_BELOW:
             cuts = range(0, size, CHUNK_BYTES)
             lengths = [min(CHUNK_BYTES, size - start) for start in cuts]
-            large += [ChunkPlan((Stretch(name, start, n, 0),), n) for start, n in zip(cuts, lengths, strict=True)]
+            large += [ChunkPlan((ByteRange(name, start, n, 0),), n) for start, n in zip(cuts, lengths, strict=True)]
         elif size:
             pack = packs.setdefault(name.split("/", 1)[0], [])
             used = _end(pack)
@@ -80,7 +80,7 @@ def plan_chunks(sizes: Mapping[str, int]) -> list[ChunkPlan]:
                 full.append(ChunkPlan(tuple(pack), used))
                 pack.clear()
                 used = 0
-            pack.append(Stretch(name, 0, size, used))
+            pack.append(ByteRange(name, 0, size, used))
     return large + full + [ChunkPlan(tuple(pack), _end(pack)) for pack in packs.values() if pack]
 
 
@@ -108,6 +108,6 @@ def not_storable(name: str, kind: str) -> CheckpointError:
     )
 
 
-def _end(pack: list[Stretch]) -> int:
+def _end(pack: list[ByteRange]) -> int:
     """Where the next tensor begins in a pack."""
     return pack[-1].offset + pack[-1].length if pack else 0

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributed.checkpoint.digests import digest_json
-from distributed.checkpoint.layout import ITEM_BYTES
+from distributed.checkpoint.format.digests import digest_json
+from distributed.checkpoint.format.layout import ITEM_BYTES
 
 FORMAT = 2
 FILE = "manifest.json"
@@ -77,7 +77,7 @@ class Manifest:
     chunks: Mapping[str, int]  # digest → length of every chunk that is referred to
     digests: Mapping[str, str] = field(default_factory=dict)  # "model" …, "rank-0/rng" …
     versions: Mapping[str, str] = field(default_factory=dict)
-    meta: Mapping[str, Any] = field(default_factory=dict)  # settings, plan and whatever else the saver was told
+    meta: Mapping[str, Any] = field(default_factory=dict)  # settings, plan and what else the saver was given
     metric: float | None = None
 
     @property

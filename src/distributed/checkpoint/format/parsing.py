@@ -1,4 +1,4 @@
-"""Parsing: a manifest from text that nobody vouches for; every name, number and size is checked before it is used.
+"""Parsing: a manifest from untrusted text; every name, number and size is checked before it is used.
 
 A bad one raises `Damaged` with the place and the reason. Nothing is allocated from a number that stands in it: sizes
 are compared with each other here, and with the stored chunks before a load.
@@ -12,12 +12,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from distributed.checkpoint.boxes import MAX_DIMS, find_fault
-from distributed.checkpoint.chunks import Damaged
-from distributed.checkpoint.digests import digest_json, digest_skeletons
-from distributed.checkpoint.layout import CHUNK_BYTES, ITEM_BYTES
-from distributed.checkpoint.manifest import FORMAT, REPLICATE, SHARD, Manifest, Part, Piece, Ref, TensorEntry
-from distributed.checkpoint.skeleton import check_skeleton
+from distributed.checkpoint.format.boxes import MAX_DIMS, find_fault
+from distributed.checkpoint.format.digests import digest_json, digest_skeletons
+from distributed.checkpoint.format.layout import CHUNK_BYTES, ITEM_BYTES
+from distributed.checkpoint.format.manifest import FORMAT, REPLICATE, SHARD, Manifest, Part, Piece, Ref, TensorEntry
+from distributed.checkpoint.format.skeleton import check_skeleton
 from distributed.core.errors import CheckpointError
 
 MAX_TEXT_BYTES = 256 * 2**20
@@ -27,6 +26,10 @@ _MAX_NUMBER = 2**60
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _HEADER = {"format", "step", "created", "world_size", "versions", "meta", "metric", "digests", "digest"}
 _KEYS = _HEADER | {"chunks", "shared", "own"}
+
+
+class Damaged(CheckpointError):
+    """A checkpoint is not what was saved: the one before it may be used."""
 
 
 class NewerFormat(CheckpointError):
@@ -161,13 +164,15 @@ def _tensor(name: str, document: Any, chunks: Mapping[str, int], check: _Checks)
     if math.prod(length for length in shape if length) * itemsize > _MAX_NUMBER:
         check.fail(f"{what} has an absurd shape")
     check.kind(document["pieces"], list, f"the pieces of {what}")
-    pieces = tuple(_piece(piece, shape, itemsize, chunks, what, check) for piece in document["pieces"])
+    pieces = tuple(
+        _piece(piece, shape, itemsize, chunks=chunks, what=what, check=check) for piece in document["pieces"]
+    )
     _check_cover(pieces, shape, document["placement"], what, check)
     return TensorEntry(document["dtype"], shape, pieces, document["digest"], document["placement"])
 
 
 def _piece(
-    document: Any, shape: tuple[int, ...], itemsize: int, chunks: Mapping[str, int], what: str, check: _Checks
+    document: Any, shape: tuple[int, ...], itemsize: int, *, chunks: Mapping[str, int], what: str, check: _Checks
 ) -> Piece:
     check.keys(document, {"ranges", "refs"}, f"a piece of {what}")
     ranges = None

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from distributed.checkpoint.digests import combine_blocks, combine_boxes, digest_bytes, digest_skeletons
-from distributed.checkpoint.layout import CHUNK_BYTES, ITEM_BYTES, not_storable
-from distributed.checkpoint.tree import flatten
-from distributed.runtime.portions import Box, Portion
+from distributed.checkpoint.format.digests import combine_blocks, combine_boxes, digest_bytes, digest_skeletons
+from distributed.checkpoint.format.layout import CHUNK_BYTES, ITEM_BYTES, not_storable
+from distributed.checkpoint.format.tree import flatten
+from distributed.runtime.tensor_shard import Box, TensorShard
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -25,13 +25,13 @@ def byte_size(name: str, tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def check_dtype(name: str, tensor: torch.Tensor | Portion) -> None:
+def check_dtype(name: str, tensor: torch.Tensor | TensorShard) -> None:
     """Raises for a type that a checkpoint cannot hold."""
     if tensor.dtype not in _NAMES:
         raise not_storable(name, f"{type(tensor).__name__}: {str(tensor.dtype).removeprefix('torch.')}")
 
 
-def dtype_name(tensor: torch.Tensor | Portion) -> str:
+def dtype_name(tensor: torch.Tensor | TensorShard) -> str:
     return _NAMES[tensor.dtype]
 
 
@@ -48,8 +48,8 @@ class TensorMemory:
         tensor = torch.empty(shape, dtype=DTYPES[dtype])
         return tensor, as_bytes(tensor).numpy()
 
-    def portion(self, shape: tuple[int, ...], dtype: str, pieces: tuple[tuple[Box, torch.Tensor], ...]) -> Portion:
-        return Portion(shape, DTYPES[dtype], pieces)
+    def portion(self, shape: tuple[int, ...], dtype: str, pieces: tuple[tuple[Box, torch.Tensor], ...]) -> TensorShard:
+        return TensorShard(shape, DTYPES[dtype], pieces)
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
@@ -71,13 +71,13 @@ def digest_components(tree: Mapping[str, Any]) -> dict[str, str]:
     """
     tensors, skeleton = flatten(dict(tree))
     by_name = {
-        name: _digest_portion(leaf) if isinstance(leaf, Portion) else digest_tensor(leaf)
+        name: _digest_portion(leaf) if isinstance(leaf, TensorShard) else digest_tensor(leaf)
         for name, leaf in tensors.items()
     }
     return digest_skeletons(skeleton, by_name)
 
 
-def _digest_portion(portion: Portion) -> str:
+def _digest_portion(portion: TensorShard) -> str:
     """Of what is here; that of the stored tensor where this is all of it."""
     pieces = sorted(((box, piece) for box, piece in portion.pieces if piece.numel()), key=lambda pair: pair[0])
     return combine_boxes(dtype_name(portion), portion.shape, [(box, _digest_blocks(piece)) for box, piece in pieces])

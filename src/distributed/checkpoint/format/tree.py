@@ -6,27 +6,27 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.skeleton import MARKS, PAIRS, SCALARS, TENSOR, TUPLE, free_name
+from distributed.checkpoint.format.skeleton import MARKS, PAIRS, SCALARS, TENSOR, TUPLE, free_name
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Portion
+from distributed.runtime.tensor_shard import TensorShard
 
 
 def flatten(tree: Any, path: str = "") -> tuple[dict[str, Any], Any]:
-    """The tensors and portions by path, and the tree with a reference in place of each; one met twice is stored once.
+    """The tensors and portions by path, and the tree with a reference in place of each; each is stored once.
 
     >>> tensors, skeleton = flatten({"w": torch.ones(2), "step": 3, "state": {0: {"m": torch.zeros(1)}}})
     >>> sorted(tensors), skeleton["step"]
     (['state/0/m', 'w'], 3)
     """
-    tensors: dict[str, torch.Tensor | Portion] = {}
+    tensors: dict[str, torch.Tensor | TensorShard] = {}
     names: dict[tuple[Any, ...], str] = {}
     return tensors, _flatten(tree, path, tensors, names)
 
 
 def _flatten(
-    tree: Any, path: str, tensors: dict[str, torch.Tensor | Portion], names: dict[tuple[Any, ...], str]
+    tree: Any, path: str, tensors: dict[str, torch.Tensor | TensorShard], names: dict[tuple[Any, ...], str]
 ) -> Any:
-    if isinstance(tree, torch.Tensor | Portion):
+    if isinstance(tree, torch.Tensor | TensorShard):
         identity = _identity(tree)
         if identity not in names:
             names[identity] = free_name(path, tensors)
@@ -51,9 +51,9 @@ def _flatten(
     )
 
 
-def _identity(tensor: torch.Tensor | Portion) -> tuple[Any, ...]:
+def _identity(tensor: torch.Tensor | TensorShard) -> tuple[Any, ...]:
     """Equal for two tensors that are the same elements of the same memory; a portion may have none here."""
-    if isinstance(tensor, Portion) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+    if isinstance(tensor, TensorShard) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return (id(tensor),)
     view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), *view)

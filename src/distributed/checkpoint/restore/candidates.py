@@ -1,15 +1,15 @@
-"""Candidates: the checkpoints that a run could go on from, newest first, and the report of the one that it took."""
+"""Candidates: the checkpoints that a run could resume from, newest first, and the report of the one that it took."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distributed.checkpoint.fetching import open_checkpoint
-from distributed.checkpoint.files import Storage
-from distributed.checkpoint.lineage import newest_first
-from distributed.checkpoint.manifest import Manifest, manifest_file, step_of
-from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.format.manifest import Manifest, manifest_file, step_of
+from distributed.checkpoint.storage.files import Storage
+from distributed.checkpoint.storage.lineage import newest_first
+from distributed.checkpoint.storage.manifests import open_checkpoint
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.errors import CheckpointError
 
 _MADE_LATER = ("optimizer/state/", "data/", "loss_fn/", "nonpersistent/")  # by the first step, or by a later one
@@ -78,7 +78,7 @@ def find(url: str | Storage, resume: bool | str) -> list[Candidate]:
     else:
         found = _list(open_storage(resume))
     if not found:
-        raise CheckpointError(f"there is no checkpoint at {resume}", do="pass a checkpoint's folder, or one with some")
+        raise CheckpointError(f"there is no checkpoint at {resume}", do=f"distributed checkpoint ls {resume}")
     return found
 
 
@@ -89,7 +89,7 @@ def report_on(
     ranks: int,
     skipped: Sequence[tuple[str, str]],
 ) -> RestoreReport:
-    """`expected` are the names, types and shapes of the live state; None: whatever is stored."""
+    """`expected` are the names, types and shapes of the live state; None: those that are stored."""
     stored = {name: (entry.dtype, entry.shape) for name, entry in manifest.shared.tensors.items()}
     live = stored if expected is None else expected
     return RestoreReport(
@@ -122,5 +122,5 @@ def none_usable(skipped: Sequence[tuple[str, str]]) -> CheckpointError:
     return CheckpointError(
         "no checkpoint can be used" if len(skipped) > 1 else f"the checkpoint {skipped[0][0]} cannot be used",
         why="; ".join(f"{path}: {why}" for path, why in skipped),
-        do="resume from another one, or set resume_from_checkpoint=false and another checkpoint_dir to begin anew",
+        do="resume from another one, or start at step 0: resume_from_checkpoint=false and another checkpoint_dir",
     )

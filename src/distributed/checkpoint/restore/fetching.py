@@ -8,43 +8,15 @@ from typing import Any
 
 import psutil
 
-from distributed.checkpoint.chunks import ChunkStore, Damaged
-from distributed.checkpoint.files import NotThere, Storage
-from distributed.checkpoint.gathering import Boxes, Gathering, Memory, Run
-from distributed.checkpoint.manifest import FILE, Manifest, Part, manifest_file, step_of
-from distributed.checkpoint.parsing import MAX_TEXT_BYTES, parse_manifest
-from distributed.checkpoint.skeleton import unflatten
-from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.format.manifest import Manifest, Part
+from distributed.checkpoint.format.skeleton import unflatten
+from distributed.checkpoint.restore.gathering import Boxes, Gathering, Memory, Run
+from distributed.checkpoint.storage.chunks import ChunkStore
 from distributed.core.errors import CheckpointError
 
 StateTree = dict[str, Any]
 Progress = Callable[[int, int], None]  # bytes read, bytes to read
 _READERS = 4
-
-
-def open_checkpoint(path: str) -> tuple[Storage, str]:
-    """The storage that a checkpoint's folder lies in, and its name there."""
-    trimmed = path.rstrip("/").removesuffix(f"/{FILE}")
-    root, _, name = trimmed.rpartition("/")
-    if step_of(name) is None:
-        raise CheckpointError(f"{path} is not a checkpoint", why="its name is not step-…", do="pass …/step-000500")
-    return open_storage(root or ("/" if trimmed.startswith("/") else ".")), name
-
-
-def read_manifest(storage: Storage, name: str) -> Manifest:
-    """The manifest of one checkpoint; Damaged when it is missing, of another step, or unsound."""
-    file = manifest_file(name)
-    where = storage.locate(file)
-    try:
-        text = storage.read(file, 0, MAX_TEXT_BYTES + 1)
-    except NotThere as missing:
-        raise Damaged(f"{where} is missing", why="the checkpoint is not complete", do="use another one") from missing
-    manifest = parse_manifest(text, where)
-    if manifest.step != step_of(name):
-        raise Damaged(
-            f"{where} is of step {manifest.step}", why="it lies in another step's folder", do="use another one"
-        )
-    return manifest
 
 
 def fetch_parts(

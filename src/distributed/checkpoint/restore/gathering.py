@@ -1,4 +1,4 @@
-"""Gathering: the boxes that are wanted of a stored tensor, whatever boxes it was stored in.
+"""Gathering: the boxes that this rank needs of a stored tensor, from the boxes in which it was stored.
 
 A tensor that is wanted whole and stored whole is one run of bytes, whose shape does not matter.
 """
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distributed.checkpoint.boxes import Target, box_shape, fits, scatter, touches
-from distributed.checkpoint.chunks import Damaged
-from distributed.checkpoint.manifest import Ref, TensorEntry
+from distributed.checkpoint.format.boxes import Target, box_shape, fits, scatter, touches
+from distributed.checkpoint.format.manifest import Ref, TensorEntry
+from distributed.checkpoint.format.parsing import Damaged
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box, box_size, overlap, whole_box
+from distributed.runtime.tensor_shard import Box, box_size, overlap, whole_box
 
 Boxes = Callable[[str, tuple[int, ...]], tuple[Box, ...] | None]  # by name and whole shape; None: all of it
 
@@ -54,8 +54,8 @@ class Gathering:
             if not fits(box, self._shape):
                 raise CheckpointError(
                     f"{name} is {list(entry.shape)} in the checkpoint, and has no part {list(box)}",
-                    why="the model that it is loaded into has another shape, or more dimensions than can be cut",
-                    do="make the same model, or begin anew",
+                    why="the model that it is loaded into has another shape, or more dimensions than can be sharded",
+                    do="pass the model that was saved, or another checkpoint_dir",
                 )
         self.runs = tuple(self._find_runs())
 

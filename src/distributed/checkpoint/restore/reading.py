@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from distributed.checkpoint.chunks import ChunkStore, Damaged
-from distributed.checkpoint.fetching import Progress, StateTree, fetch_parts, open_checkpoint, read_manifest
-from distributed.checkpoint.gathering import Boxes
-from distributed.checkpoint.manifest import Manifest, Part
-from distributed.checkpoint.tensors import TensorMemory
+from distributed.checkpoint.format.manifest import Manifest, Part
+from distributed.checkpoint.format.parsing import Damaged
+from distributed.checkpoint.format.tensors import TensorMemory
+from distributed.checkpoint.restore.fetching import Progress, StateTree, fetch_parts
+from distributed.checkpoint.restore.gathering import Boxes
+from distributed.checkpoint.storage.chunks import ChunkStore
+from distributed.checkpoint.storage.manifests import open_checkpoint, read_manifest
 from distributed.core.errors import CheckpointError
 
 
@@ -48,7 +50,7 @@ def load(path: str, *, ranks: Iterable[int] | None = None, progress: Progress = 
 
 
 def verify(path: str, *, progress: Progress = lambda done, total: None) -> Verified:
-    """Read every byte of a checkpoint and tell everything that is wrong with it."""
+    """Read every byte of a checkpoint and report everything that is wrong with it."""
     storage, name = open_checkpoint(path)
     try:
         manifest = read_manifest(storage, name)

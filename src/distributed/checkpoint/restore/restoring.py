@@ -1,6 +1,6 @@
 """Restoring: the newest checkpoint that verifies, the same one on every rank, and a report of what came back.
 
-A damaged one is told and the one before it is tried. One of a newer format, or a store that does not answer, is an
+A damaged one is reported and the one before it is tried. One of a newer format, or a store that does not answer, is an
 error: to go back to an older checkpoint would throw away training that is not lost.
 """
 
@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.candidates import Candidate, RestoreReport, find, none_usable, report_on
-from distributed.checkpoint.chunks import ChunkStore, Damaged
-from distributed.checkpoint.fetching import StateTree, read_manifest
-from distributed.checkpoint.files import Storage
-from distributed.checkpoint.gathering import Boxes
-from distributed.checkpoint.manifest import Manifest
-from distributed.checkpoint.reading import load_parts
-from distributed.checkpoint.storage import open_storage
-from distributed.checkpoint.tensors import dtype_name
-from distributed.checkpoint.tree import flatten
+from distributed.checkpoint.format.manifest import Manifest
+from distributed.checkpoint.format.parsing import Damaged
+from distributed.checkpoint.format.tensors import dtype_name
+from distributed.checkpoint.format.tree import flatten
+from distributed.checkpoint.restore.candidates import Candidate, RestoreReport, find, none_usable, report_on
+from distributed.checkpoint.restore.fetching import StateTree
+from distributed.checkpoint.restore.gathering import Boxes
+from distributed.checkpoint.restore.reading import load_parts
+from distributed.checkpoint.storage.chunks import ChunkStore
+from distributed.checkpoint.storage.files import Storage
+from distributed.checkpoint.storage.manifests import read_manifest
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
 
@@ -123,7 +125,7 @@ def _agreed_candidates(
 def _accepts(candidate: Candidate, accept: Callable[[Manifest], bool]) -> bool:
     try:
         return accept(read_manifest(open_storage(candidate.root), candidate.name))
-    except CheckpointError:  # whether it can be passed over is told when it is loaded
+    except CheckpointError:  # whether it can be skipped is decided when it is loaded
         return True
 
 

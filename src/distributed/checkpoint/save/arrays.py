@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from distributed.checkpoint.assembly import Outline
-from distributed.checkpoint.layout import ITEM_BYTES, ChunkPlan, not_storable, plan_chunks
-from distributed.checkpoint.publishing import Bytes
-from distributed.checkpoint.skeleton import TENSOR, free_name
-from distributed.checkpoint.writing import StateTree
+from distributed.checkpoint.format.layout import ITEM_BYTES, ChunkPlan, not_storable, plan_chunks
+from distributed.checkpoint.format.skeleton import TENSOR, free_name
+from distributed.checkpoint.format.tree_spec import TreeSpec
+from distributed.checkpoint.save.publishing import Bytes
+from distributed.checkpoint.save.saver import StateTree
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box
+from distributed.runtime.tensor_shard import Box
 
 Array = np.ndarray[Any, Any]
 
@@ -38,7 +38,7 @@ def flatten_arrays(tree: Any, arrays: dict[str, Array], path: str = "") -> Any:
     raise CheckpointError(
         f"the state at {path!r} is a {type(tree).__name__}, which a checkpoint cannot hold",
         why="checkpoints hold arrays, numbers and texts only, so that loading one can run no code",
-        do="turn it into these",
+        do="convert it to arrays, numbers or texts",
     )
 
 
@@ -48,7 +48,7 @@ class ArrayStaging:
     def __init__(self, frameworks: Mapping[str, str]) -> None:
         self.frameworks = frameworks
 
-    def outline(self, tree: StateTree, before: Outline | None) -> tuple[Outline, Mapping[str, Array]]:
+    def outline(self, tree: StateTree, before: TreeSpec | None) -> tuple[TreeSpec, Mapping[str, Array]]:
         arrays: dict[str, Array] = {}
         skeleton = flatten_arrays(tree, arrays)
         for name, array in arrays.items():
@@ -56,8 +56,8 @@ class ArrayStaging:
                 raise not_storable(name, f"numpy {array.dtype}")
         specs = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
         if before is not None and list(before.specs.items()) == list(specs.items()):
-            return Outline(skeleton, specs, before.plan), arrays
-        return Outline(skeleton, specs, tuple(plan_chunks({n: a.nbytes for n, a in arrays.items()}))), arrays
+            return TreeSpec(skeleton, specs, before.plan), arrays
+        return TreeSpec(skeleton, specs, tuple(plan_chunks({n: a.nbytes for n, a in arrays.items()}))), arrays
 
     def reserve(self, lengths: Iterable[int]) -> None:
         """Nothing: memory is taken when it is needed."""

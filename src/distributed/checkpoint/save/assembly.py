@@ -6,44 +6,21 @@ boxes that it stores, and these must make up the whole.
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from distributed.checkpoint.boxes import find_fault
-from distributed.checkpoint.digests import canonical, combine_blocks, combine_boxes, digest_json
-from distributed.checkpoint.layout import ITEM_BYTES, ChunkPlan
-from distributed.checkpoint.manifest import FORMAT, SHARD, Manifest, Part, Piece, Ref, TensorEntry, render_part
-from distributed.checkpoint.parsing import component_digests, parse_chunks, parse_json, parse_part
+from distributed.checkpoint.format.boxes import find_fault
+from distributed.checkpoint.format.digests import canonical, combine_blocks, combine_boxes
+from distributed.checkpoint.format.layout import ChunkPlan
+from distributed.checkpoint.format.manifest import FORMAT, SHARD, Manifest, Part, Piece, Ref, TensorEntry, render_part
+from distributed.checkpoint.format.parsing import component_digests, parse_chunks, parse_json, parse_part
+from distributed.checkpoint.format.tree_spec import TreeSpec
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box, whole_box
-
-
-@dataclass(frozen=True)
-class Outline:
-    """A tree without its bytes: names, types, shapes, scalars, and the chunks that its bytes go into."""
-
-    skeleton: dict[str, Any]
-    specs: Mapping[str, tuple[str, tuple[int, ...]]]  # name → dtype, whole shape
-    plan: tuple[ChunkPlan, ...]  # of whole tensors, the same on every rank
-    split: frozenset[str] = frozenset()  # names of tensors that the ranks hold in parts
-    boxes: Mapping[str, tuple[str, Box]] = field(default_factory=dict)  # a name for each that is stored here → of what
-    box_plan: tuple[ChunkPlan, ...] = ()  # of these boxes
-
-    @property
-    def signature(self) -> str:
-        """The same on two ranks exactly when they hold the same tensors, each of them whole or in parts."""
-        parts = {name: ["in parts"] if name in self.split else [] for name in self.specs}
-        return digest_json([[name, dtype, list(shape), *parts[name]] for name, (dtype, shape) in self.specs.items()])
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole state, on however many ranks."""
-        return sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.specs.values())
+from distributed.core.registry import DISTRIBUTION, installed_version
+from distributed.runtime.tensor_shard import Box, whole_box
 
 
 @dataclass(frozen=True)
@@ -78,7 +55,7 @@ class RankPart:
 
 
 def build_part(
-    tree: Outline, stored: Sequence[StoredChunk], boxes: Iterable[StoredBox] = ()
+    tree: TreeSpec, stored: Sequence[StoredChunk], boxes: Iterable[StoredBox] = ()
 ) -> tuple[Part, dict[str, int]]:
     """A tree whose planned chunks and boxes are all stored, and the lengths of the planned chunks."""
     runs = _runs(tree.plan, stored)
@@ -95,7 +72,7 @@ def build_part(
     return Part(tree.skeleton, tensors), chunk_lengths(tree.plan, stored)
 
 
-def stored_boxes(tree: Outline, stored: Sequence[StoredChunk]) -> tuple[StoredBox, ...]:
+def stored_boxes(tree: TreeSpec, stored: Sequence[StoredChunk]) -> tuple[StoredBox, ...]:
     """The boxes of this rank, whose planned chunks are all stored."""
     runs = _runs(tree.box_plan, stored)
     return tuple(StoredBox(name, box, *runs[label]) for label, (name, box) in tree.boxes.items() if label in runs)
@@ -129,17 +106,17 @@ def render_rank_part(part: RankPart) -> bytes:
 
 
 def parse_rank_part(text: bytes, where: str) -> RankPart:
-    """Only for a text whose digest was told by the rank that wrote it."""
+    """Only for a text whose digest came from the rank that wrote it."""
     document = parse_json(text, where)
     chunks = parse_chunks(document["chunks"], where)
     return RankPart(
         document["rank"],
-        document["signature"],
-        {index: StoredChunk(digest, tuple(blocks)) for index, digest, blocks in document["shared"]},
-        parse_part(document["own"], chunks, where),
-        chunks,
-        document["written_bytes"],
-        tuple(
+        signature=document["signature"],
+        shared={index: StoredChunk(digest, tuple(blocks)) for index, digest, blocks in document["shared"]},
+        own=parse_part(document["own"], chunks, where),
+        chunks=chunks,
+        written_bytes=document["written_bytes"],
+        boxes=tuple(
             StoredBox(
                 name, tuple((start, stop) for start, stop in box), tuple(Ref(*ref) for ref in refs), tuple(blocks)
             )
@@ -150,8 +127,9 @@ def parse_rank_part(text: bytes, where: str) -> RankPart:
 
 def assemble(
     step: int,
-    shared: Outline,
+    shared: TreeSpec,
     parts: Sequence[RankPart],
+    *,
     meta: Mapping[str, Any],
     metric: float | None,
     frameworks: Mapping[str, str],
@@ -161,7 +139,7 @@ def assemble(
         if part.signature != shared.signature:
             raise CheckpointError(
                 f"rank {part.rank} holds another state than rank 0: its tensors' names, types or shapes differ",
-                why="ranks write one checkpoint together, each a part of what all share",
+                why="the ranks write one checkpoint together, each a shard of the same state",
                 do="make the same model and optimizer on every rank",
             )
     stored = {index: done for part in parts for index, done in part.shared.items()}
@@ -216,8 +194,4 @@ def _join(name: str, dtype: str, shape: tuple[int, ...], boxes: Iterable[StoredB
 
 def versions_with(frameworks: Mapping[str, str]) -> dict[str, str]:
     """Of Python, of what made the state, and of this library."""
-    try:
-        library = version("distributed-training")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        library = "unknown"
-    return {"python": platform.python_version(), **frameworks, "distributed-training": library}
+    return {"python": platform.python_version(), **frameworks, DISTRIBUTION: installed_version()}

@@ -7,24 +7,24 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.assembly import Outline
-from distributed.checkpoint.boxes import box_shape, fits
-from distributed.checkpoint.layout import plan_chunks
-from distributed.checkpoint.skeleton import free_name
-from distributed.checkpoint.tensors import byte_size, check_dtype, dtype_name
-from distributed.checkpoint.tree import flatten
+from distributed.checkpoint.format.boxes import box_shape, fits
+from distributed.checkpoint.format.layout import plan_chunks
+from distributed.checkpoint.format.skeleton import free_name
+from distributed.checkpoint.format.tensors import byte_size, check_dtype, dtype_name
+from distributed.checkpoint.format.tree import flatten
+from distributed.checkpoint.format.tree_spec import TreeSpec
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box, Portion
+from distributed.runtime.tensor_shard import Box, TensorShard
 
 
-def outline(tree: Mapping[str, Any], before: Outline | None = None) -> tuple[Outline, dict[str, torch.Tensor]]:
+def outline(tree: Mapping[str, Any], before: TreeSpec | None = None) -> tuple[TreeSpec, dict[str, torch.Tensor]]:
     """A tree's outline, and its tensors and boxes by name. The plans of the one `before` are taken over if they fit."""
     leaves, skeleton = flatten(dict(tree))
     tensors: dict[str, torch.Tensor] = {}
     pieces: dict[str, torch.Tensor] = {}
     boxes: dict[str, tuple[str, Box]] = {}
     for name, leaf in leaves.items():
-        if not isinstance(leaf, Portion):
+        if not isinstance(leaf, TensorShard):
             byte_size(name, leaf)  # refuses what cannot be stored
             tensors[name] = leaf
             continue
@@ -44,10 +44,10 @@ def outline(tree: Mapping[str, Any], before: Outline | None = None) -> tuple[Out
         plans = before.plan, before.box_plan
     else:
         plans = tuple(plan_chunks(_sizes(tensors))), tuple(plan_chunks(_sizes(pieces)))
-    return Outline(skeleton, specs, plans[0], split, boxes, plans[1]), tensors | pieces
+    return TreeSpec(skeleton, specs, plans[0], split, boxes, plans[1]), tensors | pieces
 
 
-def check_portion(name: str, portion: Portion) -> None:
+def check_portion(name: str, portion: TensorShard) -> None:
     """Raises unless its pieces are what it says."""
     check_dtype(name, portion)
     for box, piece in portion.pieces:

@@ -1,6 +1,6 @@
-"""Publishing: the half of a save that happens behind the loop: store the chunks, tell rank 0, write the manifest last.
+"""Publishing: the background half of a save: store the chunks, report to rank 0, write the manifest last.
 
-A checkpoint exists only when its manifest does. A failure on any rank is told to all, so that all raise the same error.
+A checkpoint exists only when its manifest does. A failure on any rank reaches all, so that all raise the same error.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from distributed.checkpoint.assembly import (
-    Outline,
+from distributed.checkpoint.format.digests import digest_bytes
+from distributed.checkpoint.format.layout import ChunkPlan
+from distributed.checkpoint.format.manifest import manifest_file, render, step_name
+from distributed.checkpoint.format.parsing import Damaged, NewerFormat
+from distributed.checkpoint.format.tree_spec import TreeSpec
+from distributed.checkpoint.save.assembly import (
     RankPart,
     StoredChunk,
     assemble,
@@ -27,17 +31,13 @@ from distributed.checkpoint.assembly import (
     render_rank_part,
     stored_boxes,
 )
-from distributed.checkpoint.chunks import ChunkStore, Damaged, chunk_name
-from distributed.checkpoint.digests import digest_bytes
-from distributed.checkpoint.fetching import read_manifest
-from distributed.checkpoint.files import NotThere, Storage
-from distributed.checkpoint.layout import ChunkPlan
-from distributed.checkpoint.lineage import NOBODY, RUN, SEQUENCE, Lineage, run_of
-from distributed.checkpoint.manifest import manifest_file, render, step_name
-from distributed.checkpoint.notes import Notes, Ranks
-from distributed.checkpoint.ownership import FolderTakenError
-from distributed.checkpoint.parsing import NewerFormat
-from distributed.checkpoint.retention import PARTS, Collector
+from distributed.checkpoint.save.retention import PARTS, Collector
+from distributed.checkpoint.storage.chunks import ChunkStore, chunk_name
+from distributed.checkpoint.storage.files import NotThere, Storage
+from distributed.checkpoint.storage.lineage import NOBODY, RUN, SEQUENCE, Lineage, run_of
+from distributed.checkpoint.storage.mailbox import Mailbox, Ranks
+from distributed.checkpoint.storage.manifests import read_manifest
+from distributed.checkpoint.storage.ownership import FolderTakenError
 from distributed.core.errors import CheckpointError, DistributedError
 
 Bytes = np.ndarray[Any, Any]  # in host memory
@@ -63,8 +63,8 @@ class Job:
 
     number: int
     step: int
-    shared: Outline
-    own: Outline
+    shared: TreeSpec
+    own: TreeSpec
     shared_bytes: list[tuple[int, ChunkPlan, Bytes]]
     box_bytes: list[tuple[ChunkPlan, Bytes]]  # of what is shared in parts
     own_bytes: list[tuple[ChunkPlan, Bytes]]
@@ -80,7 +80,7 @@ class Publisher:
     storage: Storage
     session: Ranks
     chunks: ChunkStore
-    notes: Notes
+    notes: Mailbox
     collector: Collector
     timeout_s: float
     at: Callable[[str], None]
@@ -88,7 +88,7 @@ class Publisher:
     lineage: Lineage = NOBODY
     check_held: Callable[[], None] = lambda: None  # on rank 0: raises where another run has the folder by now
     visible_s: float = 60.0  # how long a file that another host wrote may take to show here
-    _sequence: int | None = None  # of the last save here, by whoever
+    _sequence: int | None = None  # of the last save in this folder, of any run
 
     def run(self, job: Job) -> Saved | DistributedError:
         """Store this rank's part, then publish or hear how it ended."""
@@ -98,12 +98,12 @@ class Publisher:
                 if self.session.is_main:
                     saved = self._publish(job)
                     self.notes.leave(f"{job.number}/outcome", json.dumps({"saved": asdict(saved)}))
-            except Exception as failed:  # the boundary of a thread: told to all ranks, raised by the loop
+            except Exception as failed:  # noqa: BLE001 - the boundary of a thread: reported to all ranks
                 self._tell_failure(job, failed)
             return self._hear(job)
-        except Exception as failed:
+        except Exception as failed:  # noqa: BLE001 - the boundary of a thread: raised by the loop
             error = _explain(job.step, self.session.rank, failed)
-            error.__cause__ = None if error is failed else failed  # by which a broken world is told from a broken disk
+            error.__cause__ = None if error is failed else failed  # which shows whether the world or the disk failed
             return error
 
     def _store_part(self, job: Job) -> None:
@@ -119,12 +119,12 @@ class Publisher:
         text = render_rank_part(
             RankPart(
                 self.session.rank,
-                job.shared.signature,
-                {index: stored for (index, _, _), (stored, _) in zip(job.shared_bytes, shared, strict=True)},
-                own_part,
-                chunk_lengths(plans, [*in_boxes, *mine]),
-                sum(written for _, written in [*shared, *boxes, *own]),
-                stored_boxes(job.shared, in_boxes),
+                signature=job.shared.signature,
+                shared={index: stored for (index, _, _), (stored, _) in zip(job.shared_bytes, shared, strict=True)},
+                own=own_part,
+                chunks=chunk_lengths(plans, [*in_boxes, *mine]),
+                written_bytes=sum(written for _, written in [*shared, *boxes, *own]),
+                boxes=stored_boxes(job.shared, in_boxes),
             )
         )
         self.storage.write(self._part_file(job, self.session.rank), text)
@@ -145,7 +145,7 @@ class Publisher:
         digests = self._await_parts(job)
         parts = [self._read_part(job, rank, digest) for rank, digest in zip(ranks, digests, strict=True)]
         name, meta = self._name(job.step), job.meta | self._owner()
-        manifest = assemble(job.step, job.shared, parts, meta, job.metric, self.frameworks)
+        manifest = assemble(job.step, job.shared, parts, meta=meta, metric=job.metric, frameworks=self.frameworks)
         self._await_chunks(job, dict(manifest.chunks), parts)
         self.at("before the manifest")
         self.check_held()
@@ -187,7 +187,7 @@ class Publisher:
             return CheckpointError(
                 f"the checkpoint of step {job.step} is not complete after {self.timeout_s:.0f} s",
                 why=f"nothing came from {', '.join(key.split('/')[1].replace('part-', 'rank ') for key in missing)}",
-                do="look at these ranks' logs; if the storage is slow, save less often",
+                do="see the logs of these ranks; if the storage is slow, save less often: checkpoint_frequency",
             )
 
         keys = [f"{job.number}/part-{rank}" for rank in range(self.session.world_size)]
@@ -215,7 +215,7 @@ class Publisher:
             self.notes.sleep(0.2)
 
     def _await_chunks(self, job: Job, lengths: Mapping[str, int], parts: list[RankPart]) -> None:
-        """Until all show here. Another rank has told that they are written: a shared disk may be late in telling."""
+        """Until all are visible here. Other ranks have reported them written; a shared disk may show them later."""
         writers = {digest: part.rank for part in parts for digest in part_chunks(part)}
         deadline, pause = time.monotonic() + self.visible_s, 0.02
         missing, others = self.chunks.wrong_sizes(lengths), list[int]()
@@ -261,7 +261,9 @@ class Publisher:
 
     def _hear(self, job: Job) -> Saved | DistributedError:
         late = CheckpointError(
-            f"rank 0 has not published the checkpoint of step {job.step}", why="it failed or is slow", do="see its log"
+            f"rank 0 has not published the checkpoint of step {job.step}",
+            why="rank 0 failed, or its storage is slow",
+            do="see the log of rank 0",
         )
         text = self.notes.wait([f"{job.number}/outcome"], 2 * (self.timeout_s + self.visible_s), lambda missing: late)[
             0
@@ -284,8 +286,8 @@ def _explain(step: int, rank: int, failed: Exception) -> CheckpointError:
 
 
 def _error_from(text: str) -> CheckpointError:
-    told = json.loads(text)
-    first = told["error"][0]
-    return (FolderTakenError if told["is_taken"] else CheckpointError)(
+    failure = json.loads(text)
+    first = failure["error"][0]
+    return (FolderTakenError if failure["is_taken"] else CheckpointError)(
         str(first["what"]), why=str(first["why"]), do=str(first["do"])
     )

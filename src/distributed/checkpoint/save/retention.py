@@ -3,7 +3,7 @@
 Manifests go first, then the chunks that no manifest names: a process killed in between leaves garbage, never a
 checkpoint with holes. Chunks that no manifest has ever named may belong to a save of another process and wait.
 
-Only what this run wrote is ever removed, the longest written first, whatever its step: a folder may hold other runs,
+Only what this run wrote is ever removed, the oldest first by time, not by step: a folder may hold other runs,
 and a run may go back.
 """
 
@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from distributed.checkpoint.chunks import FOLDER, Damaged
-from distributed.checkpoint.files import Entry, NotThere, Storage
-from distributed.checkpoint.lineage import run_of, sequence_of
-from distributed.checkpoint.manifest import manifest_file, step_name, step_of
-from distributed.checkpoint.parsing import MAX_TEXT_BYTES, NewerFormat, parse_manifest
+from distributed.checkpoint.format.manifest import manifest_file, step_name, step_of
+from distributed.checkpoint.format.parsing import MAX_TEXT_BYTES, Damaged, NewerFormat, parse_manifest
+from distributed.checkpoint.storage.chunks import FOLDER
+from distributed.checkpoint.storage.files import Entry, NotThere, Storage
+from distributed.checkpoint.storage.lineage import run_of, sequence_of
 from distributed.core.errors import ConfigError
 
 PARTS = "parts"  # what ranks have stored of a checkpoint that is not published yet
@@ -35,12 +35,20 @@ class Retention:
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and self.keep_last < 1:
-            raise ConfigError(f"keep_last={self.keep_last}", why="the newest checkpoint must stay", do="set 1 or more")
+            raise ConfigError(
+                f"keep_last={self.keep_last}",
+                why="the newest checkpoint must stay, so that keep_last is at least 1",
+                do="keep_last=1",
+            )
         if self.keep_every is not None and self.keep_every < 1:
-            raise ConfigError(f"keep_every={self.keep_every}", why="it is a number of steps", do="set 1 or more")
+            raise ConfigError(
+                f"keep_every={self.keep_every}", why="keep_every is a number of steps, at least 1", do="keep_every=1000"
+            )
         if self.best not in (None, "min", "max"):
             raise ConfigError(
-                f"best={self.best!r}", why="the best metric is the least or the greatest", do="min or max"
+                f"best={self.best!r}",
+                why="the best value is the smallest or the largest",
+                do="best='min' or best='max'",
             )
         if self.keep_last is None and (self.keep_every or self.best):
             raise ConfigError("keep_every and best have no effect alone", why="all are kept", do="set keep_last too")
@@ -125,7 +133,7 @@ class Collector:
         return Collected(tuple(gone), removed, freed, tuple(unreadable))
 
     def last_sequence(self) -> int:
-        """Of all checkpoints here that can be read, whoever wrote them."""
+        """Of all checkpoints here that can be read, of any run."""
         return max((known.sequence for known in self._manifests()[0].values()), default=0)
 
     def _remove_chunks(self, gone: list[str], known: dict[str, Known], written: dict[str, Entry]) -> tuple[int, int]:

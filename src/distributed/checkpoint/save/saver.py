@@ -1,4 +1,4 @@
-"""Writer: the loop waits for a copy into host memory; hashing, writing and publishing go on behind it.
+"""Saver: the loop waits for a copy into host memory; hashing, writing and publishing run in the background.
 
 Every rank stores its share of what all hold, its boxes of what they hold in parts, and all of what is its own. At most
 one save is in flight; what goes wrong in it is raised on every rank by the next call.
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from distributed.checkpoint.assembly import Outline
-from distributed.checkpoint.chunks import ChunkStore
-from distributed.checkpoint.files import Storage
-from distributed.checkpoint.layout import ChunkPlan, share
-from distributed.checkpoint.lineage import NOBODY, Lineage
-from distributed.checkpoint.notes import Notes, Ranks
-from distributed.checkpoint.publishing import Bytes, Job, Publisher, Saved
-from distributed.checkpoint.retention import Collector, Retention
-from distributed.checkpoint.storage import check_writable, open_storage
+from distributed.checkpoint.format.layout import ChunkPlan, share
+from distributed.checkpoint.format.tree_spec import TreeSpec
+from distributed.checkpoint.save.publishing import Bytes, Job, Publisher, Saved
+from distributed.checkpoint.save.retention import Collector, Retention
+from distributed.checkpoint.storage.chunks import ChunkStore
+from distributed.checkpoint.storage.files import Storage
+from distributed.checkpoint.storage.lineage import NOBODY, Lineage
+from distributed.checkpoint.storage.mailbox import Mailbox, Ranks
+from distributed.checkpoint.storage.urls import check_writable, open_storage
 from distributed.core.errors import DistributedError
 
 StateTree = dict[str, Any]
@@ -33,7 +33,7 @@ class Staging(Protocol):
 
     frameworks: Mapping[str, str]  # versions of what makes the state
 
-    def outline(self, tree: StateTree, before: Outline | None) -> tuple[Outline, Mapping[str, Any]]:
+    def outline(self, tree: StateTree, before: TreeSpec | None) -> tuple[TreeSpec, Mapping[str, Any]]:
         """A tree's outline, and what its chunks are copied from, by name. A plan of the one before may be kept."""
 
     def reserve(self, lengths: Iterable[int]) -> None:
@@ -43,11 +43,21 @@ class Staging(Protocol):
         """What was copied is not needed any more."""
 
     def copy(self, plan: Iterable[ChunkPlan], leaves: Mapping[str, Any]) -> list[tuple[ChunkPlan, Bytes]]:
-        """The chunks' bytes as they are now, whatever happens to the state afterwards."""
+        """A copy of the chunks' bytes, independent of later changes of the state."""
 
 
-class Writer:
-    """One rank's writer of checkpoints; every rank makes one and calls it after the same steps."""
+class Saver:
+    """One rank's writer of checkpoints; every rank makes one and calls it after the same steps.
+
+    >>> import tempfile, torch
+    >>> from distributed.checkpoint.save.staging import TensorStaging
+    >>> from distributed.core.env import WorkerEnv
+    >>> from distributed.runtime.session import Session
+    >>> saver = Saver(tempfile.mkdtemp(), Session(WorkerEnv(), torch.device("cpu"), None), TensorStaging())
+    >>> saver.save(500, {"model": {"w": torch.ones(3)}}, {"rng": {}}, {})
+    >>> saver.wait().endswith("step-000500")
+    True
+    """
 
     def __init__(
         self,
@@ -74,23 +84,23 @@ class Writer:
         retention = Retention(keep_last, keep_every, best, frozenset(pinned))
         self._publisher = Publisher(
             self._storage,
-            session,
-            ChunkStore(self._storage, known),
-            Notes(session),
-            Collector(self._storage, retention, guard_s, at, lineage.run),
-            timeout_s,
-            at,
-            staging.frameworks,
-            lineage,
-            check_held,
+            session=session,
+            chunks=ChunkStore(self._storage, known),
+            notes=Mailbox(session),
+            collector=Collector(self._storage, retention, guard_s, at, lineage.run),
+            timeout_s=timeout_s,
+            at=at,
+            frameworks=staging.frameworks,
+            lineage=lineage,
+            check_held=check_held,
         )
         self._staging = staging
         self._on_saved, self._at = on_saved, at
         self._thread: threading.Thread | None = None
         self._outcome: Saved | DistributedError | None = None
         self._stall_s, self._count = 0.0, 0
-        self._whole: Outline | None = None  # of the last save: the next one is mostly cut alike
-        self._mine: Outline | None = None
+        self._whole: TreeSpec | None = None  # of the last save: the next one is mostly cut alike
+        self._mine: TreeSpec | None = None
         self.last_saved: Saved | None = None
 
     def prepare(self, shared: StateTree, own: StateTree) -> None:
@@ -127,7 +137,18 @@ class Writer:
         own_copied = self._staging.copy((*mine.plan, *mine.box_plan), own_tensors)
         frozen = json.loads(json.dumps(dict(meta or {})))
         shared_bytes = [(places[id(chunk)], chunk, data) for chunk, data in copied]
-        job = Job(self._count, step, whole, mine, shared_bytes, box_copied, own_copied, frozen, metric, begun)
+        job = Job(
+            self._count,
+            step=step,
+            shared=whole,
+            own=mine,
+            shared_bytes=shared_bytes,
+            box_bytes=box_copied,
+            own_bytes=own_copied,
+            meta=frozen,
+            metric=metric,
+            begun=begun,
+        )
         self._count += 1
         self._at("copied")
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{step}", daemon=True)

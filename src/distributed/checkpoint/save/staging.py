@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from distributed.checkpoint.layout import CHUNK_BYTES, ChunkPlan, Stretch
-from distributed.checkpoint.tensors import as_bytes
+from distributed.checkpoint.format.layout import CHUNK_BYTES, ByteRange, ChunkPlan
+from distributed.checkpoint.format.tensors import as_bytes
+from distributed.checkpoint.format.tree_spec import TreeSpec
+from distributed.checkpoint.save.outline import outline
+from distributed.checkpoint.save.publishing import Bytes
+from distributed.checkpoint.save.saver import StateTree
 
 _SEGMENT_BYTES = 16 * CHUNK_BYTES  # a power of two: pinned memory is handed out in those
 _ALIGNMENT = 4096
@@ -60,7 +64,7 @@ class HostBuffer:
 def copy_chunks(
     plan: Iterable[ChunkPlan], tensors: Mapping[str, torch.Tensor], buffer: HostBuffer
 ) -> list[tuple[ChunkPlan, np.ndarray[Any, Any]]]:
-    """The chunks' bytes as they are now, whatever happens to the tensors afterwards."""
+    """A copy of the chunks' bytes, independent of later changes of the tensors."""
     copied: list[tuple[ChunkPlan, np.ndarray[Any, Any]]] = []
     flat: dict[str, torch.Tensor] = {}
     on_host: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -86,7 +90,7 @@ def copy_chunks(
         if source.device.type == "cpu":
             on_host += zip(
                 target.split(CHUNK_BYTES), source.split(CHUNK_BYTES), strict=True
-            )  # small enough to share out
+            )  # small enough to split over threads
         else:
             target.copy_(source, non_blocking=True)
             devices.add(source.device)
@@ -106,7 +110,7 @@ class _Run:
     segment: torch.Tensor
     at: int
 
-    def extend(self, stretch: Stretch, segment: torch.Tensor, at: int) -> bool:
+    def extend(self, stretch: ByteRange, segment: torch.Tensor, at: int) -> bool:
         follows = stretch.tensor == self.tensor and stretch.start == self.start + self.length
         if not follows or segment is not self.segment or at != self.at + self.length:
             return False
@@ -123,3 +127,22 @@ def _copy_on_host(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         return
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda pair: np.copyto(pair[0].numpy(), pair[1].numpy()), pairs))
+
+
+class TensorStaging:
+    """Tensors are copied into memory that the next save uses again."""
+
+    def __init__(self, *, pinned: bool = False, check: Callable[[], None] = lambda: None) -> None:
+        """`check` raises where what was copied is not the state of the run. Pinned memory is for a state on a GPU."""
+        self._check = check
+        self.frameworks: Mapping[str, str] = {"torch": str(torch.__version__)}
+        self._buffer = HostBuffer(pinned=pinned)
+        self.reserve, self.clear = self._buffer.reserve, self._buffer.clear
+
+    def outline(self, tree: StateTree, before: TreeSpec | None) -> tuple[TreeSpec, Mapping[str, Any]]:
+        return outline(tree, before)
+
+    def copy(self, plan: Iterable[ChunkPlan], leaves: Mapping[str, Any]) -> list[tuple[ChunkPlan, Bytes]]:
+        copied = copy_chunks(plan, leaves, self._buffer)
+        self._check()
+        return copied

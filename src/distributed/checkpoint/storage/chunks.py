@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distributed.checkpoint.digests import digest_bytes
-from distributed.checkpoint.files import NotThere, Storage
+from distributed.checkpoint.format.digests import digest_bytes
+from distributed.checkpoint.format.parsing import Damaged
+from distributed.checkpoint.storage.files import NotThere, Storage
 from distributed.core.errors import CheckpointError
 
 FOLDER = "chunks"
-
-
-class Damaged(CheckpointError):
-    """A checkpoint is not what was saved: the one before it may be used."""
 
 
 def chunk_name(digest: str) -> str:
@@ -115,4 +112,4 @@ class ChunkStore:
             return False  # unreadable: it is written again
 
 
-_DO = "use an older checkpoint; a chunk's file and the folder of its checkpoint are only good together"
+_DO = "use an older checkpoint; a checkpoint needs its own folder and the files of its chunks"

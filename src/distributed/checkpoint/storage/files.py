@@ -20,7 +20,7 @@ class NotThere(CheckpointError):
 
 @dataclass(frozen=True)
 class Entry:
-    """What a listing tells of one file."""
+    """What a listing has of one file."""
 
     size: int
     modified: float  # seconds since 1970 by the storage's own clock

@@ -1,7 +1,7 @@
 """Lineage: whose checkpoints a folder holds, and under which names a run adds its own.
 
-A run owns what it wrote, over all its launches: one that resumes from a run's newest checkpoint goes on with that run.
-One that begins anew or goes back to an earlier step is another run, with names of its own: nothing is replaced.
+A run owns what it wrote, over all its launches: one that resumes from a run's newest checkpoint continues that run.
+One that starts at step 0 or goes back to an earlier step is another run, with names of its own: nothing is replaced.
 
     step-000005  step-000010  step-000015           the first run of a folder
          └────── step-000010-1f2e3d4c  …            a run that went back to step 5 of it
@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distributed.checkpoint.chunks import Damaged
-from distributed.checkpoint.fetching import read_manifest
-from distributed.checkpoint.files import Storage
-from distributed.checkpoint.manifest import Manifest, line_of, manifest_file, step_of
-from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.format.manifest import Manifest, line_of, manifest_file, step_of
+from distributed.checkpoint.format.parsing import Damaged
+from distributed.checkpoint.storage.files import Storage
+from distributed.checkpoint.storage.manifests import read_manifest
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.errors import CheckpointError, Problem
 
 RUN, SEQUENCE = "owner", "sequence"  # in the meta of a manifest: whose it is, and the how-manieth of its folder
@@ -64,7 +64,7 @@ def newest_first(storage: Storage) -> list[str]:
 
 
 def choose_lineage(storage: Storage, launch: str, found: tuple[str, Manifest] | None, passed: Iterable[str]) -> Lineage:
-    """Of a launch that begins with the checkpoint `found` at a path, or anew; damaged ones that it `passed` over do not
+    """Of a launch that resumes from the checkpoint `found`, or from none; damaged ones that it `passed` over do not
     count."""
     names = whole_names(storage)
     own = launch[:_LINE_DIGITS]
@@ -82,7 +82,7 @@ def choose_lineage(storage: Storage, launch: str, found: tuple[str, Manifest] | 
 
 
 def check_unused(storage: Storage) -> list[Problem]:
-    """A run that begins anew must not write among the checkpoints of another."""
+    """A run that does not resume must not write among the checkpoints of another."""
     names = whole_names(storage)
     if not names:
         return []
@@ -90,8 +90,8 @@ def check_unused(storage: Storage) -> list[Problem]:
     return [
         Problem(
             f"checkpoint_dir {storage.root} holds another run: {some}",
-            why="this run begins anew, and nobody could tell its checkpoints from those",
-            do="set resume_from_checkpoint=true to go on with that run, or another checkpoint_dir; or move them away",
+            why="this run does not resume, and its checkpoints would be mixed with those",
+            do="resume that run: resume_from_checkpoint=true; or set another checkpoint_dir",
         )
     ]
 
@@ -107,7 +107,7 @@ def _saved_last(storage: Storage, names: list[str]) -> tuple[float, str]:
             manifest = read_manifest(storage, name)
         except Damaged:
             continue
-        except CheckpointError:  # of a newer format, say: whoever resumes must be told
+        except CheckpointError:  # of a newer format, for example: a resume must report it
             return -math.inf, name
         return -float(sequence_of(manifest.meta)), line_of(name)
     return math.inf, names[0]

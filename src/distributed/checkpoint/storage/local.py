@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed.checkpoint.files import Entry, Names, NotThere, check_name
+from distributed.checkpoint.storage.files import Entry, Names, NotThere, check_name
 from distributed.core.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"\..+\.tmp")
@@ -106,7 +106,7 @@ class LocalStorage:
         except FileNotFoundError:
             pass
         except OSError as failed:
-            if failed.errno not in (errno.ENOTEMPTY, errno.ENOENT):  # somebody else wrote or deleted beside us
+            if failed.errno not in (errno.ENOTEMPTY, errno.ENOENT):  # another process wrote or deleted beside us
                 raise self._explain("delete", name, failed) from failed
 
     def refresh(self, name: str) -> None:

@@ -1,6 +1,6 @@
-"""Notes: short texts that the ranks' background threads leave each other; nobody waits in a collective for them.
+"""Mailbox: short texts that the ranks' background threads leave each other, without a collective.
 
-They go through their own connection to the store that the ranks met at, and the loop's use of it never holds them up.
+They go through their own connection to the store of the rendezvous, so that the loop's use of it never delays them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ranks(Protocol):
 
     @property
     def store(self) -> Any:
-        """Where several have met."""
+        """The store of the rendezvous; None for one rank alone."""
 
     def number(self) -> int:
         """The same on all ranks, another at each call."""
@@ -40,7 +40,7 @@ class Ranks(Protocol):
         """The text that one of them passed, on all."""
 
 
-class Notes:
+class Mailbox:
     """A board of one saver; `token` is the same on all its ranks and differs from that of any earlier attempt."""
 
     def __init__(self, session: Ranks) -> None:
@@ -50,11 +50,11 @@ class Notes:
         self._given_up = threading.Event()
         self._store: Any = None
         if session.world_size > 1:
-            assert session.store is not None, "a world of several ranks has met at a store"
+            assert session.store is not None, "a world of several ranks has a store"
             self._store = session.store.clone()
 
     def give_up(self) -> None:
-        """Nobody waits here any more; whoever does, is told so."""
+        """End every wait: it raises."""
         self._given_up.set()
 
     def sleep(self, seconds: float) -> None:
@@ -92,4 +92,4 @@ class Notes:
 
 
 def _given_up() -> CheckpointError:
-    return CheckpointError("the checkpoint was given up", why="the ranks that wrote it are no longer together")
+    return CheckpointError("the checkpoint was abandoned", why="a rank that wrote a part of it has left this attempt")

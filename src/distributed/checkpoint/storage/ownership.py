@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.checkpoint.files import Entry, NotThere, Storage
-from distributed.checkpoint.remote import RemoteStorage
+from distributed.checkpoint.storage.files import Entry, NotThere, Storage
+from distributed.checkpoint.storage.remote import RemoteStorage
 from distributed.core.errors import CheckpointError
-from distributed.core.locks import FILE, REQUEUE_S, STALE_S, InUse, Lock, LockFile, LockPlace, Owner, Seen
+from distributed.core.locks import REQUEUE_S, STALE_S, InUse, Lock, LockFile, LockPlace, Owner, Seen, ask_to_stop
+from distributed.core.run_dir import LOCK
 
-_LONG_AGO_S = 3600.0  # by two clocks that nobody compares
+_LONG_AGO_S = 3600.0  # by two clocks that are not synchronized
 _SETTLE_S = 1.0  # in which others who take a stale lock at the same time have written
 
 
@@ -25,15 +26,13 @@ def hold_folder(storage: Storage, token: str, *, resume: bool, on_lost: Callable
     """The lock of a checkpoint folder; raises while another run writes there. `on_lost`: else the process gets SIGTERM
     when another run takes it."""
     try:
-        lock = Lock(_place(storage), Owner.me(token))
-        if on_lost is not None:
-            lock.on_lost = on_lost
+        lock = Lock(_place(storage), Owner.me(token), on_lost=on_lost or ask_to_stop)
         return lock.acquire(REQUEUE_S if resume else 0.0)
     except InUse as used:
         raise CheckpointError([used.problem("checkpoint_dir", "checkpoint_dir")]) from None
     except OSError as failed:
         raise CheckpointError(
-            f"cannot write {storage.locate(FILE)}",
+            f"cannot write {storage.locate(LOCK)}",
             why=failed.strerror or str(failed),
             do="check the permissions and the disk, or set checkpoint_dir to another place",
         ) from failed
@@ -44,9 +43,9 @@ def check_held(lock: Lock) -> None:
     if not lock.is_held():
         raise FolderTakenError(
             f"the checkpoint folder {lock.place.name} was taken by another run; nothing more is saved there",
-            why=f"this run showed no sign of life for {STALE_S:.0f} s, as when its machine is suspended, or somebody "
-            f"removed its {FILE}; what it saves now would replace checkpoints of the run that took its place",
-            do="let that run go on; or wait for it to end, and resume with resume_from_checkpoint=true",
+            why=f"this run did not renew its {LOCK} for {STALE_S:.0f} s, as when its machine is suspended, or the file "
+            "was removed; what it saves now would replace checkpoints of the run that took its place",
+            do="let that run finish, or wait for it to end and resume: resume_from_checkpoint=true",
         )
 
 
@@ -61,7 +60,7 @@ def _place(storage: Storage) -> LockPlace:
 class LockObject:
     """A lock in an object store. Most stores create an object only where there is none; where one does not, two runs
     that begin within the same second may both believe to have it. Of several who take a stale one, the last to write
-    has it; whoever lost it finds that out before a checkpoint is written."""
+    has it; a run that lost it finds that out before it writes a checkpoint."""
 
     storage: RemoteStorage
     sleep: Callable[[float], None] = time.sleep
@@ -71,11 +70,11 @@ class LockObject:
         return self.storage.root
 
     def create(self, text: bytes) -> bool:
-        return self.storage.create(FILE, text) and self.read() == text
+        return self.storage.create(LOCK, text) and self.read() == text
 
     def read(self) -> bytes | None:
         try:
-            return self.storage.read(FILE)
+            return self.storage.read(LOCK)
         except NotThere:
             return None
 
@@ -84,21 +83,21 @@ class LockObject:
         if text is None:
             return None
         age_s = time.time() - self._entry().modified
-        return Seen(text, age_s if age_s > _LONG_AGO_S else 0.0)  # else whether it changes tells
+        return Seen(text, age_s if age_s > _LONG_AGO_S else 0.0)  # else it counts as live until it stops changing
 
     def take(self, seen: Seen, text: bytes) -> bool:
         if self.read() != seen.text:
             return False
-        self.storage.write(FILE, text)
+        self.storage.write(LOCK, text)
         self.sleep(_SETTLE_S)
         return self.read() == text
 
     def renew(self, text: bytes) -> None:
-        self.storage.write(FILE, text)
+        self.storage.write(LOCK, text)
 
     def remove(self) -> None:
-        self.storage.delete(FILE)
+        self.storage.delete(LOCK)
 
     def _entry(self) -> Entry:
-        found = self.storage.entries(FILE)
-        return found.get(FILE, Entry(0, time.time()))
+        found = self.storage.entries(LOCK)
+        return found.get(LOCK, Entry(0, time.time()))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from distributed.checkpoint.files import Entry, Names, NotThere, check_name
+from distributed.checkpoint.storage.files import Entry, Names, NotThere, check_name
 from distributed.core.errors import CheckpointError, MissingExtraError
 
 T = TypeVar("T")

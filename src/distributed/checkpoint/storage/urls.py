@@ -1,4 +1,4 @@
-"""Storage by URL: a folder of this machine, or whatever fsspec can reach; and the check that it can be written to."""
+"""Storage by URL: a folder of this machine, or a URL that fsspec can reach; and the check that it can be written to."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import re
 import uuid
 
-from distributed.checkpoint.files import Entry, NotThere, Storage, check_name
-from distributed.checkpoint.local import LocalStorage
-from distributed.checkpoint.remote import RemoteStorage
+from distributed.checkpoint.storage.files import Entry, NotThere, Storage, check_name
+from distributed.checkpoint.storage.local import LocalStorage
+from distributed.checkpoint.storage.remote import RemoteStorage
 from distributed.core.errors import CheckpointError
 
 __all__ = [
@@ -45,7 +45,7 @@ def open_storage(url: str | Storage) -> Storage:
 
 
 def check_writable(storage: Storage, expected_bytes: int = 0) -> None:
-    """Raises when nothing can be written there, or when so many bytes would not fit; for the start of a run."""
+    """Raises when nothing can be written there, or when the expected bytes do not fit; for the start of a run."""
     probe = f"probe-{uuid.uuid4().hex}"
     storage.write(probe, b"probe")
     there = storage.read(probe)

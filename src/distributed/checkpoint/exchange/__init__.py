@@ -1,0 +1,1 @@
+"""Checkpoints and the files of other programs: import, export, verify, compare."""

@@ -1,0 +1,1 @@
+"""A checkpoint becomes a state again: found, verified, fetched and put together."""

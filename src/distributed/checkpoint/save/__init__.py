@@ -1,0 +1,1 @@
+"""A state becomes a checkpoint: staged, written, assembled, published, and retained."""

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept: folders and URLs, chunks by their hash, and who may write."""
