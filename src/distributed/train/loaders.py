@@ -1,28 +1,28 @@
-"""Loader: what the loop asks of whatever gives it a rank's share of the training data; and which one a run gets."""
+"""Loader: the interface through which the loop reads a rank's shard of the training data; and which one a run gets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan, Decision, Plan
-from distributed.data.dali import DaliBatches
+from distributed.core.run_dir import RunDir
+from distributed.data.checks.tally import Tally
 from distributed.data.drawn import Tree
-from distributed.data.leaf_loader import LeafLoader
-from distributed.data.loader import EvalLoader, Step, StreamLoader, TrainLoader
-from distributed.data.prefetch import Prefetch
-from distributed.data.rows import RowEvalLoader, RowLoader, Rows, say_bytes
+from distributed.data.loading.dali import DaliBatches
+from distributed.data.loading.loader import EvalLoader, Step, StreamLoader, TrainLoader
+from distributed.data.loading.prefetch import Prefetch
+from distributed.data.loading.rows import RowEvalLoader, RowLoader, Rows, say_bytes
+from distributed.data.loading.virtual_rank_loader import LeafLoader
+from distributed.data.loading.workers import WorkerCount, as_told, can_choose, find_staff, keep, with_workers
 from distributed.data.source import Source
-from distributed.data.tally import Tally
-from distributed.data.workers import Staff, as_told, can_choose, find_staff, keep, with_workers
 from distributed.runtime.session import Session
-from distributed.strategies.gradient_sums import local
-from distributed.train.sharing import share_from_first
+from distributed.strategies.placement import local
+from distributed.train.resume.sharing import share_from_first
 
 _STATE_BYTES = 8  # of each number that is trained: two in fp32, as of Adam
 
@@ -41,7 +41,7 @@ class Loader(Protocol):
     def read_digest(self) -> int: ...  # of what was read of a stream until that step
 
     @property
-    def note(self) -> str: ...  # what is to be told of the epoch's order
+    def note(self) -> str: ...  # a warning about the epoch's order
 
     def order_digest(self, epoch: int) -> str: ...
 
@@ -62,7 +62,7 @@ class Loader(Protocol):
 
 class Training(NamedTuple):
     loader: Loader
-    staff: Staff | None  # the number of workers, where that was left to be found
+    staff: WorkerCount | None  # the number of workers, where that was left to be found
     decisions: list[Decision]
 
 
@@ -77,11 +77,11 @@ def open_training(
     """What reads this rank's training data. `optimizer`: whose state will yet need memory of the device."""
     device, rank = session.device, session.data_rank
     rows = None if source.is_stream or plan.is_bitwise else _rows(source, plan, device, optimizer)
-    if plan.speed.data_on_device == "on" and (rows is None or not rows.is_ahead):
+    if plan.speed.data_on_device == "on" and (rows is None or not rows.is_on_device):
         raise _not_on_device(rows, device)
     if rows is not None:
         by_rows = RowLoader(source, rows, plan.batch, rank, seed=plan.seed, share=share_from_first(session))
-        loader = by_rows if rows.is_ahead else Prefetch(by_rows, device, max_steps=plan.max_steps)
+        loader = by_rows if rows.is_on_device else Prefetch(by_rows, device, max_steps=plan.max_steps)
         return Training(loader, None, _told(rows, "training"))
     return _open_read(source, plan, session)
 
@@ -91,21 +91,21 @@ def _open_read(source: Source, plan: Plan, session: Session) -> Training:
     device, rank, on_gpu = session.device, session.data_rank, session.device.type == "cuda"
     how: dict[str, Any] = {"seed": plan.seed, "pin_memory": on_gpu, "share": share_from_first(session)}
     staff = _find_staff(source, plan, session) if plan.workers == "auto" else None
-    source, told = _staffed(source, plan, staff), [] if staff is None else [staff.decision]
+    source, decisions = _staffed(source, plan, staff), [] if staff is None else [staff.decision]
     if source.is_stream:
-        return Training(_open_stream(source, plan, session), staff, told)
+        return Training(_open_stream(source, plan, session), staff, decisions)
     if plan.is_bitwise:
-        return Training(LeafLoader(source, plan.batch, rank, **how), staff, told)
+        return Training(LeafLoader(source, plan.batch, rank, **how), staff, decisions)
     source, reads_ahead = _pinned(source, on_gpu)
     loader = TrainLoader(source, plan.batch, rank, seeds_batches=plan.workers is not None, **how)
-    return Training(Prefetch(loader, device, max_steps=plan.max_steps) if reads_ahead else loader, staff, told)
+    return Training(Prefetch(loader, device, max_steps=plan.max_steps) if reads_ahead else loader, staff, decisions)
 
 
 def open_evaluation(
     source: Source | None,
     plan: Plan,
     session: Session,
-    staff: Staff | None,
+    staff: WorkerCount | None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     in_step: bool,
@@ -140,7 +140,7 @@ def _rows(source: Source, plan: Plan, device: torch.device, optimizer: torch.opt
 
 
 def state_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Bytes of the device that an optimizer will take with its first step: about, as its kind is not asked.
+    """Bytes of the device that an optimizer will take with its first step: an estimate for any optimizer.
 
     >>> layer = torch.nn.Linear(10, 10, bias=False)
     >>> state_to_come(torch.optim.Adam(layer.parameters()), torch.device("cpu"))
@@ -158,14 +158,14 @@ def _told(rows: Rows, whose: str) -> list[Decision]:
 def _not_on_device(rows: Rows | None, device: torch.device) -> DataError:
     if rows is None or rows.placing is None:
         return DataError(
-            "data_on_device=True, and the training data cannot go there",
-            why="only the tensors of a TensorDataset, or of a Subset of one, can, with torch's default_collate",
+            "data_on_device=True, and the training data cannot be kept on the device",
+            why="only a TensorDataset, or a Subset of one, with torch's default_collate can",
             do="make a TensorDataset of it, or leave data_on_device out",
         )
     size, free = say_bytes(rows.placing.size), say_bytes(rows.placing.free)
     return DataError(
         f"data_on_device=True, and the training data does not fit on {device}",
-        why=f"it takes {size}, and {free} are free",
+        why=f"the data takes {size}, and {device} has {free} free",
         do="leave data_on_device out: batches are then gathered on the host, one step ahead",
     )
 
@@ -175,7 +175,7 @@ def _open_stream(source: Source, plan: Plan, session: Session) -> Loader:
     if isinstance(source.dataset, DaliBatches):
         source.dataset.check(plan.batch, split)
         split = "dataset"
-    source, reads_ahead = _pinned(source, on_gpu and split == "share")  # else the ranks meet while they read
+    source, reads_ahead = _pinned(source, on_gpu and split == "share")  # else reading has a collective
 
     def agree(samples: int, microbatches: int) -> tuple[int, int]:
         if session.world_size == 1:  # nor does the host wait for the device
@@ -196,10 +196,10 @@ def _pinned(source: Source, could: bool) -> tuple[Source, bool]:
     return (replace(source, pin_memory=True) if reads_ahead else source), reads_ahead
 
 
-def _find_staff(source: Source, plan: Plan, session: Session) -> Staff:
+def _find_staff(source: Source, plan: Plan, session: Session) -> WorkerCount:
     if not can_choose(source):
         return as_told(source)
-    kept, on_gpu = Path(plan.run_dir, "workers", f"rank-{session.rank}.json"), session.device.type == "cuda"
+    kept, on_gpu = RunDir(plan.run_dir).worker_count(session.rank), session.device.type == "cuda"
     staff = find_staff(
         source,
         plan.batch,
@@ -213,7 +213,7 @@ def _find_staff(source: Source, plan: Plan, session: Session) -> Staff:
     return staff
 
 
-def _staffed(source: Source, plan: Plan, staff: Staff | None) -> Source:
+def _staffed(source: Source, plan: Plan, staff: WorkerCount | None) -> Source:
     if staff is not None:
         return with_workers(source, staff.workers) if staff.rates else source
     return with_workers(source, plan.workers) if isinstance(plan.workers, int) else source

@@ -1,4 +1,4 @@
-"""Meter: losses and metrics of the steps since the last look, kept on the device until somebody looks."""
+"""Meter: losses and metrics of the steps since the last look, kept on the device until they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, NonFiniteLoss, StepOutput
 from distributed.train.metrics import MetricTotals
-from distributed.train.pace import Pace, RankPace
+from distributed.train.stragglers.pace import Pace, RankPace
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Reading:
     seconds: float
     gradient_norm: float | None = None
     steps: int = 0
-    paces: tuple[RankPace, ...] = ()  # of every rank; empty where there is one, or nobody keeps it
+    paces: tuple[RankPace, ...] = ()  # of every rank; empty where there is one, or it is not measured
 
     @property
     def samples_per_second(self) -> float:
@@ -45,10 +45,10 @@ class Meter:
         *,
         checks_loss: bool,
         pace: Pace | None = None,
-        counts: bool = True,
+        owns_metrics: bool = True,
     ) -> None:
-        """`counts`: whether this rank's numbers are part of the means; they are the same for all ranks."""
-        self._counts = counts
+        """`owns_metrics`: whether this rank's numbers are part of the means; they are the same for all ranks."""
+        self._owns_metrics = owns_metrics
         self._session, self._names, self._checks_loss = session, ["loss", *names], checks_loss
         self._pace = pace
         self._losses: list[torch.Tensor | float] = []
@@ -61,6 +61,10 @@ class Meter:
         self._losses.append(output.loss)
         self._samples.append(samples)
         self._last = output
+
+    def samples_of_last(self, steps: int) -> int | None:
+        """Of steps that were not read yet; None: there are not as many."""
+        return sum(self._samples[-steps:]) if steps <= len(self._samples) else None
 
     @property
     def is_empty(self) -> bool:
@@ -86,24 +90,29 @@ class Meter:
         self._samples = state["samples"]
 
     def read(self) -> Reading:
-        """Every rank calls it after the same step. Raises NonFiniteLoss for the first step that was not finite."""
+        """Every rank calls it after the same step. Raises NonFiniteLoss for the first step that was not finite.
+
+        All ranks raise the same, with the rank that it began on: a step later it is in the weights of all of them.
+        """
         samples = sum(self._samples)
         assert self._last is not None
         losses, last = _fetch(self._losses, self._last)
-        if self._checks_loss:
-            _check_finite(losses)
+        self._session.check()
         ranks = self._session.world_size
         totals = MetricTotals()
-        if self._counts:
+        if self._owns_metrics:
             weighted = math.fsum(loss * count for loss, count in zip(losses, self._samples, strict=True))
             totals.add({"loss": MetricSum(weighted / ranks, samples / ranks)})
             totals.add(last.metrics or {})
         row = self._pace.row() if self._pace is not None else []
-        metrics, rows = totals.mean_and_sums("training metrics", self._session, self._names, row)
-        paces = self._pace.read(rows) if self._pace is not None else ()
+        found = _nonfinite(losses, self._session.rank, ranks) if self._checks_loss else []
+        metrics, rows = totals.mean_and_sums("training metrics", self._session, self._names, row + found)
+        if self._checks_loss:
+            _check_finite(rows[len(row) :])
+        paces = self._pace.read(rows[: len(row)]) if self._pace is not None else ()
         now = time.perf_counter()
         norm = None if last.gradient_norm is None else float(last.gradient_norm)
-        reading = Reading(metrics, samples, now - self._since, norm, len(self._losses), paces)
+        reading = Reading(metrics, samples, now - self._since, norm, steps=len(self._losses), paces=paces)
         self._losses, self._samples, self._since = [], [], now
         for name, value in metrics.items():
             total, weight = self._epoch.get(name, (0.0, 0.0))
@@ -135,7 +144,24 @@ def _fetch(losses: list[torch.Tensor | float], last: StepOutput) -> tuple[list[f
     return numbers[: len(losses)], StepOutput(numbers[len(losses) - 1], norm, metrics)
 
 
-def _check_finite(values: list[float]) -> None:
-    for index, value in enumerate(values):
-        if not math.isfinite(value):
-            raise NonFiniteLoss(value, steps_ago=len(values) - 1 - index)
+def _nonfinite(losses: list[float], rank: int, ranks: int) -> list[float]:
+    """Of each rank, how many steps ago its loss was not finite for the first time, counted from 1, and the loss.
+
+    >>> _nonfinite([0.5, math.inf, math.nan], rank=1, ranks=2)
+    [0.0, 0.0, 2.0, inf]
+    """
+    row = [0.0] * (2 * ranks)
+    for index, loss in enumerate(losses):
+        if not math.isfinite(loss):
+            row[2 * rank : 2 * rank + 2] = float(len(losses) - index), loss
+            break
+    return row
+
+
+def _check_finite(row: list[float]) -> None:
+    """Raise the first loss that was not finite, of all ranks."""
+    ages, values = row[::2], row[1::2]
+    first = max(ages)
+    if first:
+        ranks = tuple(rank for rank, age in enumerate(ages) if age == first)
+        raise NonFiniteLoss(values[ranks[0]], int(first) - 1, ranks)

@@ -102,6 +102,7 @@ class MetricTotals:
             if more:
                 sums = torch.cat([sums, torch.tensor(more, dtype=torch.float64, device=session.device)])
         found: list[float] = session.sum(name, sums).tolist()
+        session.check()
         return self._means(names, found), found[2 * len(names) :]
 
     def _means(self, names: list[str], found: list[float]) -> dict[str, float]:
@@ -119,4 +120,5 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
                 do=f"metrics={{{name!r}: lambda outputs, target: …}}",
             )
         if name == "loss" or name.startswith("val_"):
-            raise TaskError(f"a metric cannot be called {name!r}", why="the trainer uses that name", do="rename it")
+            why = "the trainer reports 'loss' and names that begin with 'val_' itself"
+            raise TaskError(f"a metric cannot be called {name!r}", why=why, do=f"metrics={{'my_{name}': …}}")

@@ -1,18 +1,18 @@
-"""Reports: what every rank tells whoever owns its process, at the same points on all of them.
+"""Reports: what every rank reports to the owner of its process, at the same points on all of them.
 
-A checkpoint is told once it is whole, which is when the next one begins or the run ends, with the metrics of its step.
+A checkpoint is reported once it is whole, when the next one begins or the run ends, with the metrics of its step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distributed.core.hosts import Host
-from distributed.train.state import Progress
+from distributed.core.protocol.process_owner import ProcessOwner
+from distributed.train.progress import Progress
 
 
 class Reports:
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ProcessOwner) -> None:
         self._host = host
         self._begun: dict[int, dict[str, float]] = {}  # the metrics of the saves that are not known to be whole
         self._whole: tuple[dict[str, float], str] = ({}, "")

@@ -1,11 +1,11 @@
-"""What a run tells of itself: the events that every loop has, torch's and Keras'. Without an observer it is silent."""
+"""The events that every loop reports, torch's and Keras'; without an observer, nothing is reported."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from distributed.checkpoint.publishing import Saved
+from distributed.checkpoint.save.publishing import Saved
 from distributed.core.errors import CheckpointError
 from distributed.core.events import (
     CheckpointSaved,
@@ -23,19 +23,31 @@ from distributed.core.plan import Decision, Plan
 from distributed.core.secrets import mask
 
 
-class Telling:
+class RunEvents:
     """Makes the events of one process; only the main one has an observer."""
 
     def __init__(self, plan: Plan, observer: Observer | None) -> None:
         self._plan, self._observer = plan, observer
+        self._late: list[Event] = []  # in their order
 
     @property
     def is_heard(self) -> bool:
         return self._observer is not None
 
     def tell(self, event: Event) -> None:
+        if self._late:
+            self.catch_up()
         if self._observer is not None:
             self._observer.on(event)
+
+    def tell_later(self, event: Event) -> None:
+        """With the next one, or at `catch_up`: observers take as long as several steps of a small model."""
+        self._late.append(event)
+
+    def catch_up(self) -> None:
+        late, self._late = self._late, []
+        for event in late:
+            self.tell(event)
 
     def warn(self, message: str) -> None:
         self.tell(Warned(time=time.time(), message=message))
@@ -100,7 +112,7 @@ class Telling:
 
     def not_saved(self, failed: CheckpointError) -> None:
         problem = failed.problems[0]
-        self.warn(f"{problem.what}: {problem.why}; training goes on without this checkpoint")
+        self.warn(f"{problem.what}: {problem.why}; training continues without this checkpoint")
 
     def run_ended(self, history: History) -> None:
         self.tell(
@@ -117,7 +129,7 @@ class Telling:
 
 
 def nothing_to_resume(plan: Plan) -> str:
-    """Of a run that was to go on, and is the first one in its folder."""
+    """The decision of a run that was to resume, and is the first one in its folder."""
     return str(
         Decision("the run begins at step 0", f"nothing to resume in {plan.checkpoint.dir}", "resume_from_checkpoint")
     )

@@ -9,10 +9,11 @@ import torch
 
 from distributed.core.plan import SchedulePlan
 from distributed.core.rates import rate_factor, warmup_steps
+from distributed.train.given_schedulers import make
 
 
 class Schedule(Protocol):
-    """Told of every step and epoch, it sets the rate of the next."""
+    """Called after every step and epoch, it sets the next learning rate."""
 
     name: str  # of the user's scheduler; "": the plan's own
 
@@ -91,6 +92,4 @@ def make_schedule(
     """`scheduler` is a scheduler of this optimizer, a function that makes one of it, or None for the plan's own."""
     if scheduler is None:
         return PlannedSchedule(plan, optimizer, steps_per_epoch, total)
-    if not hasattr(scheduler, "step"):
-        scheduler = scheduler(optimizer)
-    return UserSchedule(scheduler, plan.interval)
+    return UserSchedule(make(scheduler, optimizer), plan.interval)

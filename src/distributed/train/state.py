@@ -4,47 +4,36 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from distributed.checkpoint.ownership import FolderTakenError
-from distributed.checkpoint.publishing import Saved
-from distributed.checkpoint.restoring import Restored, restore
-from distributed.checkpoint.rng import restore_rng, rng_state
-from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.restore.restoring import Restored, restore
+from distributed.checkpoint.restore.rng import restore_rng, rng_state
+from distributed.checkpoint.save.publishing import Saved
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.ownership import FolderTakenError
 from distributed.core.errors import CheckpointError
-from distributed.core.failure import is_collateral
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
-from distributed.core.secrets import mask
+from distributed.core.protocol.failure import is_collateral
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
-from distributed.train.checkpoint_folder import CheckpointFolder, record_reader
-from distributed.train.facts import Facts
-from distributed.train.handover import Held, Inherited
+from distributed.train.checks.samples import SampleCheck
+from distributed.train.checks.user_state import LOSS, UserState
 from distributed.train.meter import Meter
-from distributed.train.rates import OwnRates
-from distributed.train.resuming import Resuming, resume_from
-from distributed.train.sample_check import SampleCheck
+from distributed.train.progress import Progress
+from distributed.train.resume.certificate import ResumeCertificate, Verdict
+from distributed.train.resume.checkpoint_folder import CheckpointFolder, record_reader
+from distributed.train.resume.facts import Facts
+from distributed.train.resume.proven import Proven
+from distributed.train.resume.rates import OwnRates
+from distributed.train.resume.resuming import Resuming, resume_from
+from distributed.train.resume.survivor_state import HandedOver, SurvivorState
 from distributed.train.schedule import Schedule
-from distributed.train.user_state import UserState
-from distributed.train.witness import Verdict, Witness
-
-
-@dataclass
-class Progress:
-    """How far training has come; a position in an epoch is a number of samples, so any number of ranks can go on."""
-
-    epoch: int = 0
-    step: int = 0  # optimizer steps of the whole run
-    samples_in_epoch: int = 0
-    steps_in_epoch: int = 0  # by which a stream, whose batches may be short in the middle, finds its place
-
-    def begin_next_epoch(self) -> None:
-        self.epoch, self.samples_in_epoch, self.steps_in_epoch = self.epoch + 1, 0, 0
 
 
 class RunState:
@@ -56,37 +45,39 @@ class RunState:
         strategy: Strategy,
         schedule: Schedule,
         session: Session,
+        *,
         meter: Meter,
         samples: int | None,
         data: SampleCheck,
         on_saved: Callable[[Saved], None],
         on_failed: Callable[[CheckpointError], None],
+        on_taken: Callable[[], None],
         user: UserState,
         facts: Facts,
-        on_taken: Callable[[], None],
     ) -> None:
-        """`facts`: what of the user's objects tells one run from another; see `train/facts.py`. `on_taken`: asks this
-        run to stop, as another one has taken the checkpoint folder."""
+        """`facts`: what of the user's objects identifies a run; see `train/resume/facts.py`. `on_taken`: requests a
+        stop of this run, as another one has taken the checkpoint folder."""
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._user, self._facts = user, facts
         self._meter, self._samples, self._on_saved, self._on_failed = meter, samples, on_saved, on_failed
         self._data = data
         self.progress = Progress()
+        self.proven = Proven(session.gate, schedule, strategy.optimizer)
         self.epochs: list[EpochRecord] = []
         self._folder = CheckpointFolder(plan, session, on_taken)
-        self._witness = Witness(session, self._folder.put_record, steps=plan.checkpoint.certificate)
+        self._witness = ResumeCertificate(session, self._folder.put_record, steps=plan.checkpoint.certificate)
         self._saver: Saver | None = None
         self._saved_at, self._saved_in = -1, 0  # a step, and an epoch, which may end after its last step was saved
         self._taken: FolderTakenError | None = None  # raised by the next save: all ranks come there
         self.path = ""  # of the newest checkpoint
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
         self.is_watched = self._witness.wants
-        self.source = "the beginning"  # of the state that this run goes on from
-        self.told: list[str] = []  # what has changed since the checkpoint that it goes on from
+        self.source = "the beginning"  # of the state that this run resumes from
+        self.changes: list[str] = []  # what has changed since the checkpoint that it resumes from
         self._published_at = -1
         self._own_groups: list[dict[str, Any]] = []  # the optimizer's, as this run has made them
 
-    def restore(self, inherited: Inherited | None = None) -> Restored | None:
+    def restore(self, inherited: HandedOver | None = None) -> Restored | None:
         """Take what another rank handed over, or the checkpoint that the plan names, or begin; then be ready."""
         checkpoint = self._plan.checkpoint
         restored = None
@@ -108,6 +99,7 @@ class RunState:
         self._saver = Saver(
             self._folder.storage,
             self._session,
+            TensorStaging(pinned=self._session.device.type == "cuda", check=self._session.check),
             asynchronous=checkpoint.asynchronous,
             keep_last=checkpoint.keep_last,
             keep_every=checkpoint.keep_every,
@@ -121,32 +113,48 @@ class RunState:
         return restored
 
     def _find(self) -> Restored | None:
-        """A run that was restarted goes on from its own newest checkpoint; one that was not, from what it is told."""
+        """A restarted run resumes from its own newest checkpoint; another one from what the plan names."""
         checkpoint = self._plan.checkpoint
         expected = self._strategy.state() | self._user.here()
         self._own_groups = expected["optimizer"]["param_groups"]
-        how: dict[str, Any] = {"expected": expected, "boxes": self._strategy.boxes}
+        how: dict[str, Any] = {"expected": expected, "boxes": self._strategy.shard_ranges}
         if self._session.env.restarts:
             own = restore(checkpoint.dir, True, self._session, accept=self._folder.is_own, **how)
             if own is not None:
                 return own
         return restore(checkpoint.dir, checkpoint.resume, self._session, **how)
 
-    def held(self) -> Held | None:
-        """What this rank holds at its last step boundary, asking nobody; None when that is not everything."""
+    def held(self) -> SurvivorState | None:
+        """What this rank holds at its last step boundary, without a collective; None when that is not everything."""
+        if not self._go_back():
+            return None
         state = self._strategy.held_state()
         if state is None:
             return None
-        meter = self._meter.state() | {"losses": [], "samples": []}  # those that nobody has read are each rank's own
+        meter = self._meter.state() | {"losses": [], "samples": []}  # those that were not read are each rank's own
         more = {"meter": meter, "ranks": self._plan.batch.ranks, "published": [self._published_at, self.path]}
         more["run"] = dict(self._facts.found)
-        return Held(self.progress.step, state | self._user.here() | self._position() | more)
+        return SurvivorState(self.progress.step, state | self._user.here() | self._position() | more)
+
+    def _go_back(self) -> bool:
+        """From where the host stands to where the device does, which may not have taken its last steps."""
+        progress = self.progress
+        behind = self.proven.steps_behind(progress.step)
+        unread = self._meter.samples_of_last(behind) if behind else 0
+        if behind is None or unread is None or (behind and LOSS in self._user.here()):
+            return False  # a loss keeps what it likes, in ways of its own
+        if behind:
+            self.proven.go_back(progress.step - behind)
+            progress.go_back(behind, unread)
+        return True
 
     def _load(self, restored: Restored) -> None:
         self._check(restored)
         self._saved_at = self._published_at = restored.step
         self.path = restored.path
-        if "imported" in restored.manifest.meta:  # another program's weights, or state too; all else begins anew
+        if (
+            "imported" in restored.manifest.meta
+        ):  # another program's weights, or state too; all else starts from the beginning
             rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
             self._strategy.load_state(restored.shared)
             for group, rate in zip(self._strategy.optimizer.param_groups, rates, strict=True):
@@ -154,7 +162,7 @@ class RunState:
             self.progress = Progress(step=restored.step)
             return
         resuming = self._compare(restored)
-        self.told = resuming.lines
+        self.changes = resuming.lines
         own = OwnRates(self._strategy.optimizer, self._schedule) if self._plan.checkpoint.own_rates else None
         self._take(resuming.tree, resuming)
         if own is not None:
@@ -166,7 +174,7 @@ class RunState:
         self.verdict = self._begin_to_compare(restored, resuming)
 
     def _compare(self, restored: Restored) -> Resuming:
-        """With the run that saved it; raises where it is not to be gone on from."""
+        """With the run that saved it; raises where this run must not resume from it."""
         manifest, checkpoint = restored.manifest, self._plan.checkpoint
         return resume_from(
             restored.shared,
@@ -211,7 +219,7 @@ class RunState:
         self._schedule.load_state(shared["schedule"], self.progress.step)
         self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
         self._data.load_state(shared.get("data", {}))
-        # The same on all ranks, so that others can go on with them; what nobody has read yet is each rank's own.
+        # The same on all ranks, so that others can resume with them; what was not read yet is each rank's own.
         self._meter.load_state({"epoch": shared.get("totals", {}), "losses": [], "samples": []})
         if "meter" in shared:  # of a handover; each rank's own in a checkpoint
             self._meter.load_state(shared["meter"])
@@ -242,22 +250,26 @@ class RunState:
             best = self._plan.checkpoint.best
             metric = (metrics or {}).get(best.partition(":")[2]) if best else None
             parts = self._shared(), self._own(), self._meta()
-            self._outlive(partial(self._saver.save, self.progress.step, *parts, metric=metric))
-            self._end_if_taken()
+            write = partial(self._saver.save, self.progress.step, *parts, metric=metric)
+            if wait:  # the last one of a run must be written
+                write()
+            else:
+                self._outlive(write)
+                self._end_if_taken()
             self._witness.saved(self.progress.step)
             self._look({})
         if wait:
             self.path = self._saver.wait() or self.path
 
     def poll(self) -> None:
-        """Tell of saves that have ended since, and of what went wrong in them."""
+        """Report saves that have ended since, and what went wrong in them."""
         if self._saver is not None:
             self._outlive(self._saver.poll)
 
     def _outlive(self, save: Callable[[], object]) -> None:
-        """A checkpoint that cannot be written is told and passed over: the next one may be, and training need not end.
+        """A checkpoint that cannot be written is reported and skipped: the next one may be, and training need not end.
 
-        It went wrong on all ranks alike. The last one of a run must be written.
+        It went wrong on all ranks alike.
         """
         try:
             save()
@@ -328,7 +340,7 @@ class RunState:
         return own | ({"data": data} if data else {})
 
     def _meta(self) -> dict[str, Any]:
-        plan = mask(asdict(self._plan))
+        plan = self._plan.to_plain()
         return {
             "settings": plan.pop("settings"),
             "plan": plan,

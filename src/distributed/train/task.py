@@ -12,10 +12,11 @@ from torch import nn
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.strategies.base import MetricSum, Outcome, Trial
-from distributed.train.loss_probe import logits_of
-from distributed.train.loss_state import LossState, holder_of, load_loss, refuse_trained_loss, state_of
-from distributed.train.loss_weights import LossWeights
-from distributed.train.losses import entropy_of, squared_error
+from distributed.train.given_schedulers import check_scheduler
+from distributed.train.loss.probe import logits_of
+from distributed.train.loss.state import LossState, holder_of, load_loss, refuse_trained_loss, state_of
+from distributed.train.loss.torch_losses import entropy_of, squared_error
+from distributed.train.loss.weights import LossWeights
 from distributed.train.metrics import Metric, binary_accuracy, class_hits, sum_metrics
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
@@ -246,11 +247,12 @@ def check_task(task: Task) -> None:
             why="it must be an optimizer over this model's parameters, or a function that makes one of them",
             do="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
         )
+    check_scheduler(task.scheduler)
     owner = getattr(task.scheduler, "optimizer", None)
     if isinstance(owner, torch.optim.Optimizer) and owner is not task.optimizer:
         raise TaskError(
             "the scheduler belongs to another optimizer than the one passed",
-            why="it would change learning rates that nobody uses",
+            why="it would change the learning rates of an optimizer that does not train",
             do="pass the optimizer that the scheduler was made with, or a function scheduler=lambda optimizer: …",
         )
 

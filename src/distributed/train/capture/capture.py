@@ -14,20 +14,22 @@ from typing import Any
 import torch
 
 from distributed.core.plan import Plan
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.strategies.base import Capturable, StepOutput
-from distributed.train.capture_checks import Before, Change, differs, hooks_of, watched
-from distributed.train.captured import CapturedStep, NotCapturable, shape_of
-from distributed.train.captured_rates import Rates
-from distributed.train.proofs import about_unseen, frozen
-from distributed.train.reachable import Look, changes, look
+from distributed.train.capture.agreement import Agreement
+from distributed.train.capture.captured import CapturedStep, NotCapturable
+from distributed.train.capture.checks import Before, Change, differs, hooks_of, watched
+from distributed.train.capture.proofs import about_unseen, frozen
+from distributed.train.capture.rates import Rates
+from distributed.train.checks.reachable import Look, changes, look
 
 _WARM = 3  # eager steps before the first capture; the libraries choose their kernels and the optimizer makes its state
+_LOOKED_AT = 2  # steps of several ranks in which the strategy looks at values, to compare what the ranks did
 _CHECKS = 2  # steps of each shape that are taken both ways
 _ANEW = 3  # times that graphs are made again because Python's state was changed between two epochs
 _SHAPES = 8  # graphs at most: each holds its activations
-_BUSY = 0.25  # of the host's time that the device may go on after it: more, and there is nothing to gain
+_BUSY = 0.25  # of the host's time that the device may run longer: more, and there is nothing to gain
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs themselves
 
 Tell = Callable[[str], None]
@@ -41,6 +43,9 @@ class StepCapture:
     ) -> None:
         self._strategy, self._device, self._tell, self._steps_done = strategy, session.device, tell, steps_done
         self._precision, self._is_asked = plan.precision.kind, plan.speed.capture == "on"
+        self._agreement = Agreement(plan.batch, session)
+        self._unseen = 1 if self._agreement.is_alone else _LOOKED_AT
+        self._warm = _WARM + self._unseen - 1
         self._steps = 0
         self._graphs: dict[Any, CapturedStep] = {}
         self._watched: set[Any] = set()
@@ -55,12 +60,12 @@ class StepCapture:
         self._waits: list[tuple[float, float]] = []  # (seconds of the host, seconds that the device took after it)
         self._rates = Rates(strategy.optimizer, self._device)
         self.why_not = ""
-        if why := self._refused(plan, session):
+        if why := self._agreement.on(self._refused(plan)):
             self._refuse(why)
 
-    def _refused(self, plan: Plan, session: Session) -> str:
-        if session.world_size > 1:
-            return "several ranks add up their gradients in it, and each would have to capture the same steps"
+    def _refused(self, plan: Plan) -> str:
+        if why := self._strategy.why_not_captured or self._agreement.refused():
+            return why
         if plan.memory.compile_mode in _OWN_GRAPHS:
             return f"compile={plan.memory.compile_mode!r} makes graphs of its own"
         return self._rates.why_not
@@ -68,22 +73,29 @@ class StepCapture:
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         if self.why_not:
             return self._as_written(microbatches, measure)
+        agreement = self._agreement
+        if measure and self._graphs and agreement.hears():
+            return self._give_up(agreement.on(agreement.trouble), microbatches, measure)
         try:
-            key = measure, *shape_of(microbatches)
+            key = agreement.key(microbatches, measure)
         except NotCapturable as why:
             return self._give_up(str(why), microbatches, measure)
         captured = self._graphs.get(key)
         if captured is None or self._checked[key] < _CHECKS:
             return self._eager_step(key, microbatches, measure)
-        if not self._rates.follow():
-            return self._give_up(self._rates.changed, microbatches, measure)
         if key in self._rehearsed:
             return self._rehearse(key, microbatches)
         proofs = captured.proofs
-        if proofs.replays >= proofs.due:
+        if proofs.is_due:
             self.prove()
             return self.train_step(microbatches, measure=measure)
-        proofs.replays += 1
+        proofs.replayed()
+        if not self._rates.follow():
+            agreement.cannot_replay(self._rates.changed)
+            if agreement.is_alone:
+                return self._give_up(agreement.trouble, microbatches, measure)
+        if agreement.trouble:  # the others do not know of it yet
+            return self._plain(microbatches, measure)
         clock = self._strategy.clock
         clock.begin(measure)
         output = captured.replay(microbatches)
@@ -93,14 +105,14 @@ class StepCapture:
         return output
 
     def begin_epoch(self) -> None:
-        """Whoever runs between two epochs may have changed what the model keeps: before a step is taken without it."""
+        """Code that runs between two epochs may have changed the model's state: checked before a captured step."""
         if self._known is None or self.why_not:
             return
         found = changes(self._known, self._look())
         if whose := hooks_of(self._strategy.module, self._strategy.optimizer):
             found.append(f"{whose} would not be called")
-        if found:
-            self._begin_anew(found[0])
+        if why := self._agreement.on(next(iter(found), "")):
+            self._begin_anew(why)
 
     def prove(self) -> None:
         """Take a step both ways that does not count, with each graph that was used since it last came to the same.
@@ -110,26 +122,28 @@ class StepCapture:
         is_open = [key for key, captured in self._graphs.items() if captured.proofs.is_open]
         if not is_open:
             return
-        if not self._rates.follow():
-            self._refuse(self._rates.changed)
+        if why := self._agreement.on("" if self._rates.follow() else self._rates.changed):
+            self._refuse(why)
             return
         assert self._known is not None
         now = self._look()
         try:
             for key in is_open:
                 self._prove(key, now)
-        except NotCapturable as why:
-            self._refuse(str(why))
+        except NotCapturable as found:
+            self._refuse(str(found))
             return
         except torch.OutOfMemoryError:  # of the eager step, beside the memory of the graphs
+            if not self._agreement.is_alone:  # the others wait in a sum of this step
+                raise
             self._strategy.forget_step()
             self._refuse(
                 f"it could not be compared again for want of memory; it came to the same at step {self._proven}"
             )
             return
         self._proven = self._steps_done()
-        if found := changes(self._known, now):  # which has made no difference so far
-            self._begin_anew(found[0])
+        if why := self._agreement.on(next(iter(changes(self._known, now)), "")):  # which made no difference so far
+            self._begin_anew(why)
 
     def close(self) -> None:
         """The optimizer is as it was made; the graphs' memory is free."""
@@ -139,16 +153,18 @@ class StepCapture:
 
     def _eager_step(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """A step as it is written; on the way towards a graph it is watched, timed, or taken both ways."""
+        if key is None:  # of several ranks, some have fewer samples than in other steps
+            return self._plain(microbatches, measure)
         self._steps += 1
-        if key not in self._watched or self._steps <= _WARM:
+        if key not in self._watched or self._steps <= self._warm:
             return self._first_steps(key, microbatches, measure)
         if key in self._eager or any(not micro.size for micro in microbatches):  # a stand-in, at an epoch's end
             return self._plain(microbatches, measure)
         if key not in self._graphs and len(self._graphs) >= _SHAPES:
             self._stay_eager(key, f"there are more than {_SHAPES} shapes of steps, and each graph holds its memory")
             return self._plain(microbatches, measure)
-        if not self._graphs and not self._is_asked and self._is_busy():
-            return self._give_up(self._nothing_to_gain(), microbatches, measure)
+        if not self._graphs and not self._is_asked and (why := self._agreement.on(self._nothing_to_gain())):
+            return self._give_up(why, microbatches, measure)
         try:
             return self._both_ways(key, microbatches, measure)
         except NotCapturable as why:
@@ -160,7 +176,7 @@ class StepCapture:
             return self._plain(microbatches, measure)
 
     def _rehearse(self, key: Any, microbatches: Sequence[Microbatch]) -> StepOutput:
-        """A step that nobody measures, measured: so that those that are logged have their graph before long."""
+        """A step without metrics, taken with them, so that the steps that are logged soon have their graph."""
         measured = self._rehearsed[key]
         output = self._eager_step(measured, microbatches, True)
         if self.why_not or measured in self._eager or self._checked[measured] >= _CHECKS:
@@ -169,17 +185,18 @@ class StepCapture:
 
     def _first_steps(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """Of a run, or of a shape: one of them is watched for what no graph could repeat."""
-        if self._steps == 1 or key in self._watched:  # in the first, libraries are set up and blocks compiled
+        if self._steps <= self._unseen or key in self._watched:  # libraries are set up, blocks compiled
             return self._timed(microbatches, measure)
         self._watched.add(key)
         with watched(self._look) as found:
             output = self._plain(microbatches, measure, checks=False)
         if measure:
             self._strategy.check_targets()
-        if found and measure:
-            self._stay_eager(key, f"where it is measured, {found[0]}")
-        elif found:
-            self._refuse(found[0])
+        why = self._agreement.on(next(iter(found), ""))
+        if why and measure:
+            self._stay_eager(key, f"where it is measured, {why}")
+        elif why:
+            self._refuse(why)
         return output
 
     def _timed(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
@@ -205,22 +222,33 @@ class StepCapture:
 
     def _both_ways(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """The captured step, then the eager one from the same state, which is the one that counts."""
-        if not any(count >= _CHECKS for count in self._checked.values()):  # nothing is replayed yet
-            self._look_between()
-        before = Before(self._strategy, self._device)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(microbatches, measure, before)
-        if not self._rates.follow():
-            raise NotCapturable(self._rates.changed)
+        before = self._made_ready(key, microbatches, measure)
         captured, made = self._replayed(self._graphs[key], microbatches, before)
         output = self._plain(microbatches, measure)
-        found = differs(captured, made, output, before.changes(), self._precision)
+        found = self._agreement.on(differs(captured, made, output, before.changes(), self._precision))
         self._checked[key] += 1
         if found:
             self._refuse(found)
         elif self._checked[key] == _CHECKS:
             self._verified(key, measure)
         return output
+
+    def _made_ready(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> Before:
+        """With a graph, and the state before the step; on all ranks, or NotCapturable is raised on all."""
+        why = self._agreement.trouble
+        try:
+            if not why and not any(count >= _CHECKS for count in self._checked.values()):  # nothing is replayed yet
+                self._look_between()
+            before = Before(self._strategy, self._device)
+            if not why and key not in self._graphs:
+                self._graphs[key] = self._capture(microbatches, measure, before)
+            if not self._rates.follow():
+                why = self._rates.changed
+        except NotCapturable as found:
+            why = str(found)
+        if why := self._agreement.on(why):
+            raise NotCapturable(why)
+        return before
 
     def _replayed(
         self, graph: CapturedStep, microbatches: Sequence[Microbatch], before: Before
@@ -229,13 +257,15 @@ class StepCapture:
         try:
             return graph.replay(microbatches), before.changes()
         except RuntimeError as failed:  # of memory, mostly
+            if not self._agreement.is_alone:  # the others wait in a sum of this step
+                raise
             raise NotCapturable(f"CUDA refused it: {_line(failed)}") from failed
         finally:
             before.come_back()
 
     def _prove(self, key: Any, now: Look) -> None:
         """With the inputs that the graph had last. Nothing is left of it, but that Python ran it once more."""
-        measure, graph, before = key[0], self._graphs[key], Before(self._strategy, self._device)
+        measure, graph, before = key[0], self._graphs[key], self._before()
         inputs = graph.last_inputs()
         captured, made = self._replayed(graph, inputs, before)
         again = None
@@ -243,18 +273,29 @@ class StepCapture:
             eager = self._plain(graph.last_inputs(), measure, checks=False)
             expected = before.changes()
             found = differs(captured, made, eager, expected, self._precision)
-            if found:  # or is it that no two eager steps are the same?
+            if self._agreement.on(found):  # or is it that no two eager steps are the same?
                 before.come_back()
                 self._plain(inputs, measure, checks=False)
                 again = before.changes()
         finally:
             before.come_back()
         if again is not None:
-            found = differs(captured, made, eager, expected, self._precision, again)
+            found = differs(captured, made, eager, expected, self._precision, again=again)
         moved = changes(now, self._look())
-        if found or moved:
-            raise frozen(found or moved[0], self._proven, self._steps_done())
+        if why := self._agreement.on(found or next(iter(moved), "")):
+            raise frozen(why, self._proven, self._steps_done())
         graph.proofs.passed()
+
+    def _before(self) -> Before:
+        """The state before a step that does not count, on all ranks, or NotCapturable is raised on all."""
+        why = ""
+        try:
+            before = Before(self._strategy, self._device)
+        except NotCapturable as found:
+            why = str(found)
+        if why := self._agreement.on(why):
+            raise NotCapturable(why)
+        return before
 
     def _look(self) -> Look:
         return look(self._strategy.parts(), self._strategy.changing())
@@ -277,6 +318,7 @@ class StepCapture:
         self._rehearsed.clear()
         self._checked.clear()
         self._known = None
+        self._agreement.forget()
         self._pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are gone takes no more
 
     def _verified(self, key: Any, measure: bool) -> None:
@@ -298,8 +340,10 @@ class StepCapture:
         self._strategy.clock.begin(False)
         try:
             with self._rates.on_device():
-                made = CapturedStep(self._strategy, microbatches, measure, self._device, self._pool, self._stream)
-        except Exception as failed:
+                made = CapturedStep(
+                    self._strategy, microbatches, measure, device=self._device, pool=self._pool, stream=self._stream
+                )
+        except Exception as failed:  # the user's step, in a capture: what is wrong with it shows again without one
             torch.cuda.synchronize(self._device)
             generator.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())  # else it still captures
             generator.set_state(seed_and_offset)
@@ -308,12 +352,11 @@ class StepCapture:
             raise NotCapturable("a step puts its state into new tensors")
         return made
 
-    def _is_busy(self) -> bool:
-        host, after = min(self._waits, default=(1.0, 0.0))
-        return after > _BUSY * host
-
     def _nothing_to_gain(self) -> str:
-        host, after = min(self._waits)
+        """Why the device is what takes the time of a step; "": the host does."""
+        host, after = min(self._waits, default=(1.0, 0.0))
+        if after <= _BUSY * host:
+            return ""
         return f"the device computes for {1e3 * after:.1f} ms after the host has launched all in {1e3 * host:.1f} ms"
 
     def _give_up(self, why: str, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
@@ -334,6 +377,7 @@ class StepCapture:
         self.why_not = why
         self._graphs.clear()
         self._rehearsed.clear()
+        self._strategy.stay_eager()
         self._tell(f"the step is not captured: {why} [capture]")
 
 

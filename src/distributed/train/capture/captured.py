@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from distributed.data.loader import Microbatch
-from distributed.data.rows import RowBatch
+from distributed.data.loading.loader import Microbatch
+from distributed.data.loading.rows import RowBatch
 from distributed.strategies.base import Capturable, MetricSum, StepOutput
-from distributed.train.proofs import Proofs
+from distributed.train.capture.proofs import Proofs
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -79,6 +79,7 @@ class CapturedStep:
         strategy: Capturable,
         microbatches: Sequence[Microbatch],
         measure: bool,
+        *,
         device: torch.device,
         pool: Any,
         stream: torch.cuda.Stream,

@@ -1,6 +1,6 @@
 """What tells that a step cannot be captured, before that is tried, and that a captured one comes to the same, after.
 
-A graph repeats kernels on the tensors that it was captured with. Whatever the host does between them (a value that it
+A graph repeats kernels on the tensors that it was captured with. What the host does between them (a value that it
 waits for, a random number of its own, a count that it keeps, a tensor that it puts in another's place, a hook) would be
 repeated as it was or left out, silently; so a step that does any of it stays as it is. `reachable.py` finds the counts.
 """
@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from distributed.core.choices import Precision
+from distributed.runtime.torch_compat import foreach_copy_, foreach_norm, foreach_sub
 from distributed.strategies.base import Capturable, StepOutput
-from distributed.train.captured import NotCapturable
-from distributed.train.reachable import Look, changes
+from distributed.train.capture.captured import NotCapturable
+from distributed.train.checks.reachable import Look, changes
 
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3, "fp8": 1e-3}  # of the larger of 1 and the loss
 UPDATE_TOLERANCE = 0.05  # of the step's change of each tensor
@@ -75,7 +77,7 @@ def _host_generators() -> dict[str, Any]:
 
 
 def hooks_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Whose hooks would not be called, once a graph runs in the place of Python; "": nobody's.
+    """Whose hooks would not be called, once a graph runs in the place of Python; "": none.
 
     >>> layer = nn.Linear(1, 1)
     >>> handle = layer.register_forward_hook(print)
@@ -112,8 +114,7 @@ class Before:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        for tensor, value in zip(self._tensors, self._values, strict=True):
-            tensor.copy_(value)
+        foreach_copy_(self._tensors, self._values)
         torch.cuda.set_rng_state(self._generator, self._device)
 
     def moved(self, strategy: Capturable) -> bool:
@@ -125,7 +126,8 @@ class Before:
     def changes(self) -> list[Change]:
         """What the step did to each tensor in floating point."""
         pairs = zip(self._tensors, self._values, strict=True)
-        return [Change((now.detach() - was).float(), was) for now, was in pairs if now.is_floating_point()]
+        now, before = zip(*((tensor, was) for tensor, was in pairs if tensor.is_floating_point()), strict=True)
+        return [Change(by.float(), was) for by, was in zip(foreach_sub(now, before), before, strict=True)]
 
 
 class Change(NamedTuple):
@@ -138,7 +140,8 @@ def differs(
     made: Sequence[Change],
     eager: StepOutput,
     expected: Sequence[Change],
-    kind: str,
+    kind: Precision,
+    *,
     again: Sequence[Change] | None = None,
 ) -> str:
     """What is not the same in two outcomes of one step; "": they agree to the tolerances, each tensor by itself.
@@ -149,8 +152,8 @@ def differs(
     there, here = float(captured.loss), float(eager.loss)
     if not abs(there - here) <= LOSS_TOLERANCE[kind] * max(1.0, abs(here)) and not (there != there and here != here):
         return f"captured, its loss is {there:.7g} instead of {here:.7g}"
-    apart, whole = _distances(made, expected), torch.stack([change.by.norm() for change in expected])
-    rounding = torch.stack([change.before.float().norm() for change in expected]) * _ROUNDING
+    apart, whole = _distances(made, expected), _norms([change.by for change in expected])
+    rounding = _norms([change.before.float() for change in expected]) * _ROUNDING
     allowed = UPDATE_TOLERANCE * whole + rounding
     wrong = ~(apart <= allowed) & whole.isfinite()
     if again is not None:
@@ -167,4 +170,8 @@ def differs(
 
 
 def _distances(some: Sequence[Change], others: Sequence[Change]) -> torch.Tensor:
-    return torch.stack([(a.by - b.by).norm() for a, b in zip(some, others, strict=True)])
+    return _norms(foreach_sub([change.by for change in some], [change.by for change in others]))
+
+
+def _norms(tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.stack(foreach_norm(tensors))

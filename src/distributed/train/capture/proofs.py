@@ -1,7 +1,7 @@
 """Proofs: when a captured step is compared with the eager one again, and what is said where they have gone apart.
 
 What the model keeps in Python may begin to matter long after a graph was made: a schedule that starts at step 1000, a
-number that somebody else moves. So a graph is proven at growing distances, and before its weights are saved.
+number that other code changes. So a graph is proven at growing distances, and before its weights are saved.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Proofs:
 
     >>> proofs = Proofs()
     >>> for _ in range(FIRST):
-    ...     proofs.replays += 1
-    >>> proofs.replays >= proofs.due
+    ...     proofs.replayed()
+    >>> proofs.is_due
     True
     >>> proofs.passed()
     >>> proofs.due
@@ -33,9 +33,17 @@ class Proofs:
         self._proven = 0
 
     @property
+    def is_due(self) -> bool:
+        """Whether it was replayed so often that it is to be proven again."""
+        return self.replays >= self.due
+
+    @property
     def is_open(self) -> bool:
         """Whether it was replayed since it came to the same."""
         return self.replays > self._proven
+
+    def replayed(self) -> None:
+        self.replays += 1
 
     def passed(self) -> None:
         self._proven = self.replays

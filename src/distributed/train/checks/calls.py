@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from distributed.core.errors import TaskError
-from distributed.train.digest import digest
+from distributed.runtime.torch_compat import BatchNormBase
+from distributed.train.checks.digest import digest
 from distributed.train.task import Task
 
 _SETTLED = 2  # looks after which tables that the first call makes are there: before the first step and after it
@@ -45,7 +45,7 @@ class CallCheck:
 
     def _state(self) -> Iterator[tuple[str, Any]]:
         for path, owner in self._task.model.named_modules():
-            if isinstance(owner, _BatchNorm):  # in a pipeline only where the user has asked for a rank's own
+            if isinstance(owner, BatchNormBase):  # in a pipeline only where the user has asked for a rank's own
                 continue
             for name, buffer in owner.named_buffers(recurse=False):
                 if isinstance(buffer, torch.Tensor) and not buffer.is_meta:

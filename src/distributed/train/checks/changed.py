@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from distributed.train.digest import digest
+from distributed.runtime.torch_compat import version_of
+from distributed.train.checks.digest import digest
 
 
 class _Begun(NamedTuple):
@@ -20,11 +21,11 @@ class _Begun(NamedTuple):
 
 
 class Begun:
-    """Named tensors as they were. Parameters are not read: whether one that was written holds the same is not asked."""
+    """Named tensors as they were. Parameters are not read: one that was written counts as changed."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._begun = {
-            name: _Begun(tensor, tensor._version, "" if isinstance(tensor, nn.Parameter) else digest(tensor))
+            name: _Begun(tensor, version_of(tensor), "" if isinstance(tensor, nn.Parameter) else digest(tensor))
             for name, tensor in tensors.items()
         }
 
@@ -40,7 +41,7 @@ class Begun:
         return {name: tensor for name, tensor in now.items() if self._has_changed(name, tensor)}
 
     def take(self, names: Iterable[str]) -> None:
-        """These have changed before: a checkpoint has them, or another rank. A rank that goes on began with them."""
+        """These have changed before: a checkpoint has them, or another rank. A rank that resumes began with them."""
         for name in names:
             self._begun.pop(name, None)
 
@@ -48,6 +49,6 @@ class Begun:
         begun = self._begun.get(name)
         if begun is None:
             return True
-        if tensor is begun.tensor and tensor._version == begun.version:
+        if tensor is begun.tensor and version_of(tensor) == begun.version:
             return False
         return not begun.digest or digest(tensor) != begun.digest  # DDP sends all buffers, also those that are the same

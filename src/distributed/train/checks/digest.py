@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.tree import flatten
-from distributed.runtime.portions import Portion
+from distributed.checkpoint.format.tree import flatten
+from distributed.runtime.tensor_shard import TensorShard
 
 _FOLD = 1024
 _RAW_BYTES = 1 << 16  # up to this size a tensor's own bytes are hashed
@@ -37,7 +37,7 @@ def digest(tree: Any) -> str:
     folded: list[tuple[str, torch.Tensor | None]] = []
     for name, leaf in sorted(tensors.items()):
         folded.append((f"{name}:{tuple(leaf.shape)}:{leaf.dtype}", None))
-        pieces = sorted(leaf.pieces, key=lambda pair: pair[0]) if isinstance(leaf, Portion) else [("", leaf)]
+        pieces = sorted(leaf.pieces, key=lambda pair: pair[0]) if isinstance(leaf, TensorShard) else [("", leaf)]
         folded += [(str(box), _fold(piece.detach())) for box, piece in pieces]
     for label, sums in folded:
         mixed.update(label.encode())

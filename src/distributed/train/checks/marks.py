@@ -119,7 +119,7 @@ def same(was: Any, now: Any) -> bool:
 
 
 def iterator_mark(value: Any) -> Any:
-    """Of an iterator of Python's own: how much is left; None: it does not tell."""
+    """Of an iterator of Python's own: how much is left; None: not known."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return None if frame is None else frame.f_lasti

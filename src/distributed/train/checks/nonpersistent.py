@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distributed.core.errors import CheckpointError
-from distributed.train.changed import Begun
+from distributed.train.checks.changed import Begun
 
 
 class NonPersistent:

@@ -1,7 +1,7 @@
 """Reachable state: all that Python keeps for a model and its loss, looked at without running any of their code.
 
 A look walks attributes, slots, containers, closures, the classes, and the globals that their functions read, nearest
-first and within a bound. Two looks tell what a step has changed. What has no parts in Python is named as unseen.
+first and within a bound. Two looks show what a step has changed. What has no parts in Python is named as unseen.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from distributed.train.marks import Drawn, Held, Marker, TooLarge, iterator_mark, same
+from distributed.train.checks.marks import Drawn, Held, Marker, TooLarge, iterator_mark, same
 
 OBJECTS = 200_000  # that a look walks at most
 _LIBRARIES = frozenset(  # whose classes and functions keep nothing between steps; their objects are walked
     ("accelerate", "distributed", "einops", "numpy", "pandas", "peft", "scipy", "torch", "transformers", "triton")
 ) | {"torchaudio", "torchvision"}
+_OF_FSDP = "__composable_api_state_key"  # where a sharded module keeps its buffers and its place in a pass
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # what every module has, walked by its own rules
 _SEQUENCES = (list, tuple, deque, set, frozenset)
 _WITHOUT_STATE = (
@@ -199,7 +200,7 @@ class _Walk:
             self._marks[f"{path}.training"] = own.get("training")
             for place in ("_modules", "_parameters", "_buffers"):
                 self._add((f"{path}.{name}", item) for name, item in own.get(place, {}).items())
-            own = {name: item for name, item in own.items() if name not in _OF_TORCH}
+            own = {name: item for name, item in own.items() if name not in _OF_TORCH and not name.startswith(_OF_FSDP)}
         self._add((f"{path}.{name}", item) for name, item in list(own.items()))
         for kind in type(value).__mro__:
             if _is_library(kind.__module__):

@@ -3,8 +3,8 @@
 Ranks go apart without an error when a forward pass changes a parameter in place, a gradient is not reduced, a buffer is
 computed of a rank's own samples, a learning rate follows a rank's own metric, or a bit flips. Each rank digests what it
 holds under a name that says which part of which tensor it is; ranks with the same name must have the same digest. The
-digests meet in one collective: at the first steps (1, 2, 4, 8, …), at every save, and at the end of every epoch after
-its evaluation. On a GPU nothing waits for the device: they are read with the next losses, and always before a
+digests are compared in one collective: at the first steps (1, 2, 4, 8, …), at every save, and at the end of every epoch
+after its evaluation. On a GPU nothing waits for the device: they are read with the next losses, and always before a
 checkpoint is written.
 """
 
@@ -46,7 +46,7 @@ _CURES = {
 
 @dataclass(frozen=True)
 class _Round:
-    """One comparison whose result nobody has read yet."""
+    """One comparison whose result was not read yet."""
 
     step: int
     names: dict[int, str]  # of this rank's digests
@@ -81,10 +81,10 @@ class ReplicaCheck:
         done = step - self._begun
         return self._is_on and not done & (done - 1)
 
-    def compare(self, step: int, *, anew: bool = False) -> None:
-        """Begin a comparison of the state after `step`, unless there was one and it is not to be `anew`. Every rank
+    def compare(self, step: int, *, again: bool = False) -> None:
+        """Begin a comparison of the state after `step`; a second one of the same step only with `again`. Every rank
         comes here."""
-        if not self._is_on or (self._compared_at == step and not anew):
+        if not self._is_on or (self._compared_at == step and not again):
             return
         self._compared_at = step
         names, row = self._row()
@@ -141,8 +141,8 @@ class ReplicaCheck:
     def _explain(self, one: _Round, table: torch.Tensor, differing: list[int]) -> ReplicasDifferError:
         """Every rank comes here: the one that has a tensor knows its name."""
         known = {str(key): one.names[key] for key in differing if key in one.names}
-        told = self._session.gather_texts("what differs", json.dumps(known))
-        names = {key: name for text in told for key, name in json.loads(text).items()}
+        texts = self._session.gather_texts("what differs", json.dumps(known))
+        names = {key: name for text in texts for key, name in json.loads(text).items()}
         first = names[str(differing[0])]
         kind = first.partition(" ")[0]
         more = f", and {len(differing) - 1} more tensors" if len(differing) > 1 else ""

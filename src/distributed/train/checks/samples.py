@@ -2,10 +2,10 @@
 
     a world begins    the datasets that the ranks built      lengths, indices, some rows
     an epoch begins   the order of its samples               a digest
-    it goes on        what was read of a stream              a digest, at steps 1, 2, 4, 8 … and where steps are logged
+    steps are taken   what was read of a stream              a digest, at steps 1, 2, 4, 8 … and where steps are logged
     it ends           what was taken, over all ranks         every position of its steps once
 
-What is compared is a few bytes. A difference is an error that no restart mends.
+What is compared is a few bytes. A difference is an error, after which no restart is tried.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from distributed.core.errors import DataError
 from distributed.core.plan import Plan
+from distributed.data.checks.fingerprint import fingerprint
+from distributed.data.checks.tally import Tally, agree
 from distributed.data.drawn import Tree
-from distributed.data.fingerprint import fingerprint
-from distributed.data.loader import EvalLoader
+from distributed.data.loading.loader import EvalLoader
 from distributed.data.source import Source
-from distributed.data.tally import Tally, agree
 from distributed.runtime.session import Session
 from distributed.train.loaders import Loader
 
@@ -52,7 +52,7 @@ class SampleCheck:
         self._is_told = False
 
     def epoch_begins(self, epoch: int, first_step: int) -> str:
-        """Before its first step; returns what is to be told."""
+        """Before its first step; returns a warning, or ""."""
         self._epoch, self._first_step = epoch, first_step
         if not self._is_stream:
             digest = self._train.order_digest(epoch)  # draws it, where a sampler does
@@ -82,7 +82,7 @@ class SampleCheck:
             raise DataError(
                 f"the ranks took {total.taken} samples in {steps - self._first_step} steps of epoch "
                 f"{self._epoch + 1}, and {total.due} were due: some were repeated or left out",
-                why="the ranks do not cut an epoch alike",
+                why="the ranks do not shard the epoch in the same way",
                 do="start every rank with the same settings and the same version of this library",
             )
 
@@ -92,7 +92,7 @@ class SampleCheck:
             self._compare_read(evaluation.read_digest, "in an evaluation")
 
     def state(self, epoch: int) -> Tree:
-        """What a run that stands in this epoch must keep to go on with the same samples; alike on every rank."""
+        """What a run must save in this epoch to resume with the same samples; the same on every rank."""
         if not self._is_stream:
             return self._train.state(epoch)
         return self._stream_state() if self._is_shared else {}
@@ -122,7 +122,7 @@ class SampleCheck:
         if others:
             raise DataError(
                 f"{what} is not the same on all ranks: {_ranks(others)} another than rank 0",
-                why="each rank takes its share of that order, so samples would be repeated and others left out",
+                why="each rank takes its shard of that order, so samples would be repeated and others left out",
                 do="give every rank the same `seed`, the same dataset and the same sampler",
             )
 

@@ -1,6 +1,6 @@
 """What the user's objects keep beside the model's `state_dict()` and the optimizer: the loss's, and loose buffers.
 
-Every rank has a loss of its own. Where samples are shared out, each calls it with its share, so what it keeps must not
+Every rank has a loss of its own. Where samples are sharded, each calls it with its shard, so what it keeps must not
 depend on the samples; in a pipeline only the ranks of the last stage call it, and theirs is the one that counts.
 """
 
@@ -15,10 +15,10 @@ from torch import nn
 
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
-from distributed.train.call_check import CallCheck
-from distributed.train.digest import digest
-from distributed.train.nonpersistent import NonPersistent, take
-from distributed.train.sharing import send_tree
+from distributed.train.checks.calls import CallCheck
+from distributed.train.checks.digest import digest
+from distributed.train.checks.nonpersistent import NonPersistent, take
+from distributed.train.resume.sharing import send_tree
 from distributed.train.task import Task
 
 LOSS, BUFFERS = "loss_fn", "nonpersistent"  # components of a checkpoint
@@ -35,7 +35,7 @@ class UserState:
         self._loss = task.watch_loss()
 
     def here(self) -> dict[str, Any]:
-        """As this rank has it, asking nobody."""
+        """As this rank has it, without a collective."""
         self._calls.look()
         loss = self._loss.changed()
         changed = {name: loose.changed() for name, loose in self._loose.items()}
@@ -53,7 +53,7 @@ class UserState:
         holds = [
             json.loads(text) for text in self._session.gather_texts("state of the user's", json.dumps(list(found)))
         ]
-        if LOSS in holds[sources[-1]] and self._mesh.pp > 1:  # the other stages have one that nobody calls
+        if LOSS in holds[sources[-1]] and self._mesh.pp > 1:  # the other stages' is never called
             found[LOSS] = send_tree(self._session, "state of the loss", sources[-1], found.get(LOSS))
             if self._session.rank < sources[-1]:
                 self._loss.take(found[LOSS])

@@ -1,4 +1,4 @@
-"""The probe of a loss: a few losses of parts of the first batch, which tell what its mean goes over.
+"""The probe of a loss: a few losses of parts of the first batch, which show what its mean goes over.
 
 A loss that is a function of outputs and target is tried on copies of both, on the host, where an index that it does not
 expect is an error like any other. A model's own loss is known by its value, or else by those of halves of the batch.
@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from distributed.core.errors import TaskError
+from distributed.core.protocol.failure import is_collateral
+from distributed.runtime.torch_compat import tree_flatten, tree_map, tree_unflatten
 from distributed.strategies.base import Outcome
-from distributed.train.loss_rules import Evidence, Mark, Part, Rule, compare, marks_of
-from distributed.train.reachable import changes, look
+from distributed.train.checks.reachable import changes, look
+from distributed.train.loss.rules import Evidence, Mark, Part, Rule, compare, marks_of
 
 _ROWS = 4  # samples that a loss is tried on
 _HOST_BYTES = 2 << 30  # of outputs that are copied for it
 _EXACT = {torch.float64: 1e-7, torch.float32: 2e-4}  # of a model's losses of parts; those in 16 bits: see below
 _ROUGH = 2e-2
-_TRIED = 1e-5  # of a function's losses, which may compute in fp32 whatever it is given
+_TRIED = 1e-5  # of a function's losses, which may compute in fp32 for any input
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-5}  # of the value of a cross entropy, if the model's loss is one
 _CLASSES, _CLASS_BYTES = 32, 64 << 20  # samples with targets that run through the classes, and the size of them
 
@@ -34,7 +35,7 @@ _CLASSES, _CLASS_BYTES = 32, 64 << 20  # samples with targets that run through t
 def try_function(
     loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequence[Rule], *, first: int | None = None
 ) -> Evidence | None:
-    """What a loss function tells on copies of some samples, and of the same with other targets.
+    """What a loss function returns for copies of some samples, and for the same with other targets.
 
     These are left out by any mark, or run through the classes. `first`: only the samples from there on as they are.
     """
@@ -121,20 +122,33 @@ def _limit(loss: torch.Tensor) -> float:
 def try_model(
     run: Callable[[Any], Outcome], batch: Any, size: int, rules: Sequence[Rule], *, is_rough: bool
 ) -> Evidence | None:
-    """What a model's own losses of halves of a batch tell; `run` computes one, as an evaluation would."""
-    if size < 2 or _count(batch) != size:
+    """What a model's own losses of halves of a batch show; `run` computes one, as an evaluation would.
+
+    None where the model has none outside of training, or does not take a part of a batch.
+    """
+    halves = torch.arange(size).tensor_split(2)
+    try:
+        first, second = run(batch), run(batch)
+        outcomes = [run(_slice(batch, int(rows[0]), int(rows[-1]) + 1)) for rows in halves]
+    except Exception as failed:  # the user's code, in a pass that is not the user's
+        if is_collateral(failed):  # a peer is lost: no rank starts another collective
+            raise
         return None
-    first, second = run(batch), run(batch)
+    if not all(outcome.is_own for outcome in (first, second, *outcomes)):
+        return None
+    pairs = zip(outcomes, halves, strict=True)
+    parts = [Part(float(outcome.loss), len(rows), outcome.target) for outcome, rows in pairs]
     tolerance = _ROUGH if is_rough else _EXACT.get(first.loss.dtype, _ROUGH)
     whole = float(first.loss)
     if not abs(whole - float(second.loss)) <= tolerance * abs(whole) / 10:  # it draws random numbers
         return None
-    parts = []
-    for rows in torch.arange(size).tensor_split(2):
-        outcome = run(_slice(batch, int(rows[0]), int(rows[-1]) + 1))
-        parts.append(Part(float(outcome.loss), len(rows), outcome.target))
     refuted = compare(rules, whole, parts, tolerance)
     return None if refuted is None else Evidence(refuted, (rules[2].ignored,))
+
+
+def can_cut(batch: Any, size: int) -> bool:
+    """Whether a batch has halves."""
+    return size > 1 and _count(batch) == size
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
@@ -160,7 +174,7 @@ def _refuted(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequ
                     Part(float(tried(*_slice((given, aimed), row, row + 1))), 1, _slice(aimed, row, row + 1))
                     for row in range(rows)
                 ]
-        except Exception:  # of the user's code, on a batch that is not the user's
+        except Exception:  # noqa: BLE001 - the user's loss, on a batch that is not the user's
             continue
         return compare(rules, whole[0], parts, _TRIED) if whole[0] == whole[1] else None
     return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distributed.core.errors import TaskError
-from distributed.train.loss_rules import Mark
+from distributed.train.loss.rules import Mark
 
 RETURN = 'return (loss, weight) from loss_fn, or {"loss": …, "weight": …} from the model, with what the mean goes over'
 SAMPLES = "set loss_weighting='samples' to weight by samples all the same"
@@ -37,8 +37,8 @@ def padded() -> TaskError:
 def unknown(is_own: bool) -> TaskError:
     return TaskError(
         f"what {_whose(is_own)} is a mean over is not known",
-        why="the parts of a step, on several ranks or one after the other, are weighted by it. It was not to be "
-        "found out: the first batch cannot be cut, or the loss is random, or its model is shared out over ranks",
+        why="the parts of a step, on several ranks or one after the other, are weighted by it. It could not be "
+        "found by trying: the first batch cannot be split, or the loss is random, or its model is sharded over ranks",
         do=f"{RETURN}; or {SAMPLES}",
     )
 

@@ -71,11 +71,11 @@ class Evidence(NamedTuple):
 
     refuted: tuple[bool, ...]  # of each rule
     watched: tuple[Mark, ...] = ()  # marks of targets with which the rules that are left may not hold
-    is_by_value: bool = False  # it tells nothing of marks that the batch has not
+    is_by_value: bool = False  # it shows nothing about marks that the batch does not have
 
 
 def compare(rules: Sequence[Rule], whole: float, parts: Sequence[Part], tolerance: float) -> tuple[bool, ...] | None:
-    """Which rules the loss of a batch refutes, given those of its parts; None: it tells nothing."""
+    """Which rules the loss of a batch refutes, given those of its parts; None: it shows nothing."""
     if not math.isfinite(whole) or len(parts) < 2:
         return None
     known = [part.loss for part in parts if math.isfinite(part.loss)]

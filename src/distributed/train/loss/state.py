@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from distributed.core.errors import CheckpointError, TaskError
-from distributed.train.changed import Begun
-from distributed.train.digest import digest
-from distributed.train.handover import take_model
+from distributed.train.checks.changed import Begun
+from distributed.train.checks.digest import digest
+from distributed.train.resume.survivor_state import take_model
 
 _READ = 1 << 20  # elements of a buffer whose values are compared
 _OPTIONS = (bool, int, float, str, type(None))
@@ -102,7 +102,7 @@ def load_loss(holder: Any, state: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the state of the loss in the checkpoint does not fit {type(holder).__name__}",
             why=str(failed).strip(),
-            do="pass the loss that was trained with; or allow_change=loss, to go on with this one as it is made",
+            do="pass the loss that was trained with; or, to resume with a new one, allow_change=loss",
         ) from failed
 
 
@@ -126,7 +126,7 @@ def refuse_trained_loss(holder: Any, model: nn.Module) -> None:
     if trained:
         more = f" and {len(trained) - 3} more" if len(trained) > 3 else ""
         raise TaskError(
-            f"the loss {type(holder).__name__} has parameters that ask for a gradient: {', '.join(trained[:3])}{more}",
+            f"the loss {type(holder).__name__} has parameters with requires_grad=True: {', '.join(trained[:3])}{more}",
             why="only the model's parameters are trained, and have their gradients reduced over the ranks",
             do="make the loss a part of the model, whose forward then returns {'loss': …}; or, if they are not to be "
             "trained, loss_fn.requires_grad_(False)",

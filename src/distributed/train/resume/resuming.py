@@ -1,4 +1,4 @@
-"""How a run takes a checkpoint of one that may not be quite the same: what is refused, told, taken, or left out."""
+"""How a run resumes from a checkpoint of a run that differs: what is refused, reported, loaded, or left out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distributed.core.errors import CheckpointError
-from distributed.train.resume_changes import Change, Effect, Meta, changes, unknown
-from distributed.train.resume_groups import (
+from distributed.train.resume.changes import Change, Effect, Meta, changes, unknown
+from distributed.train.resume.groups import (
     decays,
     in_own_order,
     option_changes,
@@ -66,12 +66,14 @@ def resume_from(
     if not broken & {"optimizer", "groups"}:
         how = {"has_scheduler": "peaks" not in state, "own_rates": own_rates}
         found += option_changes(saved, groups, (state, schedule), **how)
-    return _taken(shared, found, broken, groups, schedule, _notes(before, allowed, found))
+    notes = _notes(before, allowed, found)
+    return _taken(shared, found, broken=broken, groups=groups, schedule=schedule, notes=notes)
 
 
 def _taken(
     shared: StateTree,
     found: Sequence[Change],
+    *,
     broken: set[str],
     groups: Sequence[Mapping[str, Any]],
     schedule: Mapping[str, Any],

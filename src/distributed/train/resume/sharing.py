@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.skeleton import unflatten
-from distributed.checkpoint.tree import flatten
+from distributed.checkpoint.format.skeleton import unflatten
+from distributed.checkpoint.format.tree import flatten
 from distributed.data.drawn import Share
 from distributed.runtime.session import Session
 

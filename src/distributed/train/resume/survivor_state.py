@@ -1,7 +1,7 @@
-"""Handover: ranks that lost a peer still hold the run in memory, and give it to whoever joins them.
+"""Survivor state: ranks that lost a peer still hold the run in memory, and send it to the ranks that join them.
 
 Of those that hold it, the one that came furthest is the source: a step that it has finished was finished with the
-gradients of all, so nobody's work is lost. Where nobody holds it, there is the checkpoint.
+gradients of all, so no rank's work is lost. Where no rank holds it, the run resumes from the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from distributed.runtime.session import Session
-from distributed.train.sharing import send_tree
+from distributed.train.resume.sharing import send_tree
 
 
 @dataclass(frozen=True)
-class Held:
+class SurvivorState:
     """What a rank held when its world broke: the state after `step` steps, as a checkpoint would have it."""
 
     step: int
@@ -25,7 +25,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Inherited:
+class HandedOver:
     """The state that all ranks of a new world begin with, and whose it was."""
 
     step: int
@@ -33,17 +33,22 @@ class Inherited:
     tree: dict[str, Any]
 
 
-def hand_over(session: Session, held: Held | None) -> Inherited | None:
+def hand_over(session: Session, held: SurvivorState | None) -> HandedOver | None:
     """Every rank of a new world comes here, with what it holds. None when that is nothing."""
     steps = torch.zeros(session.world_size, dtype=torch.int64, device=session.device)
     steps[session.rank] = -1 if held is None else held.step
     found = session.sum("what the ranks hold", steps).tolist()
+    session.check()
     newest = max(found)
     if newest < 0:
         return None
     source = found.index(newest)
     mine = held.tree if held is not None and source == session.rank else None
-    return Inherited(newest, source, send_tree(session, "handover", source, mine))
+    inherited = HandedOver(newest, source, send_tree(session, "handover", source, mine))
+    if session.gate is not None:
+        torch.cuda.synchronize(session.device)
+        session.check()
+    return inherited
 
 
 def take_model(model: nn.Module, state: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Links: how long a message to the next rank and back takes, to find a rank whose connection is slow.
 
-A collective takes as long as its slowest link on every rank, so it cannot tell whose link that is. Messages between
+A collective takes as long as its slowest link on every rank, so it does not show whose link that is. Messages between
 two ranks can: one ready message first, so that the time is the link's and not that of a peer that came late.
 """
 
@@ -32,7 +32,7 @@ class Links:
 
     @staticmethod
     def of(session: Session) -> Links | None:
-        """None where links cannot be told apart, or where messages of the CPU do not take the way of the gradients."""
+        """None where links cannot be distinguished, or where the CPU's messages take another path than gradients."""
         is_told = session.world_size >= LEAST_RANKS and session.device.type == "cpu" and dist.get_backend() == "gloo"
         return Links(session) if is_told else None
 

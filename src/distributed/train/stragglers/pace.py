@@ -1,8 +1,8 @@
-"""Pace: what this rank's own part of a step takes, and on what, so that a slow rank can be told from its peers.
+"""Pace: what this rank's own part of a step takes, and on what, so that a slow rank can be found among its peers.
 
 Ranks wait for each other in every step, so their steps take equally long; only the time before a rank begins to wait
 is its own. Where ranks already wait for each other while they get a batch (iterable_split="dataset") or in the forward
-pass (BatchNorm over all ranks), their times are alike, and nobody is called slow.
+pass (BatchNorm over all ranks), their times are alike, and no rank is called slow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 from distributed.strategies.compute_clock import ComputeClock
-from distributed.train.links import Links
+from distributed.train.stragglers.links import Links
 
 T = TypeVar("T")
 
@@ -71,6 +71,6 @@ class Pace:
         data_s, compute_s = self._data_s / steps, (self._clock.seconds - self._clock_from) / steps
         if self._clock.device_seconds is not None:
             compute_s = self._clock.device_seconds
-            data_s *= self._clock.was_idle  # a batch that came while the device was still busy kept nobody waiting
+            data_s *= self._clock.was_idle  # a batch that came while the device was still busy delayed nothing
         self._data_s, self._steps, self._clock_from = 0.0, 0, self._clock.seconds
         return RankPace(data_s, compute_s, self._links.take() if self._links is not None else 0.0)

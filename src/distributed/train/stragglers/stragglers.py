@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median_low
 
 from distributed.core.events import RankSlow
-from distributed.train.pace import RankPace
+from distributed.train.stragglers.pace import RankPace
 
 _RATIO = 1.3  # times the median of the ranks
 _LEAST_PART = 0.02  # of a step: less is not worth a word
@@ -17,7 +17,7 @@ _LINK_LEAST_S = 0.001
 
 
 class Stragglers:
-    """Tells of a slow rank once, and again when it was back to normal in between or something else slows it.
+    """Reports a slow rank once, and again when it was back to normal in between or something else slows it.
 
     >>> stragglers, paces = Stragglers(), [RankPace(0.0, 0.1), RankPace(0.0, 0.1), RankPace(0.2, 0.1)]
     >>> for step in (50, 100, 150, 200):
@@ -31,7 +31,7 @@ class Stragglers:
         self._told: dict[int, str] = {}
 
     def look(self, paces: Sequence[RankPace], *, step: int, step_s: float, time: float) -> list[RankSlow]:
-        """The ranks to be told of now; `step_s` is how long a whole step took, waiting included."""
+        """The ranks to report now; `step_s` is how long a whole step took, waiting included."""
         if len(paces) < 2:
             return []
         found = _slow(paces, step_s)
@@ -41,7 +41,7 @@ class Stragglers:
         events = []
         for rank in range(len(paces)):
             if rank not in found:
-                if probed or self._row.get(rank, ("", 0))[0] != "communication":  # else nobody has looked
+                if probed or self._row.get(rank, ("", 0))[0] != "communication":  # else it was not measured
                     self._row.pop(rank, None)
                     self._told.pop(rank, None)
                 continue
