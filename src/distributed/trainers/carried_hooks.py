@@ -1,6 +1,6 @@
 """How hooks on parameters and on an optimizer travel to the ranks: torch leaves both out of what it pickles.
 
-They are carried beside the object's own description, as its state, so that a hook may refer to what it hangs on.
+They are carried beside the object's own description, as its state, so that a hook may refer to its own parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def has_hooks(value: Any) -> bool:
 
 
 def describe(value: Any) -> tuple[Any, ...]:
-    """What pickle asks of an object: what makes it, of what, its state, and what gives it that state."""
+    """What pickle's `reducer_override` returns: constructor, arguments, state, and a function that sets the state."""
     made, given, *own = value.__reduce_ex__(4)
     return made, given, (own[0] if own else None, _hooks_of(value)), None, None, _fill
 

@@ -17,23 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES, load_strategy
+from distributed.core.engines.engine import ENGINES, load_strategy
 from distributed.core.env import DRY_RUN, WorkerEnv
 from distributed.core.errors import DataError, PlanError
 from distributed.core.plan import Plan
-from distributed.data.loader import Step, StreamLoader, TrainLoader
+from distributed.data.loading.loader import Step, StreamLoader, TrainLoader
 from distributed.data.source import Source
 from distributed.planner.hardware import Gpu, Hardware, probe_hardware
 from distributed.planner.planning import make_plan
 from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import FakeTensorMode, fake_store, tree_map_only
 from distributed.strategies.base import Strategy
-from distributed.strategies.gradient_sums import local
-from distributed.strategies.lora import add_lora
+from distributed.strategies.model.lora import add_lora
+from distributed.strategies.placement import local
 from distributed.trainers.fitting import FitRequest
 
 _CPU = torch.device("cpu")
@@ -80,7 +79,7 @@ class DryRun:
 
 
 def dry_run(request: FitRequest, ranks: int) -> DryRun:
-    """Plan, cut and step for so many ranks. Writes nothing; the model is not to be used afterwards."""
+    """Plan, shard and take one step as rank 0 of that many ranks. Writes nothing; the model is unusable afterwards."""
     config = request.config.merged({"num_gpus": ranks}, DRY_RUN)
     plan, left_out = _plan(request, config, ranks)
     model, step = request.task.model, _first_step(request.train, plan)
@@ -88,11 +87,10 @@ def dry_run(request: FitRequest, ranks: int) -> DryRun:
     whole, trained = _whole(model, plan)
     begun = time.monotonic()
     with _fake_world(ranks):
-        strategy: Strategy = load_strategy(plan.strategy)()
-        session = Session(_place(plan), _CPU, None)
-        session.is_dry = True
-        session.data_rank = plan.mesh.data_rank(0)
-        strategy.setup(request.task, plan, session)
+        strategy: Strategy = load_strategy(plan.strategy)(plan)
+        session = Session(_place(plan), _CPU, None, is_dry=True)
+        session.take_place(plan.mesh)
+        strategy.setup(request.task, session)
         built = time.monotonic()
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             parameters = [p for name, p in model.named_parameters() if _is_here(strategy, name, p)]
@@ -130,7 +128,7 @@ def _plan(request: FitRequest, config: DistributedConfig, ranks: int) -> tuple[P
         able = [repr(name) for name, engine in ENGINES.entries.items() if "dry_run" in engine.can]
         raise PlanError(
             f"a dry run with backend={plan.strategy!r}",
-            why="this engine has to run to know what it would do",
+            why=f"{plan.strategy} decides how to train while it runs, and a dry run starts no rank",
             do=f"set backend={' or '.join(able)}",
         )
     if plan.is_bitwise:
@@ -141,7 +139,7 @@ def _plan(request: FitRequest, config: DistributedConfig, ranks: int) -> tuple[P
         )
     left_out = []
     if plan.memory.compile:
-        plan = replace(plan, memory=replace(plan.memory, compile=False))
+        plan = plan.without_compile()
         left_out.append("compile: blocks run as they are")
     if plan.precision.kind == "fp16":
         left_out.append("the gradient scaler, which looks at gradients")
@@ -153,9 +151,12 @@ def _plan(request: FitRequest, config: DistributedConfig, ranks: int) -> tuple[P
 
 
 def _pretended(config: DistributedConfig, per_node: int) -> Hardware:
-    """A node with as many GPUs as it has ranks: of this machine's kind, else of one that has bf16."""
+    """A node with as many GPUs as it has ranks: of this machine's kind, else of one that has bf16.
+
+    How much memory they have is not known, and what is to be found out.
+    """
     found = probe_hardware()
-    gpu = found.gpus[0] if found.gpus else Gpu("GPU", compute_capability=8.0)
+    gpu = replace(found.gpus[0], memory_bytes=0) if found.gpus else Gpu("GPU", compute_capability=8.0)
     return found if config.device == "cpu" else replace(found, gpus=(gpu,) * per_node)
 
 
@@ -180,9 +181,7 @@ def _first_step(source: Source, plan: Plan) -> Step:
 
 @contextmanager
 def _fake_world(ranks: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
         yield
     finally:
@@ -204,11 +203,11 @@ def _do_step(strategy: Strategy, plan: Plan, step: Step, mode: FakeTensorMode, l
             [m._replace(batch=tree_map_only(torch.Tensor, mode.from_tensor, m.batch)) for m in step.microbatches]
         )
         return found[0], True
-    left_out.append("forward and backward of a pipeline, whose stages ask each other for shapes")
+    left_out.append("forward and backward of a pipeline, whose stages exchange shapes first")
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     if plan.shard.kind == "optimizer":
-        left_out.append("the optimizer's step, which the stages' replicas share out")
+        left_out.append("the optimizer's step, which is sharded over the stages' replicas")
         look()
         return found[0], False
     strategy.optimizer.step()
@@ -216,7 +215,7 @@ def _do_step(strategy: Strategy, plan: Plan, step: Step, mode: FakeTensorMode, l
 
 
 def _is_here(strategy: Strategy, name: str, tensor: torch.Tensor) -> bool:
-    return strategy.boxes(f"model/{name}", tuple(tensor.shape)) != ()
+    return strategy.shard_ranges(f"model/{name}", tuple(tensor.shape)) != ()
 
 
 @torch.no_grad()

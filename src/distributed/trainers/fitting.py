@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,34 +12,37 @@ import torch
 from torch import nn
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import engine_of, load_strategy
+from distributed.core.engines.engine import engine_of, load_strategy
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import ConfigError
 from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
+from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
 from distributed.launch.preflight import check_port, check_resume, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
 from distributed.launch.run_lock import owned
-from distributed.launch.supervisor import Patience
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import Gpu, Hardware, probe_for, probe_hardware
+from distributed.planner.memory import ModelSize
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.runtime.launch_id import launch_id
-from distributed.strategies.batchnorm import has_batchnorm
-from distributed.strategies.blocks import find_blocks
+from distributed.strategies.data_parallel.batchnorm import has_batchnorm
+from distributed.strategies.model.blocks import find_blocks
+from distributed.train.given_schedulers import is_made
 from distributed.train.task import Task
+from distributed.trainers.agreement import check_alike
 from distributed.trainers.homecoming import Before, bring_home
-from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, refuse, write_plan
+from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, record_run, refuse
 from distributed.trainers.payload import write_payload
-from distributed.worker import Job, line_for, open_session, run_rank
+from distributed.worker import Job, line_for, meet, open_session, run_rank
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
 
 
 @dataclass(frozen=True)
 class FitRequest:
-    """What the user asked of one `fit`."""
+    """Settings, task and data of one `fit`."""
 
     config: DistributedConfig
     task: Task
@@ -60,19 +62,20 @@ class FitRequest:
             has_blocks=bool(find_blocks(self.task.model)),
             owns_optimizer=self.task.optimizer is not None,
             owns_schedule=self.task.scheduler is not None,
-            binds_schedule=hasattr(self.task.scheduler, "step"),
+            binds_schedule=is_made(self.task.scheduler),
             parameters=sum(parameter.numel() for parameter in self.task.model.parameters()),
+            size=_size_of(self.task.model),
         )
 
     def plan(self, run_dir: str, world: WorkerEnv | None = None) -> Plan:
-        """Of the ranks that were asked for, then cut for those that are there: the global batch stays."""
+        """Made for the ranks that were asked for, then cut for those that are there: the global batch stays."""
         nominal = replace(world, world_size=world.nominal_ranks) if world and world.nominal_ranks else world
         mlflow_run = active_mlflow_run()
         hardware = _hardware() if world or self.config.address is None else probe_for(self.config)
         plan = make_plan(
             self.config, self.profile, hardware, run_dir=run_dir, world=nominal, active_mlflow_run=mlflow_run
         )
-        plan = replace(plan, decisions=(*self.notes, *plan.decisions))
+        plan = plan.with_decisions(first=self.notes)
         return plan if world is None else plan.for_world(world.world_size, world.num_nodes)
 
     def job(self, plan: Plan) -> Job:
@@ -84,16 +87,18 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
     number = next(_JOINED)
     run_dir = world.run_dir or request.config.run_dir or new_run_dir()
     if world.run_dir and number > 1:
-        run_dir = os.path.join(world.run_dir, f"fit-{number}")
-    plan = request.plan(run_dir, world)
+        run_dir = str(RunDir(world.run_dir).fit(number))
+    meeting = meet(world, run_dir, request.config.collective_timeout_s)
+    plan = request.plan(run_dir, meeting.env)
     line = line_for(plan, is_first=number == 1)
-    session = open_session(plan, world, line)
-    if not world.run_dir:  # each rank has made up its own
-        told = session.env.run_dir  # at the meeting point
-        run_dir = told or session.share_text("run_dir", run_dir if session.is_main else None)
-    plan = request.plan(run_dir, session.env)
+    session = open_session(plan, world, line, meeting)
+    if not world.run_dir:  # each rank has made up its own; some learn rank 0's where they meet
+        run_dir = session.env.run_dir or session.share_text("run_dir", run_dir if session.is_main else None)
+    plan = plan.in_dir(run_dir).for_world(session.world_size, session.env.num_nodes)
+    if not session.env.restarts:  # later, some ranks come from the world before, and have been asked already
+        check_alike(plan, session)
     check_extras(plan)
-    followed = world.is_followed and number == 1  # whoever started us shows the progress
+    followed = world.is_followed and number == 1  # our launcher shows the progress
     with ExitStack() as held:
         if session.is_main:
             if not world.run_dir:  # else our launcher holds it
@@ -101,11 +106,14 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
                 refuse(check_run_dir(run_dir, resumes))
                 token = launch_id(run_dir, session.env) if session.env.restarts else ""
                 held.enter_context(owned(run_dir, resume=resumes, token=token))
-            write_plan(plan)
-        before = Before(request.task) if session.is_main and not plan.is_replicated else None
+            record_run(plan, request.config)
+        on_all = request.config.whole_model_on == "all"
+        before = Before(request.task) if (on_all or session.is_main) and not plan.is_replicated else None
         shows_progress = plan.observe.progress and not followed
         history = run_rank(request.job(plan), session, shows_progress=shows_progress, line=line)
-        if before is not None:
+        if before is not None and on_all:
+            before.restore_on_all(history.checkpoint, session)
+        elif before is not None:
             before.restore(history.checkpoint)
         return history
 
@@ -118,12 +126,12 @@ def fit_alone(request: FitRequest) -> History:
             f"num_nodes={config.num_nodes}, but this process was started alone",
             why="a script can start processes on its own machine only",
             do=f"on every node: distributed train --script {sys.argv[0] or 'train.py'} --num-nodes {config.num_nodes} "
-            "--gpus-per-node … --master-addr <host of one of them>",
+            "--gpus-per-node … --master-addr HOST_OF_NODE_0",
         )
     run_dir = config.run_dir or new_run_dir()
     plan = request.plan(run_dir)
     check_extras(plan)
-    load_strategy(plan.strategy, plan.is_bitwise).check(request.task, plan)
+    load_strategy(plan.strategy, plan.is_bitwise)(plan).check(request.task)
     launch = LaunchRequest(
         command=("-m", "distributed.worker", run_dir),
         run_dir=run_dir,
@@ -136,6 +144,7 @@ def fit_alone(request: FitRequest) -> History:
         threads_per_rank=plan.threads_per_rank,
         device=plan.device,
         shares_gpus=plan.shares_gpus,
+        gpus=torch.cuda.device_count() if plan.shares_gpus else 0,
         warm=config.warm_start,
         address=config.address,
     )
@@ -146,21 +155,30 @@ def fit_alone(request: FitRequest) -> History:
         refuse(check_run_dir(run_dir, resumes))  # the one that was waited for may have begun since
         launch = replace(launch, attempt=next_attempt(run_dir))
         if plan.world_size > 1 or spans:
-            return _launch(request.job(plan), launch, Patience.of(config))
-        write_plan(plan)
+            return _launch(request.job(plan), config, launch)
+        record_run(plan, config)
         session = open_session(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt))
         return run_rank(request.job(plan), session, shows_progress=plan.observe.progress)
 
 
-def _launch(job: Job, launch: LaunchRequest, patience: Patience) -> History:
+def _launch(job: Job, config: DistributedConfig, launch: LaunchRequest) -> History:
     """Send the job to new processes, wait for them, and take home what they trained."""
-    history = launch_job(job.plan, launch, patience, ".pt", partial(write_payload, job))
+    history = launch_job(job.plan, config, launch, ".pt", partial(write_payload, job))
     bring_home(job.task, job.plan, history.checkpoint)
     return history
 
 
 def _hardware() -> Hardware:
-    """What nvidia-smi tells; where it is missing, torch's count of the GPUs, which touches none of them."""
+    """What nvidia-smi reports; where it is missing, torch's count of the GPUs, which touches none of them."""
     hardware = probe_hardware()
     missing = torch.cuda.device_count() - len(hardware.gpus)
     return replace(hardware, gpus=(*hardware.gpus, *[Gpu("GPU")] * missing)) if missing > 0 else hardware
+
+
+def _size_of(model: nn.Module) -> ModelSize:
+    """Of what is sure to take its bytes: not of tensors of other kinds (quantized ones take fewer), and no gradients of
+    embeddings whose are sparse."""
+    sparse = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+    plain = [p for p in model.parameters() if type(p.data) is torch.Tensor]
+    trained = (p.nbytes for p in plain if p.requires_grad and id(p) not in sparse)
+    return ModelSize(sum(p.nbytes for p in plain), sum(trained))

@@ -11,17 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.fetching import StateTree
+from distributed.checkpoint.restore.reading import load, load_parts
+from distributed.checkpoint.storage.chunks import ChunkStore
+from distributed.checkpoint.storage.manifests import open_checkpoint, read_manifest
 from distributed.core.errors import CheckpointError
 from distributed.core.plan import Plan
-from distributed.strategies.in_parts import is_in_parts, mark_parts
-from distributed.strategies.optimizer_state import load_named_state
-from distributed.train.nonpersistent import take
+from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import parameter_of_class
+from distributed.strategies.checks.sharded_models import forget_parts, is_in_parts, mark_parts
+from distributed.strategies.model.optimizer_state import load_named_state
+from distributed.train.checks.nonpersistent import take
+from distributed.train.checks.user_state import BUFFERS, LOSS
 from distributed.train.task import Task
-from distributed.train.user_state import BUFFERS, LOSS
 
 
 def bring_home(task: Task, plan: Plan, checkpoint: str) -> None:
@@ -29,7 +35,7 @@ def bring_home(task: Task, plan: Plan, checkpoint: str) -> None:
     trained = load(checkpoint, ranks=()).shared
     lora = plan.memory.lora
     if lora is not None:
-        from distributed.strategies.lora import ensure_lora  # an extra
+        from distributed.strategies.model.lora import ensure_lora  # an extra
 
         ensure_lora(task.model, lora, plan.seed)
     is_made = not any(tensor.is_meta for tensor in task.model.parameters())
@@ -83,17 +89,74 @@ class Before:
 
     def restore(self, checkpoint: str) -> None:
         """The model whole again, with the weights of a checkpoint, where that has all of them and memory holds it."""
-        if not is_in_parts(self._task.model):
+        if is_in_parts(self._task.model) and self._make_whole(checkpoint):
+            mark_parts(self._task.model)  # on the other ranks it still is: no rank can train it again
+
+    def restore_on_all(self, checkpoint: str, session: Session) -> None:
+        """The same on every rank, so that all can train it again; on rank 0 alone where memory is short."""
+        session.report_collectives_to(None)  # the heartbeat of the run has ended with it
+        parts = torch.tensor(float(is_in_parts(self._task.model)), device=session.device)
+        if not session.sum("whether the model is sharded", parts):  # after which the last checkpoint is there, too
             return
+        lacking = session.gather_texts("memory for the whole model", self._lacking(checkpoint, session))
+        if any(lacking):
+            if session.is_main:
+                why = next(text for text in lacking if text)
+                warnings.warn(f"whole_model_on='all', but rank 0 alone gets the whole model: {why}", stacklevel=3)
+                self.restore(checkpoint)
+            return
+        failed: Exception | None = None
         try:
-            trained = load(checkpoint, ranks=()).shared
+            parts.fill_(float(not self._make_whole(checkpoint)))
+        except Exception as error:  # noqa: BLE001 - reported to the other ranks first, who wait; then raised
+            failed = error
+            parts.fill_(1.0)
+        if session.sum("the whole model", parts):
+            mark_parts(self._task.model)
+        if failed is not None:
+            raise failed
+
+    def _lacking(self, checkpoint: str, session: Session) -> str:
+        """What memory this node lacks to hold the model as often as it has ranks; "": none."""
+        try:
+            manifest = read_manifest(*open_checkpoint(checkpoint))
         except CheckpointError as failed:
-            warnings.warn(f"the model stays in parts: {failed}\ntrainer.save_model writes it whole", stacklevel=3)
-            return
+            return str(failed)
+        ranks, free = session.env.local_world_size, psutil.virtual_memory().available
+        needed = sum(entry.nbytes for name, entry in manifest.shared.tensors.items() if self._is_wanted(name))
+        if needed * ranks <= free:
+            return ""
+        times = f"{needed * ranks / 2**30:.1f} GiB for {ranks} rank{'s' * (ranks > 1)}"
+        return (
+            f"the whole model takes {times}; the node of rank {session.rank} has {free / 2**30:.1f} GiB of memory free"
+        )
+
+    def _is_wanted(self, name: str) -> bool:
+        """Of a checkpoint's tensors: an optimizer that we have made is ours to forget."""
+        return isinstance(self._task.optimizer, torch.optim.Optimizer) or not name.startswith("optimizer/")
+
+    def _read(self, checkpoint: str) -> StateTree:
+        storage, name = open_checkpoint(checkpoint)
+        manifest = read_manifest(storage, name)
+        (trained,) = load_parts(
+            manifest,
+            [manifest.shared],
+            ChunkStore(storage),
+            boxes=lambda name, shape: None if self._is_wanted(name) else (),
+        )
+        return trained
+
+    def _make_whole(self, checkpoint: str) -> bool:
+        """Whether the model is whole now."""
+        try:
+            trained = self._read(checkpoint)
+        except CheckpointError as failed:
+            warnings.warn(f"the model stays sharded: {failed}\ntrainer.save_model writes it whole", stacklevel=4)
+            return False
         weights: Mapping[str, torch.Tensor] = trained["model"]
         if any(name not in weights for name in self._names()) or any(None in names for names in self._groups):
-            warnings.warn("the model stays in parts: its checkpoints hold some of its tensors only", stacklevel=3)
-            return
+            warnings.warn("the model stays sharded: its checkpoints do not hold all of its tensors", stacklevel=4)
+            return False
         made: dict[int, nn.Parameter] = {}
         for one in self._modules:
             _put_together(one, weights, made)
@@ -104,7 +167,7 @@ class Before:
             for group, names in zip(self._task.optimizer.param_groups, self._groups, strict=True):
                 group["params"] = [parameters[name] for name in names if name is not None]
         _take_rest(self._task, trained)
-        mark_parts(self._task.model)  # those of the other ranks are: none of them can begin anew with it
+        return True
 
     def _names(self) -> list[str]:
         """Of what a checkpoint must have."""
@@ -118,7 +181,9 @@ def _look_at(module: nn.Module, path: str) -> _Module:
     loose = module._non_persistent_buffers_set
     kept = {name: buffer for name, buffer in module._buffers.items() if buffer is None or name in loose}
     saved = tuple(name for name in module._buffers if name not in kept)
-    return _Module(module, path, type(module), attributes, parameters, kept, saved)
+    return _Module(
+        module, path=path, kind=type(module), attributes=attributes, parameters=parameters, buffers=kept, saved=saved
+    )
 
 
 def _copied(value: Any) -> Any:
@@ -132,9 +197,10 @@ def _describe(parameter: nn.Parameter) -> _Tensor:
 
 def _put_together(one: _Module, weights: Mapping[str, torch.Tensor], made: dict[int, nn.Parameter]) -> None:
     module = one.module
+    forget_parts(module)
     module.__class__ = one.kind
     module.__dict__.clear()
-    module.__dict__.update(one.attributes | {"_parameters": {}, "_buffers": dict(one.buffers)})
+    module.__dict__.update(one.attributes | {"_parameters": {}, "_buffers": _on_host(one.buffers)})
     for name, kept in one.parameters.items():
         if kept is not None and kept.identity not in made:
             made[kept.identity] = _parameter(kept, weights[one.prefix + name])
@@ -143,7 +209,12 @@ def _put_together(one: _Module, weights: Mapping[str, torch.Tensor], made: dict[
         module._buffers[name] = weights[one.prefix + name]
 
 
+def _on_host(buffers: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Where the weights of a checkpoint are: a module has one device."""
+    return {name: buffer if buffer is None or buffer.is_meta else buffer.cpu() for name, buffer in buffers.items()}
+
+
 def _parameter(kept: _Tensor, value: torch.Tensor) -> nn.Parameter:
-    made: nn.Parameter = torch.Tensor._make_subclass(kept.kind, value, kept.requires_grad)  # type: ignore[assignment]
+    made: nn.Parameter = parameter_of_class(kept.kind, value, kept.requires_grad)
     made.__dict__.update(kept.attributes)
     return made

@@ -1,8 +1,7 @@
-"""A `fit` that starts processes: what is the same whatever framework trains in them. No torch is imported here."""
+"""A `fit` that starts processes: what PyTorch's and TensorFlow's have in common. No torch is imported here."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import uuid
@@ -10,43 +9,45 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from distributed.checkpoint.lineage import check_unused
-from distributed.checkpoint.storage import open_storage
-from distributed.core.engines import ENGINES
+from distributed.checkpoint.storage.lineage import check_unused
+from distributed.checkpoint.storage.urls import open_storage
+from distributed.core.atomic import Sealed, make_private, write_private
+from distributed.core.config import DistributedConfig
+from distributed.core.engines.engine import ENGINES
 from distributed.core.env import TICKET
 from distributed.core.errors import LaunchError, Problem, RankFailedError
 from distributed.core.history import History
 from distributed.core.plan import Plan
-from distributed.core.private_files import Sealed, make_private, write_private
-from distributed.core.registry import load_target
-from distributed.core.run_files import HISTORY
-from distributed.core.secrets import mask, mask_text
-from distributed.core.ticket import Ticket
+from distributed.core.protocol.ticket import Ticket
+from distributed.core.run_config import RunConfig
+from distributed.core.run_dir import RunDir
+from distributed.core.secrets import mask_text
+from distributed.launch.base import launcher_of
 from distributed.launch.request import LaunchRequest
-from distributed.launch.supervisor import Patience
+from distributed.launch.supervise.supervisor import RestartLimits
 from distributed.observe.live import RunScreen
 
 
 def launch_job(
-    plan: Plan, launch: LaunchRequest, patience: Patience, suffix: str, write: Callable[[Path], Sealed]
+    plan: Plan, config: DistributedConfig, launch: LaunchRequest, suffix: str, write: Callable[[Path], Sealed]
 ) -> History:
     """Send a job to new processes in a file that ends so, and wait for them.
 
     The file is there while they run; it is a pickle for children of this process alone, and no other launch's.
     """
-    run_dir = make_private(launch.run_dir)
-    outcome = run_dir / HISTORY
+    run = RunDir(make_private(launch.run_dir))
+    outcome = run.history
     outcome.unlink(missing_ok=True)  # of an earlier attempt
-    payload = run_dir / f"payload-{uuid.uuid4().hex[:12]}{suffix}"
+    payload = run.payload(uuid.uuid4().hex[:12], suffix)
     sealed = write(payload)
     try:
-        write_plan(plan)
+        record_run(plan, config)
         ticket = Ticket(sealed, tuple(path or os.getcwd() for path in sys.path))
         launch = replace(launch, env=dict(launch.env) | {TICKET: ticket.to_text()})
         screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=plan.observe.progress)
         try:
-            launcher = load_target(ENGINES.entries[plan.strategy].starts)()
-            launcher.run(launch, screen, patience=patience, on_stop=screen.stopping)
+            launcher = launcher_of(ENGINES.entries[plan.strategy])
+            launcher.run(launch, screen, patience=RestartLimits.of(config), on_stop=screen.stopping)
         except RankFailedError as failed:
             is_ours = failed.exit_code != RankFailedError.exit_code  # then its text says all
             trace = "" if is_ours else f"\n{failed.traceback}\n"
@@ -71,15 +72,16 @@ def _unmasked(path: str, plan: Plan) -> str:
     return path if real is None else real + path[len(mask_text(real)) :]
 
 
-def write_plan(plan: Plan) -> None:
-    path = make_private(plan.run_dir)
-    write_private(path / "plan.json", plan.to_json())
-    if not (path / "config.json").exists():  # the command line wrote one, with the script and all sources
-        write_private(path / "config.json", json.dumps(mask(plan.settings), indent=2) + "\n")
+def record_run(plan: Plan, config: DistributedConfig) -> None:
+    """Write plan.json, and config.json unless the command line wrote it, which alone knows the script's arguments."""
+    run = RunDir(make_private(plan.run_dir))
+    write_private(run.plan, plan.to_json())
+    if not run.config.exists():
+        RunConfig.of(config, sys.argv or [""]).write(run.path)
 
 
 def check_checkpoint_dir(plan: Plan) -> list[Problem]:
-    """Whether a run that begins anew has its checkpoints for itself."""
+    """Problems if a run that does not resume would write among another run's checkpoints."""
     return [] if plan.checkpoint.resume else check_unused(open_storage(plan.checkpoint.dir))
 
 

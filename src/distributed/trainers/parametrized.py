@@ -17,7 +17,7 @@ def is_parametrized(value: Any) -> bool:
 
 
 def describe(module: nn.Module) -> tuple[Any, ...]:
-    """What pickle asks of an object: what makes it, of what, its state, and what gives it that state."""
+    """What pickle's `reducer_override` returns: constructor, arguments, state, and a function that sets the state."""
     return _make, (_class_of(module), tuple(module.parametrizations)), dict(module.__dict__), None, None, _fill  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
 """The payload: a job written down once for all ranks. Large tensors are mapped by them, not copied.
 
-It goes from a process to its own children through a file that only this user can read. They are told its digest: what
-somebody else puts in its place is refused.
+It goes from a process to its own children through a file that only this user can read. They are given its digest, and
+refuse any other file in its place.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import cloudpickle
 import numpy as np
 import torch
 
+from distributed.core.atomic import Sealed, create_private, seal
 from distributed.core.errors import Problem, TaskError
-from distributed.core.private_files import Sealed, create_private, seal
 from distributed.trainers import carried_hooks, parametrized
 from distributed.trainers.carried_hooks import has_hooks
 from distributed.trainers.parametrized import is_parametrized
@@ -47,7 +47,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _PickleModule:
-    """What torch.save asks of a pickle module."""
+    """What torch.save needs of a pickle module."""
 
     __name__ = "cloudpickle"
     Pickler = _Pickler
@@ -59,7 +59,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def write_payload(job: Job, path: Path) -> Sealed:
-    """Write the job, or say which attribute of it cannot be sent. Whoever calls closes the sealed file."""
+    """Write the job, or say which attribute of it cannot be sent. The caller closes the sealed file."""
     handle = create_private(path)
     try:
         with os.fdopen(handle, "wb", closefd=False) as file:
@@ -120,7 +120,7 @@ def _deepest(path: str, value: Any, seen: set[int]) -> tuple[str, Any, Exception
 def _pickling_error(value: Any) -> Exception | None:
     try:
         _Pickler(io.BytesIO(), protocol=5).dump(value)
-    except Exception as error:  # as above
+    except Exception as error:  # noqa: BLE001 - pickling runs any object's own code
         return error
     return None
 

@@ -1,4 +1,4 @@
-"""The settings of a `fit`, whoever gave them: its trainer, its call, a trial of a search, or who launched it."""
+"""The settings of a `fit`: those of its trainer, its call, its trial and its launch, later ones winning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed.core.config import DistributedConfig, build_config
-from distributed.core.engines import ENGINES
+from distributed.core.engines.engine import ENGINES
 from distributed.core.env import overrides_in_env
 from distributed.core.errors import ConfigError
 from distributed.observe.trial import current_trial, tell_read, trial_settings
@@ -36,13 +36,13 @@ def _check_backend(config: DistributedConfig, models: str) -> None:
     trainer = "TensorFlowDistributedTrainer" if models == "torch" else "Trainer"
     raise ConfigError(
         f"backend={name!r} ({config.source('backend')}) does not train {models.capitalize()} models",
-        why=f"it trains those of {ENGINES.entries[name].models.capitalize()}, for which there is {trainer}",
+        why=f"{name} trains {ENGINES.entries[name].models.capitalize()} models, for which there is {trainer}",
         do=f"set backend={' or '.join(repr(other) for other in own)}, or leave it out",
     )
 
 
 def _in_trial(config: DistributedConfig) -> DistributedConfig:
-    """In a trial of a search, where it writes and what it goes on from is the trial's."""
+    """In a trial of a search, run directory and checkpoint are the trial's."""
     trial = current_trial()
     if trial is None:
         return config
@@ -58,8 +58,8 @@ def _with_launch_settings(config: DistributedConfig) -> DistributedConfig:
     given = json.loads(overrides_in_env() or "{}")
     sources = {name: config.source(name) for name in config.given_values()}
     values = {name: value for name, (value, _) in given.items() if value is not None}
-    told = {name: source for name, (_, source) in given.items()}
-    return build_config([(config.given_values(), "", sources), (values, "", told)])
+    finer = {name: source for name, (_, source) in given.items()}
+    return build_config([(config.given_values(), "", sources), (values, "", finer)])
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:

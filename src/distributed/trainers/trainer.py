@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from distributed.core.env import dry_ranks, worker_env
 from distributed.core.errors import TaskError
 from distributed.core.history import History
 from distributed.core.plan import Decision
+from distributed.core.settings.typed import Settings, TrainerSettings
 from distributed.data.source import read_source
 from distributed.train.metrics import check_metrics
 from distributed.train.task import Task, check_task
@@ -29,7 +30,7 @@ class Trainer:
     """Trains a model on many devices.
 
     Settings are those of `DistributedConfig`, as keywords, in `config`, or both (keywords win). In a plain script, a
-    notebook or a REPL, `fit` starts the ranks itself; in a process that a launcher started it joins that world.
+    notebook or a REPL, `fit` starts the ranks itself; in a process that a launcher started, it joins the other ranks.
 
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
@@ -40,7 +41,7 @@ class Trainer:
     """
 
     preset: Mapping[str, Any] = {}
-    notes: tuple[Decision, ...] = ()  # what this trainer has decided of its settings, for whoever reads the plan
+    notes: tuple[Decision, ...] = ()  # what this trainer decided; part of the plan
 
     def __init__(
         self,
@@ -51,14 +52,15 @@ class Trainer:
         optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str | None = None,
         scheduler: Any = None,
         metrics: Mapping[str, Callable[[Any, Any], torch.Tensor]] | None = None,
-        **settings: Any,
+        **settings: Unpack[TrainerSettings],
     ) -> None:
+        keywords = plain(settings)
         if isinstance(optimizer, str):
-            settings["optimizer"], optimizer = optimizer, None
+            keywords["optimizer"], optimizer = optimizer, None
         given = config.given_values() if isinstance(config, DistributedConfig) else dict(config or {})
-        preset = {name: value for name, value in self.preset.items() if name not in settings and name not in given}
+        preset = {name: value for name, value in self.preset.items() if name not in keywords and name not in given}
         self.config = build_config(
-            [(preset, type(self).__name__, {}), (given, "config", {}), (plain(settings), "argument", {})]
+            [(preset, type(self).__name__, {}), (given, "config", {}), (keywords, "argument", {})]
         )
         self.model = model
         self._task = Task(model, loss_fn, optimizer, scheduler, metrics)
@@ -75,7 +77,7 @@ class Trainer:
         """Of the last `fit`."""
         return float("nan") if self.history is None else self.history.best_accuracy
 
-    def fit(self, train_loader: Loader, val_loader: Loader | None = None, **settings: Any) -> History:
+    def fit(self, train_loader: Loader, val_loader: Loader | None = None, **settings: Unpack[Settings]) -> History:
         """Train, and afterwards hold the trained weights in `model`.
 
         `settings` win over the trainer's: `checkpoint_dir=`, `mlflow_experiment=`, `max_steps=`, `epochs=` …
@@ -116,14 +118,16 @@ class Trainer:
             return
         if self.history is None:
             raise TaskError(
-                "there is nothing to save yet", why="the weights are those of the last fit", do="call fit first"
+                "there is no trained model to save",
+                why="fit has not run in this process",
+                do="call trainer.fit(…) first",
             )
-        from distributed.checkpoint.exchange_catalog import open_one  # what training does not need
-        from distributed.checkpoint.exchange_export import export_checkpoint
+        from distributed.checkpoint.exchange.catalog import open_one  # what training does not need
+        from distributed.checkpoint.exchange.export import export_checkpoint
 
         kind = "pt" if str(path).endswith((".pt", ".pth")) else "safetensors"
         export_checkpoint(open_one(self.history.checkpoint), str(path), kind, force=True)
 
     def _merge(self, settings: Mapping[str, Any]) -> DistributedConfig:
-        """All settings of a `fit`, whoever gave them."""
+        """All settings of a `fit`, of every source."""
         return of_fit(self.config, settings)
