@@ -19,9 +19,9 @@ QUIET_DRAIN_S = 10.0  # wait that long before saying what is waited for
 class Background:
     """Feeds an observer from a thread of its own.
 
-    Every event is delivered in order, unless the observer is stuck: then the run waits `patience_s` once and goes on,
-    and the loss is told. RunEnded is never given up before `drain_s`. An observer that raises is named on stderr, once,
-    and left alone.
+    Every event is delivered in order, unless the observer is stuck: then the run waits `patience_s` once and continues,
+    and reports the lost events. RunEnded is never given up before `drain_s`. An observer that raises is
+    named on stderr, once, and gets no more events.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Background:
             self._put(event, self._drain_s if isinstance(event, RunEnded) else self._patience_s)
 
     def close(self) -> None:
-        """Wait for what is queued, at most `drain_s`, and tell what was lost."""
+        """Wait for what is queued, at most `drain_s`, and report what was lost."""
         if self._closed:
             return
         self._closed = True
@@ -84,7 +84,7 @@ class Background:
         if event is not None and not self._failed.is_set():
             self._lost += 1
             if not self._stuck:
-                self._warn(f"{name_of(self._observer)} is stuck; the run goes on without waiting for it")
+                self._warn(f"{name_of(self._observer)} is stuck; the run continues without waiting for it")
             self._stuck = True
 
     def _run(self) -> None:
@@ -92,7 +92,7 @@ class Background:
             while (event := self._queue.get()) is not None:
                 self._observer.on(event)
             self._observer.close()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - an observer that fails is dropped, and never ends a run
             self._failed.set()
             self._warn(failure_text(self._observer, error))
 

@@ -64,7 +64,7 @@ class Console:
                 self._show(event)
 
     def progress(self, step: int | None) -> None:
-        """The ranks have done so many steps; None when that is not known, and only the time moves on."""
+        """The ranks have done `step` steps; None when that is not known, and only the time changes."""
         with self._lock:
             if self._run is not None:
                 self._step = max(self._step, step or 0)
@@ -190,7 +190,7 @@ class Console:
         self._call(lambda screen: screen.line(text, prefix))
 
     def _call(self, use: Callable[[Screen], None]) -> None:
-        """A terminal that was closed, or a pipe that nobody reads any more, ends the show and not the run."""
+        """A closed terminal or pipe ends the display, not the run."""
         if self._screen is not None:
             try:
                 use(self._screen)
@@ -206,6 +206,7 @@ def _describe(event: RankStalled | RankSlow | AttemptEnded | Recovered) -> str:
     match event:
         case RankStalled():
             waiting = f"; ranks that wait for it: {', '.join(map(str, event.waiting))}" if event.waiting else ""
+            waiting += f" in {event.collective}" if event.collective else ""
             stack = f"  (stack: {event.stack_path})" if event.stack_path else ""
             late = f"no step for {_span(event.late_seconds)}, which should take at most {_span(event.deadline_seconds)}"
             who = f"rank {event.rank} on {event.host} stands still after step {event.step}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from distributed.core.atomic import FILE_MODE
 from distributed.core.events import Event
-from distributed.core.private_files import FILE_MODE
 
 
 class EventLog:
@@ -14,7 +14,7 @@ class EventLog:
     >>> import tempfile
     >>> from distributed.core.events import Warned
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     log = EventLog(os.path.join(folder, "events.jsonl"))
+    ...     log = EventLog(os.path.join(folder, "events"))
     ...     log.on(Warned(time=1.0, message="slow disk"))
     ...     log.close()
     ...     print(open(log.path).read(), end="")

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from distributed.core.events import EventTail, Observer
-from distributed.core.heartbeat import heartbeat_path, read_beat
+from distributed.core.protocol.heartbeat import read_beat
+from distributed.core.run_dir import RunDir
 from distributed.observe.console import Console
 
 
@@ -22,11 +23,11 @@ class Follower:
     ) -> None:
         self.run_dir = Path(run_dir)
         self._observer = observer
-        self._events = EventTail(self.run_dir / "events.jsonl", from_end=from_end)
+        self._events = EventTail(RunDir(run_dir).events, from_end=from_end)
         self.start_attempt(attempt)
 
     def start_attempt(self, attempt: int) -> None:
-        self._beats = heartbeat_path(self.run_dir / "attempts" / str(attempt), 0)
+        self._beats = RunDir(self.run_dir).attempt(attempt).heartbeat(0)
         self._stale_beat = read_beat(self._beats)  # a resumed run's directory may hold the beats of its past
 
     def refresh(self) -> None:

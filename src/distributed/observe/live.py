@@ -1,4 +1,4 @@
-"""A run shown while it goes on: by the process that started its ranks, or by rank 0 where nobody else watches."""
+"""A run shown while it trains: by the process that started its ranks, or by rank 0 where no launcher shows it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TICK_S = 0.25
 
 
 class RunScreen:
-    """The screen that a run is watched on. Decisions that were told before the run are not told again by it."""
+    """The screen of a run. Decisions that were printed before the run are not printed again."""
 
     def __init__(
-        self, run_dir: str, attempt: int = 0, *, shows_progress: bool = True, told: Iterable[str] = ()
+        self, run_dir: str, attempt: int = 0, *, shows_progress: bool = True, printed: Iterable[str] = ()
     ) -> None:
-        self._console = _OnceConsole(set(told), shows_progress)
+        self._console = _OnceConsole(set(printed), shows_progress)
         self._follower = Follower(run_dir, self._console, attempt)
 
     def rank_line(self, rank: int, text: str) -> None:
@@ -45,9 +45,9 @@ class RunScreen:
 
 
 class _OnceConsole(Console):
-    def __init__(self, told: set[str], enabled: bool) -> None:
+    def __init__(self, printed: set[str], enabled: bool) -> None:
         super().__init__(enabled=enabled)
-        self._already = told
+        self._already = printed
 
     def on(self, event: Event) -> None:
         if isinstance(event, RankFailed):  # the error that is raised says it, at the end

@@ -9,19 +9,18 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from distributed.core.atomic import write_private
 from distributed.core.events import Event, RankFailed, RunEnded, RunStarted
 from distributed.core.plan import MlflowPlan
-from distributed.core.private_files import write_private
 from distributed.core.registry import import_extra
+from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask_text
 from distributed.observe.scalars import ScalarReader, Scalars
 
 DEFAULT_STORE = "mlflow.db"  # in the working directory
 PARAMS_A_CALL = 100  # MLflow's limit
-RECORD = "mlflow.json"  # in the run directory: which MLflow run this is, so that a restart continues it
 
 
 class MlflowObserver:
@@ -92,12 +91,12 @@ class MlflowObserver:
         created = client.create_run(experiment, run_name=name)
         if self._run_dir:
             record = {"run_id": created.info.run_id, "tracking_uri": mask_text(uri)}
-            write_private(Path(self._run_dir, RECORD), json.dumps(record) + "\n")
+            write_private(RunDir(self._run_dir).mlflow, json.dumps(record) + "\n")
         return str(created.info.run_id)
 
     def _continued(self, client: Any, uri: str) -> str:
         """The run of an earlier attempt in this run directory, running again; "" when there is none."""
-        path = Path(self._run_dir, RECORD)
+        path = RunDir(self._run_dir).mlflow
         if not self._run_dir or not path.exists():
             return ""
         record = json.loads(path.read_text())

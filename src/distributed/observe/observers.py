@@ -1,8 +1,7 @@
-"""The observers that a plan asks for, as one that cannot hurt the run."""
+"""The observers that a plan names, as one that cannot end the run."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
@@ -11,6 +10,7 @@ from distributed.core.errors import MissingExtraError, Problem
 from distributed.core.events import Event, Observer
 from distributed.core.plan import Plan
 from distributed.core.registry import DISTRIBUTION, Entry, Registry
+from distributed.core.run_dir import RunDir
 from distributed.observe.background import Background, failure_text, warn_on_stderr
 from distributed.observe.event_log import EventLog
 from distributed.observe.trial import trial_observers
@@ -26,7 +26,7 @@ OBSERVERS = Registry(
 
 
 class Observers:
-    """Several observers as one. One that raises is named on stderr, once, and gets no more events; the others go on."""
+    """Several observers as one. One that raises is named on stderr, once, and gets no more events."""
 
     def __init__(self, observers: Iterable[Observer], *, warn: Callable[[str], None] = warn_on_stderr) -> None:
         self._observers = list(observers)
@@ -44,7 +44,7 @@ class Observers:
     def _guard(self, observer: Observer, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - an observer that fails is dropped, and never ends a run
             self._observers.remove(observer)
             self._warn(failure_text(observer, error))
 
@@ -54,7 +54,7 @@ def observers_for(plan: Plan) -> list[Observer]:
 
     Wrap the list in `Observers`.
     """
-    observers: list[Observer] = [EventLog(os.path.join(plan.run_dir, "events.jsonl")), *trial_observers()]
+    observers: list[Observer] = [EventLog(RunDir(plan.run_dir).events), *trial_observers()]
     if plan.observe.tensorboard_dir:
         observers.append(OBSERVERS.load("tensorboard")(plan.observe.tensorboard_dir))
     if plan.observe.mlflow is not None:
@@ -63,7 +63,7 @@ def observers_for(plan: Plan) -> list[Observer]:
 
 
 def check_extras(plan: Plan) -> None:
-    """Raise before anything starts when a dashboard that the plan asks for is not installed; imports none of them."""
+    """Raise before anything starts when a dashboard that the plan names is not installed; imports none of them."""
     wanted = [("tensorboard", bool(plan.observe.tensorboard_dir)), ("mlflow", plan.observe.mlflow is not None)]
     problems = [
         Problem(

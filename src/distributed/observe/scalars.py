@@ -40,7 +40,7 @@ class ScalarReader:
         training = {name: value for name, value in event.metrics.items() if not name.startswith("val_")}
         scalars = {f"epoch_{name}": value for name, value in training.items()}
         scalars |= {"epoch_seconds": event.seconds, "epoch_samples_per_second": event.samples_per_second}
-        if self._evaluated_step != event.step:  # else the evaluation has told them
+        if self._evaluated_step != event.step:  # else the evaluation's event had them
             scalars |= {name: value for name, value in event.metrics.items() if name.startswith("val_")}
         if self._logged_epoch != event.epoch:  # an epoch shorter than log_every_n_steps must show as a loss too
             scalars |= {**training, "samples_per_second": event.samples_per_second}

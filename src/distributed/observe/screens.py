@@ -30,7 +30,7 @@ class Snapshot:
         return f"{self.done}/{self.total}" if self.total is not None else f"{self.done}"
 
     def fitted(self, width: int) -> tuple[int, str]:
-        """The bar's width and the facts that fit in a line of so many columns.
+        """The bar's width and the facts that fit in a line of that many columns.
 
         >>> Snapshot("epoch 1/2", 5, 10, ("loss 0.5000", "12 samples/s")).fitted(40)
         (13, 'loss 0.5000')
@@ -75,7 +75,7 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """A rich bar at the bottom, lines above it. It is redrawn when told to; there is no thread."""
+    """A rich bar at the bottom, lines above it. It is redrawn on request; there is no thread."""
 
     has_bar = True
 
@@ -124,7 +124,7 @@ class TerminalScreen:
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
-        atexit.register(self.close)  # a bar hides the cursor: whatever ends this process must show it again
+        atexit.register(self.close)  # a bar hides the cursor: it must be shown again when this process ends
         self._task = progress.add_task("", total=snapshot.total, label="", count="", facts="")
         progress.start()
         return progress

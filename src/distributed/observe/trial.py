@@ -1,8 +1,8 @@
-"""What a process of a trial knows of its search, and the line on which it tells how it goes.
+"""What a process of a trial knows of its search, and the socket on which it reports.
 
-A trial is one training among many; whoever runs them names, in an environment variable, a file that says all of this.
-So the trial's own process and every rank that it starts find the same. On the line, a Unix socket, each message is a
-line of JSON and is answered by one.
+A trial is one training among many; its runner names, in an environment variable, a file that says all of this. So the
+trial's own process and every rank that it starts find the same. On the Unix socket, each message is a line of JSON and
+is answered by one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,45 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from distributed.core.atomic import write_private
 from distributed.core.env import trial_in_env
 from distributed.core.events import CheckpointSaved, EpochEnded, Event, RunStarted
-from distributed.core.private_files import write_private
+from distributed.core.run_dir import CHECKPOINTS, RunDir
 
-FILE = "trial.json"  # in a trial's folder
-_FIT = "fit-"  # and a number: the folder of a Trainer that is not the first of its trial
+
+@dataclass(frozen=True)
+class TrialDir:
+    """The folder of one trial, and every name in it."""
+
+    path: str
+
+    @property
+    def note(self) -> Path:
+        """What its processes know of the search."""
+        return Path(self.path, "trial.json")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Those that it reported, by step."""
+        return Path(self.path, CHECKPOINTS)
+
+    @property
+    def arriving(self) -> Path:
+        """What it takes over from another trial, until all of it is there."""
+        return Path(self.path, ".taken")
+
+    def run(self, takeovers: int = 0) -> RunDir:
+        """Where its Trainer writes: another folder each time that it took over another trial.
+
+        >>> TrialDir("trials/0001").run(2).path.as_posix()
+        'trials/0001/run-2'
+        """
+        return RunDir(Path(self.path, f"run-{takeovers}" if takeovers else "run"))
 
 
 @dataclass(frozen=True)
 class TrialNote:
-    """Which trial this is, and where it goes on."""
+    """Which trial this is, and where it resumes."""
 
     id: str
     params: dict[str, Any]
@@ -41,10 +69,10 @@ class TrialNote:
 
     def write(self) -> str:
         """Into the trial's folder; the path, for the environment."""
-        folder = Path(self.directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_private(folder / FILE, json.dumps(asdict(self), indent=1) + "\n")
-        return str(folder / FILE)
+        path = TrialDir(self.directory).note
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_private(path, json.dumps(asdict(self), indent=1) + "\n")
+        return str(path)
 
 
 @cache
@@ -59,7 +87,7 @@ def current_trial() -> TrialNote | None:
 
 
 class TrialLine:
-    """This process's end of the line. Any thread may tell; each waits for its answer."""
+    """This process's end of the socket. Any thread may send; each waits for its answer."""
 
     def __init__(self, note: TrialNote) -> None:
         self._note = note
@@ -69,7 +97,7 @@ class TrialLine:
         self._file: Any = None
 
     def tell(self, kind: str, **content: Any) -> dict[str, Any]:
-        """Send, and wait for the answer. ConnectionError when nobody is there any more."""
+        """Send, and wait for the answer. ConnectionError when the search has ended."""
         message = {"kind": kind, "trial": self._note.id, "attempt": self._note.attempt, "pid": os.getpid(), **content}
         with self._lock:
             if self._pid != os.getpid():  # at first, and in a fork, whose answers would go to its parent
@@ -87,7 +115,7 @@ class TrialLine:
                 self._socket.close()
                 raise
         if not answer:
-            raise ConnectionError("whoever ran this trial is gone")
+            raise ConnectionError("the process of the search that started this trial has ended")
         return dict(json.loads(answer))
 
 
@@ -98,7 +126,7 @@ def trial_line(note_path: str) -> TrialLine:
 
 
 class TrialObserver:
-    """Tells the search of each epoch, and of each checkpoint that stands at the end of one."""
+    """Reports each epoch to the search, and each checkpoint at the end of one."""
 
     def __init__(self, line: TrialLine) -> None:
         self._line = line
@@ -109,14 +137,14 @@ class TrialObserver:
 
     def on(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self._all_epochs, self._fit = event.epochs, fit_of(event.run_dir)
+            self._all_epochs, self._fit = event.epochs, RunDir(event.run_dir).fit_number
         elif isinstance(event, EpochEnded) and not self._is_leaving:  # what comes then is a part of an epoch
             self._epochs[event.step] = event.epoch + 1
-            told = {"step": event.epoch + 1, "metrics": event.metrics, "is_last": event.epoch + 1 == self._all_epochs}
-            answer = self._line.tell("report", **told, by="trainer", fit=self._fit)
+            epoch = {"step": event.epoch + 1, "metrics": event.metrics, "is_last": event.epoch + 1 == self._all_epochs}
+            answer = self._line.tell("report", **epoch, by="trainer", fit=self._fit)
             self._is_leaving = not answer["go"]
         elif isinstance(event, CheckpointSaved) and event.step in self._epochs:
-            # between two epochs another trial can go on from it with another batch size
+            # between two epochs another trial can resume from it with another batch size
             self._line.tell("saved", step=self._epochs[event.step], path=event.path, fit=self._fit)
 
     def close(self) -> None:
@@ -137,30 +165,19 @@ def tell_read(names: Iterable[str]) -> None:
 
 
 def trial_settings(note: TrialNote, fit: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What the Trainer takes from a trial in its n-th `fit`: where nothing else is said, and whatever is said."""
-    run_dir = os.path.join(note.directory, note.run, *([f"{_FIT}{fit}"] if fit > 1 else []))
+    """The settings of a trial's n-th `fit`: defaults that the script may override, and those that always win."""
+    run = RunDir(Path(note.directory, note.run)).fit(fit)
     defaults = {"checkpoint_frequency": 1, "keep_last": 2, "progress": False}
     always = {
-        "run_dir": run_dir,
-        "checkpoint_dir": os.path.join(run_dir, "checkpoints"),
+        "run_dir": str(run),
+        "checkpoint_dir": str(run.checkpoints),
         "resume_from_checkpoint": True,
     }
     return defaults, always | note.settings
 
 
-def fit_of(run_dir: str) -> int:
-    """Which `fit` of its trial writes to this folder.
-
-    >>> fit_of("trials/0001/run"), fit_of("trials/0001/run/fit-3")
-    (1, 3)
-    """
-    name = os.path.basename(os.path.normpath(run_dir))
-    number = name.removeprefix(_FIT)
-    return int(number) if name.startswith(_FIT) and number.isdigit() else 1
-
-
 def newest_checkpoint(directory: str) -> tuple[str, int]:
     """The newest that a trial reported, and its step; "" and 0 where there is none."""
-    folder = Path(directory, "checkpoints")
+    folder = TrialDir(directory).checkpoints
     steps = sorted(path.name for path in folder.iterdir() if path.name.isdigit()) if folder.is_dir() else []
     return (str(folder / steps[-1]), int(steps[-1])) if steps else ("", 0)
