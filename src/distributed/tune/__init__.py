@@ -1,8 +1,8 @@
 """Search for the best settings of a training: many trials, in parallel, the bad ones stopped early.
 
-In a training function or script: `tune.report` tells how it goes and keeps its state, `tune.checkpoint` gives the state
-back to a trial that goes on, and `tune.params` are the trial's parameters where nobody passes them. All of them do
-nothing where no search is going on, so the same code runs by itself.
+In a training function or script: `tune.report` reports metrics and keeps the trial's state, `tune.checkpoint` returns
+that state to a trial that resumes, and `tune.params` are the trial's parameters in a script. Outside a search they do
+nothing, so the same code runs by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-    """Tell the search how this trial goes, and keep its state.
+    """Report this trial's metrics to the search, and keep its state.
 
     `metrics` are numbers by name. `checkpoint` is a dictionary of plain values and tensors, or a folder that was
     written; it is copied. Where the search ends the trial here, this raises TrialStopped, which is no Exception.
@@ -45,7 +45,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
 
 
 def checkpoint() -> Any:
-    """The state to go on from: what this trial, or the one that it took over, reported last. None: begin.
+    """The state to resume from: what this trial, or the one that it took over, reported last. None: start.
 
     >>> (checkpoint() or {"epoch": 0})["epoch"]
     0

@@ -1,6 +1,6 @@
 """The journal of a search: each thing that happened as a line of trials.jsonl, forced to the disk before it counts.
 
-A search that was killed is read back from it: what was finished stays so, and what was going on goes on.
+A search that was killed is read back from it: finished trials stay finished, and running ones resume.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from distributed.core.atomic import FILE_MODE, make_private
 from distributed.core.errors import ConfigError, DistributedError
-from distributed.core.private_files import FILE_MODE, make_private
 from distributed.tune.runner import Exploit, Report, TrialResult, TrialSpec
-
-FILE = "trials.jsonl"
+from distributed.tune.search_dir import SearchDir
 
 
 @dataclass(frozen=True)
 class Heading:
-    """What a search was asked, by which another one can tell whether it goes on with it."""
+    """The settings of a search, which must be the same when it is resumed."""
 
     space: Mapping[str, Any]
     metric: str
@@ -38,7 +37,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Past:
-    """A search as its journal tells it."""
+    """A search as its journal records it."""
 
     heading: Heading
     trials: tuple[TrialResult, ...] = ()
@@ -54,13 +53,13 @@ class Journal:
 
     def __init__(self, run_dir: str) -> None:
         make_private(run_dir)
-        self._handle = os.open(Path(run_dir, FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
+        self._handle = os.open(SearchDir(run_dir).journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
         try:
             _lock(self._handle, run_dir)
         except BaseException:
             os.close(self._handle)
             raise
-        _mend(Path(run_dir, FILE))
+        _mend(SearchDir(run_dir).journal)
 
     def began(self, heading: Heading) -> None:
         self._write("began", asdict(heading))
@@ -96,8 +95,8 @@ def _lock(handle: int, run_dir: str) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as held:
         raise ConfigError(
-            f"a process is running the search in {run_dir}",
-            why="with two of them, every trial that is left would run twice",
+            f"another process is running the search in {run_dir}",
+            why="two processes would run every remaining trial twice",
             do="wait for that process or end it, then resume; or set another run_dir",
         ) from held
     except OSError:
@@ -113,12 +112,12 @@ def _mend(path: Path) -> None:
 
 
 def holds_search(run_dir: str) -> bool:
-    return Path(run_dir, FILE).exists()
+    return SearchDir(run_dir).journal.exists()
 
 
 def read_journal(run_dir: str) -> Past:
     """Everything that the search in this folder did."""
-    path = Path(run_dir, FILE)
+    path = SearchDir(run_dir).journal
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -141,7 +140,7 @@ def read_journal(run_dir: str) -> Past:
         else:
             _apply(trials, kind, content)
     if heading is None:
-        raise DistributedError(f"{path} does not begin as a journal does", do="name the run_dir of a search")
+        raise DistributedError(f"{path} is not the journal of a search", do="name the run_dir of a search")
     return Past(heading, tuple(trials[name] for name in sorted(trials)), read=frozenset(read))
 
 

@@ -7,11 +7,13 @@ import shutil
 import time
 from pathlib import Path
 
-from distributed.tune.records import Trial
+from distributed.core.atomic import replace_folder
+from distributed.core.run_dir import RunDir
+from distributed.observe.trial import TrialDir
 from distributed.tune.runner import Exploit, Params
+from distributed.tune.trials.records import Trial
 
 _TRIES = 5
-_COMING = ".taken"  # in a trial's folder: what it takes over, until all of it is there
 
 
 def take_over(trial: Trial, source: Trial, params: Params, step: int) -> Exploit | None:
@@ -24,7 +26,7 @@ def take_over(trial: Trial, source: Trial, params: Params, step: int) -> Exploit
     trained = source.saved if os.path.isdir(source.saved) else ""
     if not reported and not trained:
         return None
-    coming = Path(trial.directory, _COMING)
+    coming = TrialDir(trial.directory).arriving
     try:
         _copy(reported, trained, coming)
     except OSError:  # its owner has saved newer ones and deleted this one, or the disk is full
@@ -32,7 +34,7 @@ def take_over(trial: Trial, source: Trial, params: Params, step: int) -> Exploit
         return None
     source_step = source.checkpoint_step if reported else source.saved_step
     exploit = Exploit(trial.id, step, source.id, source_step, dict(trial.params), dict(params))
-    own = Path(trial.directory, "checkpoints")
+    own = TrialDir(trial.directory).checkpoints
     shutil.rmtree(own, ignore_errors=True)
     trial.lineage.append(exploit)
     trial.params, trial.is_untried = dict(params), True
@@ -41,7 +43,7 @@ def take_over(trial: Trial, source: Trial, params: Params, step: int) -> Exploit
     if reported:
         trial.checkpoint = _move(coming / "reported", own, os.path.basename(reported))
     if trained:
-        store = Path(trial.directory, trial.run, "checkpoints")
+        store = RunDir(Path(trial.directory, trial.run)).checkpoints
         trial.saved, trial.saved_step = _move(coming / "trained", store, os.path.basename(trained)), source.saved_step
     shutil.rmtree(coming, ignore_errors=True)
     return exploit
@@ -59,9 +61,8 @@ def _copy(reported: str, trained: str, coming: Path) -> None:
 
 def _move(coming: Path, folder: Path, name: str) -> str:
     """To where the trial looks for it; the path of the checkpoint there."""
-    shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    os.replace(coming, folder)
+    replace_folder(coming, folder)
     return str(folder / name)
 
 

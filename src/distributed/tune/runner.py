@@ -1,7 +1,8 @@
-"""Runner: what DistributedTuner asks of an engine that runs trials, and the values that pass between the two.
+"""Runner: the interface of an engine that runs trials for DistributedTuner, and the values that pass between the two.
 
 The tuner checks the input, writes the journal, draws the screen and the results; a runner searches, schedules and runs,
-and tells a Watcher of everything that happens. `tune/local.py` is the one of this machine, `tune/on_ray.py` Ray Tune's.
+and reports everything that happens to a Watcher. `tune/trials/local.py` is the one of this machine, and
+`engines/ray/tune_runner.py` is Ray Tune's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from distributed.core.errors import Problem
+from distributed.tune.search_dir import SearchDir
 from distributed.tune.space import Space
 
 Params = Mapping[str, Any]  # plain values only: what JSON can hold
@@ -21,7 +23,7 @@ OVER: frozenset[Status] = frozenset({"done", "stopped", "failed"})  # a resumed 
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """A trial that begins or goes on: its parameters and its own folder, run_dir/trials/<id>."""
+    """A trial that starts or resumes: its parameters and its own folder, run_dir/trials/<id>."""
 
     id: str  # "0007": the order in which trials were made
     params: Params
@@ -34,7 +36,7 @@ class Report:
     """What a trial said once: by `tune.report`, by an epoch of the Trainer, or by what train_fn returned."""
 
     trial: str
-    step: int  # 1, 2, 3 … of this trial; an epoch of the Trainer is a step. Goes on where a checkpoint left off
+    step: int  # 1, 2, 3 … of this trial; an epoch of the Trainer is a step. Continues after a resume
     metrics: Mapping[str, float]
     seconds: float  # that the trial has run so far, over all its attempts
     checkpoint: str = ""  # a folder that holds the state after this step
@@ -43,12 +45,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Exploit:
-    """A bad trial of a population took over the state of a good one, and goes on with other parameters."""
+    """A bad trial of a population took over the state of a good one, and continues with other parameters."""
 
     trial: str
     step: int  # where it stood
     source: str  # the trial that it took over
-    source_step: int  # where the checkpoint that it took stands, and where it goes on
+    source_step: int  # the step of the checkpoint that it took, from which it resumes
     before: Params
     params: Params  # from now on
 
@@ -79,12 +81,12 @@ class Schedule:
     """Which scheduler, and its numbers; `max_steps` counts reports (epochs of the Trainer)."""
 
     name: Literal["none", "asha", "median", "pbt"] = "none"
-    max_steps: int | None = None  # a trial ends after so many reports; None: when train_fn does
+    max_steps: int | None = None  # a trial ends after that many reports; None: when train_fn does
     grace_steps: int = 1  # no trial is stopped before it has reported so often
-    reduction_factor: float = 4  # asha: of so many trials at a rung, one goes on
+    reduction_factor: float = 4  # asha: of that many trials at a rung, one continues
     perturb_every: int = 4  # pbt: reports between two looks at the population
     quantile: float = 0.25  # pbt: the worst part, which takes over from the best part
-    resample_probability: float = 0.25  # pbt: a parameter is drawn anew instead of perturbed
+    resample_probability: float = 0.25  # pbt: a parameter is resampled instead of perturbed
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,9 @@ class TuneRequest:
 
     train_fn: Callable[[Any], Any]
     space: Space
-    num_samples: int  # trials to draw; with a grid in the space, so many for each of its points
+    num_samples: int  # trials to draw; with a grid in the space, for each of its points
     run_dir: str
-    metric: str = ""  # "": nobody steers by one; it is given wherever a scheduler or a search needs it
+    metric: str = ""  # "": not needed; always set where a scheduler or a search needs it
     mode: Mode = "min"
     search: Literal["random", "grid", "bayes"] = "random"
     schedule: Schedule = field(default_factory=Schedule)
@@ -111,19 +113,19 @@ class TuneRequest:
         return one < other if self.mode == "min" else one > other
 
     def trial_dir(self, trial: str) -> str:
-        return f"{self.run_dir}/trials/{trial}"
+        return SearchDir(self.run_dir).trial(trial)
 
 
 class Watcher(Protocol):
-    """Whoever is told what happens, in order, from the thread that called `Runner.run`. The tuner's journal, screen
-    and checks are behind it; what it raises (a parameter that nobody reads) ends the tune, and every trial with it."""
+    """Receives what happens, in order, from the thread that called `Runner.run`: the tuner's journal, screen and
+    checks. What it raises (a parameter that is never read) ends the search, and every trial with it."""
 
     def started(self, trial: TrialSpec) -> None: ...
 
     def reported(self, report: Report) -> None: ...
 
     def read(self, trial: str, names: frozenset[str]) -> None:
-        """These names were read from a trial's parameters so far, also such as it does not have. Told at the latest
+        """These names were read from a trial's parameters so far, also such as it does not have. Reported at the latest
         before `ended`."""
 
     def exploited(self, exploit: Exploit) -> None: ...
@@ -148,7 +150,7 @@ class Runner(Protocol):
 
     def run(self, request: TuneRequest, watcher: Watcher) -> None:
         """Run all trials to their end. A trial that fails does not end the others. KeyboardInterrupt ends all of them
-        in order, tells `ended` with "interrupted" for each that was not about to end, and is raised again."""
+        in order, reports `ended` with "interrupted" for each that was not about to end, and is raised again."""
 
     def close(self) -> None:
-        """Let go of what `obstacles`, `slots` and `run` have opened; told once, whatever happened."""
+        """Release what `obstacles`, `slots` and `run` have opened; called once, after success or failure."""

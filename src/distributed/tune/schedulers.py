@@ -1,4 +1,4 @@
-"""Which trials go on: after each report a scheduler decides, from the reports alone. Pure: no clock, no processes."""
+"""Which trials continue: a scheduler decides after each report, from the reports alone. No clock, no processes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class Yield:
-    """Go on, but after a trial that waits: all of a population move forward together."""
+    """Continue, but after a trial that waits: all of a population move forward together."""
 
 
 @dataclass(frozen=True)
 class Take:
-    """Go on from the state of another trial, with these parameters."""
+    """Continue from the state of another trial, with these parameters."""
 
     source: str
     params: Params
@@ -46,10 +46,10 @@ class Scheduler(Protocol):
         """What the trial that reported this does next."""
 
     def began(self, trial: str, params: Params) -> None:
-        """A trial has these parameters from now on; told again when they change."""
+        """A trial has these parameters from now on; called again when they change."""
 
     def went_back(self, trial: str, step: int) -> None:
-        """A trial goes on from the state after this step, its own or another's."""
+        """A trial resumes from the state after this step, its own or another's."""
 
     def ended(self, trial: str) -> None:
         """A trial is over: it neither reports nor gives its state any more."""
@@ -83,10 +83,10 @@ class NoScheduler:
 
 
 class Halving(NoScheduler):
-    """Asynchronous successive halving (ASHA): at each rung, only the best part of those who came there goes on.
+    """Asynchronous successive halving (ASHA): at each rung, only the best part of the trials that reached it continues.
 
-    Rungs are at `grace_steps` times the powers of `reduction_factor`. Nobody waits: a trial is compared with those that
-    have come to the rung before it, so the first one always goes on. A value that is not a number is the worst.
+    Rungs are at `grace_steps` times the powers of `reduction_factor`. No trial waits: it is compared with those that
+    have reached the rung before it, so the first one always continues. A value that is not a number is the worst.
     """
 
     def __init__(self, schedule: Schedule, metric: str, mode: Mode) -> None:
@@ -150,11 +150,12 @@ class MedianStopping(NoScheduler):
 
 
 class Population:
-    """Population-based training: now and then the worst trials take over the state of the best ones, and go on with
+    """Population-based training: now and then the worst trials take over the state of the best ones, and continue with
     parameters near theirs, so that parameters change in the course of a training.
 
     A trial is compared with the others where they stood at its own step at the latest: those that had more turns have
-    no advantage. Nobody looks before all that are not over have a value: the first to report would be the best of few.
+    no advantage. No trial is judged before all that are not over have a value: the first to report would be
+    the best of few.
     """
 
     def __init__(self, schedule: Schedule, metric: str, mode: Mode, space: Space, seed: int) -> None:
@@ -205,7 +206,7 @@ class Population:
 
 
 def perturbed(params: Params, space: Space, schedule: Schedule, rng: random.Random) -> dict[str, Any]:
-    """Parameters near these: each is drawn anew, or moved to a neighbour. Numbers move by a fifth, up or down.
+    """Parameters near these: each is resampled, or moved to a neighbour. Numbers move by a fifth, up or down.
 
     >>> rng = random.Random(1)
     >>> perturbed({"lr": 0.1}, Space({"lr": Float(0.01, 1.0)}), Schedule(resample_probability=0), rng)

@@ -22,7 +22,7 @@ class Search(Protocol):
     def propose(self, index: int) -> dict[str, Any]:
         """The parameters of the trial with this number, from 0; each is asked for once."""
 
-    def told(self, index: int, params: Mapping[str, Any], value: float | None) -> None:
+    def record(self, index: int, params: Mapping[str, Any], value: float | None) -> None:
         """How good a trial was; None: it failed."""
 
 
@@ -30,9 +30,9 @@ def make_search(request: TuneRequest) -> Search:
     kinds: dict[str, type[Any]] = {"random": RandomSearch, "grid": GridSearch, "bayes": BayesianSearch}
     search: Search = kinds[request.search](request)
     for index, trial in enumerate(request.past):
-        if trial.status in OVER:  # of the others it is told when they end
+        if trial.status in OVER:  # the others are recorded when they end
             value = None if trial.status == "failed" else last_value(trial, request.metric)
-            search.told(index, trial.params, value)
+            search.record(index, trial.params, value)
     return search
 
 
@@ -59,7 +59,7 @@ class RandomSearch:
         drawn = self._space.draw(random.Random(f"{self._seed}/{index}"))
         return drawn | self._points[index % len(self._points)]
 
-    def told(self, index: int, params: Mapping[str, Any], value: float | None) -> None:
+    def record(self, index: int, params: Mapping[str, Any], value: float | None) -> None:
         pass
 
 
@@ -78,7 +78,7 @@ class GridSearch:
         point = self._constants | self._points[index % len(self._points)]
         return {name: point[name] for name in self._order}
 
-    def told(self, index: int, params: Mapping[str, Any], value: float | None) -> None:
+    def record(self, index: int, params: Mapping[str, Any], value: float | None) -> None:
         pass
 
 
@@ -98,7 +98,7 @@ def grid_problems(space: Space) -> list[Problem]:
     return [
         Problem(
             f"search='grid', but {name} is a {domain.kind} range",
-            why="a grid goes through every value, and a range has no end of them",
+            why="a grid tries every value, and a range has infinitely many",
             do=f"{name}: {{choice: [a, b, c]}}, or search='random'",
         )
         for name, domain in space.domains.items()
@@ -118,7 +118,7 @@ class BayesianSearch:
         }
         self._study = optuna.create_study(
             direction="minimize" if request.mode == "min" else "maximize",
-            # trials that are running count as bad for now, so that parallel ones do not ask the same
+            # trials that are running count as bad for now, so that parallel ones get other parameters
             sampler=optuna.samplers.TPESampler(seed=_sampler_seed(request), constant_liar=True),
         )
         self._asked: dict[int, Any] = {}
@@ -134,13 +134,13 @@ class BayesianSearch:
         both = constants | found
         return {name: both[name] for name in self._space.domains}
 
-    def told(self, index: int, params: Mapping[str, Any], value: float | None) -> None:
+    def record(self, index: int, params: Mapping[str, Any], value: float | None) -> None:
         optuna = self._optuna
         is_good = value is not None and value == value
         trial = self._asked.pop(index, None)
         if trial is not None:
             self._study.tell(trial, value if is_good else None, state=None if is_good else optuna.trial.TrialState.FAIL)
-        elif is_good:  # of the tune that this one goes on with
+        elif is_good:  # of the search that this one resumes
             known = {name: self._name(name, params[name]) for name in self._distributions}
             self._study.add_trial(
                 optuna.trial.create_trial(params=known, distributions=self._distributions, value=value)

@@ -1,17 +1,17 @@
-"""Desk: where everything that happens in a search arrives, for the journal, the checks and the screen."""
+"""SearchEvents: where everything that happens in a search arrives, for the journal, the checks and the screen."""
 
 from __future__ import annotations
 
 from distributed.core.errors import TaskError
 from distributed.core.registry import nearest_hint
 from distributed.tune.journal import Journal
-from distributed.tune.reading import ReadCheck
-from distributed.tune.results import Board
+from distributed.tune.results.reading import ReadCheck
+from distributed.tune.results.results import Board
+from distributed.tune.results.screen import Screen
 from distributed.tune.runner import Exploit, Report, TrialResult, TrialSpec
-from distributed.tune.screen import Screen
 
 
-class Desk:
+class SearchEvents:
     """The Watcher that a tuner gives to its runner."""
 
     def __init__(self, journal: Journal, board: Board, reading: ReadCheck, screen: Screen) -> None:

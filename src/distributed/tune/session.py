@@ -10,10 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from distributed.core.atomic import replace_folder
 from distributed.core.env import trial_in_env, worker_env
 from distributed.core.errors import TaskError
 from distributed.core.registry import nearest_hint
-from distributed.observe.trial import TrialLine, TrialNote, current_trial, newest_checkpoint, trial_line
+from distributed.observe.trial import TrialDir, TrialLine, TrialNote, current_trial, newest_checkpoint, trial_line
 
 _KEPT = 2  # checkpoints of a trial: another trial may be copying the one before the newest
 _PLAIN, _TENSORS = "state.json", "state.pt"  # a state that was given as a dictionary
@@ -27,7 +28,7 @@ class TrialStopped(BaseException):
 
 
 class TrialParams(dict[str, Any]):
-    """The parameters of a trial. It is a dictionary that tells which names were read; going over it reads all.
+    """The parameters of a trial. A dictionary that reports which names were read; iterating over it reads all.
 
     >>> params = TrialParams({"lr": 0.1, "layers": 2}, lambda names: print(sorted(names)))
     >>> params["lr"]
@@ -135,7 +136,7 @@ class TrialSession:
 
     def _keep(self, checkpoint: Any) -> str:
         """A copy in the trial's own folder, which takes its name when it is whole."""
-        base = Path(self.note.directory, "checkpoints")
+        base = TrialDir(self.note.directory).checkpoints
         target = base / f"{self.step:06d}"
         part = base / f".{target.name}"
         shutil.rmtree(part, ignore_errors=True)
@@ -147,11 +148,10 @@ class TrialSession:
         else:
             raise TaskError(
                 f"tune.report got a checkpoint that is a {type(checkpoint).__name__}",
-                why="it keeps a folder, or a dictionary of plain values and tensors",
+                why="a checkpoint of a trial is a folder, or a dictionary of plain values and tensors",
                 do="pass checkpoint={'model': model.state_dict(), …}, or the path of a folder that you have written",
             )
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(part, target)
+        replace_folder(part, target)
         for old in sorted(path for path in base.iterdir() if path.name.isdigit())[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
         self._checkpoint = str(target)
@@ -179,7 +179,9 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping):
         raise TaskError(
-            f"a trial reported a {type(metrics).__name__}", why="metrics have names", do="report {'loss': …}"
+            f"a trial reported a {type(metrics).__name__}",
+            why="metrics are a dictionary of names and numbers",
+            do="tune.report({'loss': …})",
         )
     plain: dict[str, float] = {}
     for name, value in metrics.items():

@@ -1,6 +1,6 @@
 """A Space from what users write: Python values, YAML, Ray's `tune.loguniform(…)` or Optuna's distributions.
 
-Everything that is wrong is told at once, each with its line of the file.
+Everything that is wrong is reported at once, each with its line of the file.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, str], list[Problem]
         for key_node, value_node in root.value:
             name, where = str(loader.construct_object(key_node)), _where(path, key_node)
             if name in values:
-                problems.append(Problem(f"{name} stands twice: {sources[name]} and {where}", do="keep one of them"))
+                problems.append(Problem(f"{name} is set twice: {sources[name]} and {where}", do="keep one of them"))
             values[name], sources[name] = loader.construct_object(value_node, deep=True), where
     except OSError as error:
         return (
             {},
             {},
-            [Problem(f"the search space {path} cannot be read", why=error.strerror or "", do="check the path")],
+            [Problem(f"the search space {path} cannot be read", why=error.strerror or "", do=f"ls -l {path}")],
         )
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -110,7 +110,9 @@ def _domain(value: Any) -> Domain:
 def _from_mapping(value: Mapping[str, Any]) -> Domain:
     if len(value) != 1:
         raise _Wrong(
-            f"{json.dumps(dict(value), default=str)} names {len(value)} kinds", why="a parameter has one", do=_kinds()
+            f"{json.dumps(dict(value), default=str)} names {len(value)} kinds",
+            why="a parameter has exactly one kind",
+            do=_kinds(),
         )
     ((kind, given),) = value.items()
     if kind not in _KINDS:
@@ -233,9 +235,17 @@ def _checked(domain: Domain) -> Domain:
     if domain.low == domain.high or domain.low != domain.low or domain.high != domain.high:
         raise _Wrong(f"{text} is an empty range", do=f"widen it, or write the value itself: {domain.low}")
     if domain.log and domain.low <= 0:
-        raise _Wrong(f"{text} begins at {domain.low}", why="there is no logarithm of it", do="begin above 0")
+        raise _Wrong(
+            f"{text} begins at {domain.low}",
+            why="a logarithmic range has a lower bound above 0",
+            do=f"{{{kind}: [1e-6, {domain.high}]}}",
+        )
     if domain.step is not None and not 0 < domain.step <= domain.high - domain.low:
-        raise _Wrong(f"{text} has steps of {domain.step}", why="none fits between its ends", do="give a smaller step")
+        raise _Wrong(
+            f"{text} has steps of {domain.step}",
+            why=f"it is {domain.high - domain.low:g} wide",
+            do="give a smaller step",
+        )
     if domain.log and isinstance(domain, Int) and domain.step != 1:
         raise _Wrong(f"{text} has a logarithm and steps of {domain.step}", do="leave one of them out")
     return domain
@@ -254,8 +264,8 @@ def _plain(value: Any) -> Any:
         pass
     raise _Wrong(
         f"{value!r} is a {type(value).__name__}",
-        why="parameters are plain values, which can be written down",
-        do="name it by a text, and look it up in train_fn",
+        why="parameters are plain values: numbers, texts, lists of them",
+        do="use a name for it, and look the object up in train_fn",
     )
 
 

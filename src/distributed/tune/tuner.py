@@ -14,21 +14,22 @@ from distributed.core.registry import Entry, Registry, nearest_hint
 from distributed.core.secrets import mask
 from distributed.core.values import parse_best
 from distributed.launch.preflight import new_run_dir
-from distributed.tune.desk import Desk
+from distributed.observe.charts import why_not_drawn
 from distributed.tune.journal import Heading, Journal, Past, holds_search, read_journal
-from distributed.tune.pictures import write_picture
-from distributed.tune.reading import ReadCheck
-from distributed.tune.results import Board, write_results
+from distributed.tune.results.pictures import write_picture
+from distributed.tune.results.reading import ReadCheck
+from distributed.tune.results.results import Board, write_results
+from distributed.tune.results.screen import Screen
 from distributed.tune.runner import Mode, Runner, Schedule, TrialResult, TuneRequest
-from distributed.tune.screen import Screen
 from distributed.tune.search import grid_problems, make_search
+from distributed.tune.search_events import SearchEvents
 from distributed.tune.space_reading import SearchSpace, read_space
 
 RUNNERS = Registry(
     "tuning engine",
     {
-        "local": Entry("distributed.tune.local:LocalRunner"),
-        "ray": Entry("distributed.tune.on_ray:RayRunner", needs="ray", extra="ray"),
+        "local": Entry("distributed.tune.trials.local:LocalRunner"),
+        "ray": Entry("distributed.engines.ray.tune_runner:RayRunner", needs="ray", extra="ray"),
     },
 )
 _SEARCHES = ("random", "grid", "bayes")
@@ -97,11 +98,17 @@ class DistributedTuner:
             )
         if not problems and gpus_per_trial > 1 and trials_per_gpu > 1:
             what = f"gpus_per_trial={gpus_per_trial} and trials_per_gpu={trials_per_gpu}"
-            problems.append(Problem(what, why="a trial has several devices, or shares one", do="set one of them to 1"))
+            problems.append(
+                Problem(
+                    what, why="a trial has several devices of its own, or shares one device", do="set one of them to 1"
+                )
+            )
         if not problems and search == "grid":
             problems += grid_problems(space)
         if resume and run_dir is None:
-            problems.append(Problem("resume=True without a run_dir", do="name the run_dir of the search to go on with"))
+            problems.append(
+                Problem("resume=True without a run_dir", do="run_dir='runs/tune/…', that of the search to resume")
+            )
         if problems:
             raise ConfigError(problems)
         self._request = TuneRequest(
@@ -113,7 +120,13 @@ class DistributedTuner:
             mode=mode or "min",
             search=search,
             schedule=Schedule(
-                scheduler, max_steps, grace_steps, reduction_factor, perturb_every, quantile, resample_probability
+                scheduler,
+                max_steps=max_steps,
+                grace_steps=grace_steps,
+                reduction_factor=reduction_factor,
+                perturb_every=perturb_every,
+                quantile=quantile,
+                resample_probability=resample_probability,
             ),
             seed=seed,
             num_gpus=num_gpus,
@@ -153,7 +166,9 @@ class DistributedTuner:
         all; `resume=True` with the same run_dir then finishes what was left.
         """
         if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-            raise ConfigError(f"num_samples={num_samples!r}", why="it is a number of trials", do="give 1 or more")
+            raise ConfigError(
+                f"num_samples={num_samples!r}", why="the number of trials is at least 1", do="num_samples=10"
+            )
         request = replace(self._request, num_samples=num_samples)
         name, reason = self._choose_engine()
         runner: Runner = RUNNERS.load(name)()
@@ -172,10 +187,10 @@ class DistributedTuner:
         journal = Journal(request.run_dir)
         with contextlib.closing(journal):
             past = None if is_new else self._take_up(request, name)  # nobody else goes on with it from here on
-            self._run_from(past, request, name, reason, runner, journal)
+            self._run_from(past, request, name=name, reason=reason, runner=runner, journal=journal)
 
     def _run_from(
-        self, past: Past | None, request: TuneRequest, name: str, reason: str, runner: Runner, journal: Journal
+        self, past: Past | None, request: TuneRequest, *, name: str, reason: str, runner: Runner, journal: Journal
     ) -> None:
         request = replace(request, past=() if past is None else past.trials)
         self._board = Board(request.metric, self._mode, request.past, by_last=request.schedule.name == "pbt")
@@ -188,7 +203,7 @@ class DistributedTuner:
             screen.note(f"{slots} at a time [num_gpus, trials_per_gpu]; all is in {request.run_dir}")
         try:
             journal.began(self._heading(request, name))
-            runner.run(request, Desk(journal, self._board, reading, screen))
+            runner.run(request, SearchEvents(journal, self._board, reading, screen))
         finally:
             screen.close()
             self._finish()
@@ -200,19 +215,21 @@ class DistributedTuner:
             screen.note(f"warning: no trial read {', '.join(unread)}")
         if not hasattr(self._request.train_fn, "script"):  # the command line shows its own
             screen.table()
-            screen.note(f"results.csv, best.yaml and search.svg are in {self.run_dir}")
+            missing = why_not_drawn()
+            picture = f"; search.svg needs: {missing}" if missing else " beside search.svg"
+            screen.note(f"results.csv and best.yaml are in {self.run_dir}{picture}")
 
     def _finish(self) -> None:
         """What there is of results, also after Ctrl-C or an error."""
         if any(trial.metrics for trial in self._board.trials):
-            with contextlib.suppress(ConfigError):  # told where a trial ended
+            with contextlib.suppress(ConfigError):  # raised where a trial ended
                 self._board.settle_metric()
             write_results(self._board, self.run_dir, _given(self._request))
             write_picture(self._board, self.run_dir)
 
     def _choose_engine(self) -> tuple[str, str]:
         if self._engine != "auto":
-            return self._engine, "asked for"
+            return self._engine, "set"
         if self._request.address is not None:
             return "ray", "a cluster's address is given"
         ray = sys.modules.get("ray")
@@ -235,7 +252,7 @@ class DistributedTuner:
         )
 
     def _take_up(self, request: TuneRequest, engine: str) -> Past | None:
-        """The search that this one goes on with."""
+        """The search that this one resumes."""
         if not holds_search(request.run_dir):
             return None
         if not self._resume:
@@ -249,12 +266,12 @@ class DistributedTuner:
         problems = [
             Problem(
                 f"{name} was {getattr(past.heading, name)!r} and is {getattr(new, name)!r}",
-                why=f"the search in {request.run_dir} would not be one search",
-                do=f"give the same {name}, or another run_dir",
+                why=f"a search is resumed with the same {name}; {request.run_dir} holds another one",
+                do=f"set {name}={getattr(past.heading, name)!r}, or another run_dir",
             )
             for name in ("space", "metric", "mode", "search", "scheduler", "seed")
             if getattr(past.heading, name) != getattr(new, name)
-            and not (name in ("metric", "mode") and not past.heading.metric)  # nobody had named one
+            and not (name in ("metric", "mode") and not past.heading.metric)  # none was named
         ]
         if problems:
             raise ConfigError(problems)
@@ -275,7 +292,15 @@ def _total(request: TuneRequest) -> int:
 def _parse_metric(metric: str | None, mode: str | None) -> tuple[str | None, Mode | None, list[Problem]]:
     """'val_loss', or 'min:mae'; `mode` says the same."""
     if mode not in (None, "min", "max"):
-        return metric, None, [Problem(f"mode={mode!r}", do="say 'min' or 'max'")]
+        return (
+            metric,
+            None,
+            [
+                Problem(
+                    f"mode={mode!r}", why="the best value is the smallest or the largest", do="mode='min' or mode='max'"
+                )
+            ],
+        )
     if metric is None:
         return None, "max" if mode == "max" else "min" if mode else None, []
     if mode is not None:
@@ -284,7 +309,7 @@ def _parse_metric(metric: str | None, mode: str | None) -> tuple[str | None, Mod
         direction, name = parse_best(metric)
     except ValueError:
         what = f"metric={metric!r} does not say which is best"
-        return metric, None, [Problem(what, do="give mode='min' or mode='max'")]
+        return metric, None, [Problem(what, do="mode='min' or mode='max'")]
     return name, "max" if direction == "max" else "min", []
 
 
@@ -304,11 +329,15 @@ def _check_numbers(options: Mapping[str, tuple[Any, int]]) -> list[Problem]:
 def _check_parts(quantile: float, reduction_factor: float, resample: float) -> list[Problem]:
     problems = []
     if not 0 < quantile <= 0.5:
-        problems.append(Problem(f"quantile={quantile!r}", why="it is the worst part of a population", do="0.25, say"))
+        problems.append(Problem(f"quantile={quantile!r}", why="it must be above 0 and at most 0.5", do="quantile=0.25"))
     if not reduction_factor > 1:
-        problems.append(Problem(f"reduction_factor={reduction_factor!r}", why="of so many trials one goes on", do="4"))
+        problems.append(
+            Problem(f"reduction_factor={reduction_factor!r}", why="it must be above 1", do="reduction_factor=4")
+        )
     if not 0 <= resample <= 1:
-        problems.append(Problem(f"resample_probability={resample!r}", why="it is a probability", do="0.25, say"))
+        problems.append(
+            Problem(f"resample_probability={resample!r}", why="it must be from 0 to 1", do="resample_probability=0.25")
+        )
     return problems
 
 
@@ -323,7 +352,9 @@ def _check_choices(search: str, scheduler: str, engine: str, address: str | None
             problems.append(Problem(f"{name}={value!r} is not known", do=nearest_hint(str(value), known)))
     if metric is None and (scheduler != "none" or search == "bayes"):
         steers = f"scheduler={scheduler!r}" if scheduler != "none" else "search='bayes'"
-        problems.append(Problem(f"{steers} without a metric", why="it decides by one", do="metric='val_loss', say"))
+        problems.append(
+            Problem(f"{steers} without a metric", why="it compares trials by a metric", do="metric='val_loss'")
+        )
     if search == "bayes" and scheduler == "pbt":
         why = "a population's parameters change in the course of a trial, and the search would learn from the last ones"
         problems.append(

@@ -13,13 +13,13 @@ from typing import Any
 
 from distributed.core.errors import Problem, TaskError
 from distributed.core.registry import nearest
-from distributed.tune.results import ALIASES
+from distributed.tune.results.results import ALIASES
 
 _DEEPEST = 4  # calls within the module that are followed
 
 
 class ReadCheck:
-    """Hears what is read, and raises once a trial has ended without somebody ever having read all."""
+    """Collects which parameters are read, and raises once a trial has ended and some were never read."""
 
     def __init__(self, names: Iterable[str], train_fn: Callable[..., Any]) -> None:
         self._names = frozenset(names)

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -19,6 +18,7 @@ from distributed.core.registry import nearest_hint
 from distributed.core.secrets import mask
 from distributed.core.values import parse_best
 from distributed.tune.runner import Exploit, Mode, Report, TrialResult, TrialSpec
+from distributed.tune.search_dir import SearchDir
 
 _USUAL = ("val_loss", "val_accuracy", "accuracy", "loss")  # looked for in this order where no metric is named
 ALIASES = {"lr": "learning_rate"}
@@ -54,7 +54,7 @@ class Board:
         self._trials[result.id] = result
 
     def settle_metric(self) -> None:
-        """Where nobody named a metric: the first of the usual ones that was reported."""
+        """Without a metric: the first of the usual ones that was reported."""
         if not self.metric:
             names = {name for trial in self._trials.values() for name in trial.metrics}
             found = next((name for name in _USUAL if name in names), next(iter(names), "") if len(names) == 1 else "")
@@ -116,9 +116,7 @@ def parse_mode(metric: str) -> Mode:
     try:
         direction, _ = parse_best(metric)
     except ValueError:
-        raise ConfigError(
-            f"the metric {metric!r} does not say which is best", do="give mode='min' or mode='max'"
-        ) from None
+        raise ConfigError(f"the metric {metric!r} does not say which is best", do="mode='min' or mode='max'") from None
     return "min" if direction == "min" else "max"
 
 
@@ -206,9 +204,9 @@ def _yaml(values: Mapping[str, Any]) -> str:
 
 def write_results(board: Board, run_dir: str, given: Mapping[str, Any] | None = None) -> None:
     """results.csv, and best.yaml with params.yaml beside it."""
-    folder = Path(run_dir)
-    (folder / "results.csv").write_text(to_csv(board), encoding="utf-8")
+    folder = SearchDir(run_dir)
+    folder.table.write_text(to_csv(board), encoding="utf-8")
     best = board.best
     if best is not None:
-        (folder / "best.yaml").write_text(best_config(board, best, given), encoding="utf-8")
-        (folder / "params.yaml").write_text(_yaml(best.params), encoding="utf-8")
+        folder.best_config.write_text(best_config(board, best, given), encoding="utf-8")
+        folder.best_params.write_text(_yaml(best.params), encoding="utf-8")

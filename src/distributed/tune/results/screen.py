@@ -1,4 +1,4 @@
-"""What a search looks like while it goes on: a live table on a terminal, a line an event where it is piped."""
+"""A running search on the screen: a live table on a terminal, one line per event where it is piped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from distributed.tune.results import Board, short, varied
+from distributed.tune.results.results import Board, short, varied
 from distributed.tune.runner import Exploit, Report, TrialResult, TrialSpec
 
 _STYLES = {"running": "cyan", "done": "", "stopped": "dim", "failed": "red", "pending": "dim", "interrupted": "yellow"}

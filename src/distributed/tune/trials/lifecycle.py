@@ -1,4 +1,4 @@
-"""Course: what becomes of the trials of a search, whoever runs their processes: begun, heard, decided on, ended."""
+"""TrialLifecycle: what becomes of the trials of a search, on any runner: started, reported, decided on, ended."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from distributed.core.errors import DistributedError, TaskError
 from distributed.observe.trial import TrialNote
 from distributed.tune.population import take_over
-from distributed.tune.records import Trial
 from distributed.tune.runner import OVER, Status, TrialSpec, TuneRequest, Watcher
 from distributed.tune.schedulers import Decision, GoOn, Stop, Take, make_scheduler
 from distributed.tune.search import last_value, make_search
+from distributed.tune.trials.records import Trial
 
-Message = dict[str, Any]  # that a trial tells on its line
-# The state is another's, the rates are its own; and so may be what trains with them, which then begins anew.
+Message = dict[str, Any]  # that a trial sends on its socket
+# The state is another trial's, the rates are its own; a loss, optimizer or scheduler that differs starts without state.
 _TAKEN_OVER = {"resume_hyperparameters": "config", "allow_change": ["loss", "optimizer", "groups", "scheduler"]}
 
 
@@ -32,8 +32,8 @@ class Leg:
     outcome: Message | None = None  # how it says that it ended
 
 
-class Course:
-    """The trials of one search. A runner starts what `next` gives it, passes on what `hear` is told, and says `end`."""
+class TrialLifecycle:
+    """The trials of one search. A runner starts what `next` gives it, passes messages to `hear`, and calls `end`."""
 
     def __init__(self, request: TuneRequest, watcher: Watcher, *, now: Callable[[], float] = time.monotonic) -> None:
         self._request, self._watcher, self._now = request, watcher, now
@@ -96,7 +96,7 @@ class Course:
         self._watcher.started(TrialSpec(trial.id, dict(trial.params), trial.directory, trial.failures))
 
     def hear(self, message: Message, age_s: float = 0.0) -> bool:
-        """What a trial told, so long ago. Whether it goes on; if not, its leg says what it leaves as."""
+        """A trial's message, `age_s` old. Whether the trial continues; if not, its leg says what it leaves as."""
         leg = self.legs.get(message["trial"])
         if leg is None or leg.trial.starts != message["attempt"]:
             return False
@@ -148,13 +148,13 @@ class Course:
             leg.leaves_as = "pending"
         if leg.leaves_as == "pending" and not (trial.checkpoint or trial.saved or message["by"] == "trainer"):
             raise TaskError(
-                f"trial {trial.id} came to step {report.step} without a checkpoint",
-                why="in a population, trials go on from the state of others",
+                f"trial {trial.id} reported step {report.step} without a checkpoint",
+                why="with scheduler='pbt', a trial resumes from the checkpoint of another",
                 do="tune.report(metrics, checkpoint={'model': model.state_dict(), …}); begin with tune.checkpoint()",
             )
 
     def _verdict(self, step: int, decision: Decision) -> Status | None:
-        """What a trial is over as after this step; None: it goes on."""
+        """What a trial is over as after this step; None: it continues."""
         most = self._request.schedule.max_steps
         if most is not None and step >= most:
             return "done"
@@ -190,7 +190,7 @@ class Course:
 
     def _over(self, trial: Trial) -> None:
         value = None if trial.status == "failed" else last_value(trial.result(self._now()), self._request.metric)
-        self._search.told(trial.index, trial.params, value)
+        self._search.record(trial.index, trial.params, value)
         self._scheduler.ended(trial.id)
 
     def interrupt(self) -> None:
@@ -198,7 +198,9 @@ class Course:
         for leg in self.legs.values():
             status = _left_as(leg)
             leg.trial.status = status if status in OVER else "interrupted"
-            with contextlib.suppress(DistributedError):  # what ended the search is told; all trials are to be noted
+            with contextlib.suppress(
+                DistributedError
+            ):  # what ended the search is raised; all trials are recorded first
                 self._watcher.ended(leg.trial.result(self._now()))
         self.legs.clear()
 

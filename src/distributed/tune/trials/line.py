@@ -1,6 +1,6 @@
-"""LineServer: the other end of the line that trials and their ranks tell on (observe/trial.py has theirs).
+"""LineServer: the search's end of the socket on which trials and their ranks report (observe/trial.py has theirs).
 
-It listens on a Unix socket in a folder that only this user can enter. It has no thread: whoever owns it waits on its
+It listens on a Unix socket in a folder that only this user can enter. It has no thread: its owner waits on its
 `fileno` together with all else that can happen, and calls `pump`.
 """
 

@@ -1,32 +1,31 @@
 """LocalRunner: the trials as processes of this machine, forked from one process that has its imports behind it.
 
-One thread waits for everything at once: what trials tell on their line, and the ends of their processes. So a trial
+One thread waits for everything at once: the messages of trials, and the ends of their processes. So a trial
 starts the moment that another one ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from distributed.core.errors import Problem
-from distributed.launch.processes import RankProcess
-from distributed.launch.stops import Stopped
+from distributed.launch.node.processes import RankProcess
+from distributed.launch.node.stop_signals import Stopped
 from distributed.planner.hardware import probe_hardware
-from distributed.tune.course import Course, ending
-from distributed.tune.line import LineServer, Message
-from distributed.tune.nursery import Nursery, modules_for
-from distributed.tune.placement import obstacles, place
 from distributed.tune.runner import TuneRequest, Watcher
-from distributed.tune.trial import write_function
+from distributed.tune.search_dir import SearchDir
+from distributed.tune.trials.lifecycle import TrialLifecycle, ending
+from distributed.tune.trials.line import LineServer, Message
+from distributed.tune.trials.placement import obstacles, place
+from distributed.tune.trials.processes import TrialProcesses, modules_for
+from distributed.tune.trials.trial import write_function
 
 _REFRESH_S = 0.25
 _GRACE_S = 60.0  # for a trial that was asked to end: a step of the Trainer and a save
@@ -63,14 +62,16 @@ class _Process:
 
 class _Tune:
     def __init__(self, request: TuneRequest, watcher: Watcher) -> None:
-        self._watcher, self._course = watcher, Course(request, watcher)
+        self._watcher, self._course = watcher, TrialLifecycle(request, watcher)
         placement = place(request, probe_hardware())
         self._free = list(range(placement.slots))
-        folder = Path(request.run_dir, "function")
+        folder = SearchDir(request.run_dir).function
         ticket = write_function(request.train_fn, folder)
         self._line = LineServer(self._answer)
-        log_path = os.path.join(request.run_dir, "nursery.log")
-        self._nursery = Nursery(placement, str(folder), ticket.to_text(), log_path, modules_for(request.train_fn))
+        log_path = str(SearchDir(request.run_dir).parent_log)
+        self._nursery = TrialProcesses(
+            placement, str(folder), ticket.to_text(), log_path, modules_for(request.train_fn)
+        )
         self._processes: dict[str, _Process] = {}
         self._leftovers: list[_Process] = []  # of trials that ended: what they started and did not end themselves
         self._is_closing = False

@@ -55,7 +55,7 @@ def obstacles(request: TuneRequest, hardware: Hardware) -> list[Problem]:
         problems.append(
             Problem(
                 f"gpus_per_trial={request.gpus_per_trial}, but num_gpus={devices}",
-                why="not one trial could start",
+                why=f"one trial needs {request.gpus_per_trial} devices",
                 do=f"set gpus_per_trial={devices} or less, or more num_gpus",
             )
         )
@@ -66,7 +66,7 @@ def obstacles(request: TuneRequest, hardware: Hardware) -> list[Problem]:
             Problem(
                 f"trials_per_gpu={request.trials_per_gpu} × num_gpus={devices} are {at_a_time} trials at a time, "
                 f"and this machine has {hardware.cpu_cores} CPU cores",
-                why="each trial is a process that computes",
+                why="each trial needs a CPU core of its own",
                 do=f"set trials_per_gpu={most}"
                 + ("" if devices * most <= hardware.cpu_cores else " and less num_gpus"),
             )

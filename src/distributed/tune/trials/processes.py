@@ -1,4 +1,4 @@
-"""Nursery: where the trials of this machine are forked, from a process that has imported what all of them need."""
+"""TrialProcesses: trials of this machine, forked from a process that has imported what all of them need."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import sys
 from typing import Any
 
 from distributed.core.env import TICKET, TRIAL, inherited_environ, visible_devices
-from distributed.launch.processes import RankProcess
+from distributed.launch.node.processes import RankProcess
+from distributed.launch.node.warm_parent import ALWAYS, WarmParent, preloads
 from distributed.launch.request import ProcessSpec
-from distributed.launch.warm_parent import ALWAYS, WarmParent, preloads
-from distributed.tune.placement import Placement
-from distributed.tune.records import Trial
+from distributed.tune.trials.placement import Placement
+from distributed.tune.trials.records import Trial
 
-_OWN = ("distributed.tune.trial",)
+_OWN = ("distributed.tune.trials.trial",)
 _TORCH = ("torch", "numpy")
 _OPTIMIZER = "torch._dynamo"  # what the first optimizer of a process imports, for as long as torch itself takes
-_LOOK_S = 0.02  # between two looks at processes that nobody tells the end of
+_LOOK_S = 0.02  # between two polls of processes that no warm parent reports
 
 
-class Nursery:
+class TrialProcesses:
     """Starts trials. Where it cannot fork, each is a new interpreter."""
 
     def __init__(self, placement: Placement, folder: str, ticket: str, log_path: str, modules: tuple[str, ...]) -> None:
-        """The `ticket` is what tells a trial which function in the `folder` is its own."""
+        """The `ticket` identifies the function in the `folder`."""
         self._placement, self._folder, self._ticket, self._log_path = placement, folder, ticket, log_path
         self._environ = _environ(placement)
         self._modules = modules
@@ -48,7 +48,14 @@ class Nursery:
         return longest if self.can_be_waited_for else _LOOK_S
 
     def start(self, trial: Trial, note_path: str, slot: int) -> RankProcess:
-        argv = (sys.executable, "-m", "distributed.launch.rank", "-m", "distributed.tune.trial", self._folder)
+        argv = (
+            sys.executable,
+            "-m",
+            "distributed.launch.node.rank",
+            "-m",
+            "distributed.tune.trials.trial",
+            self._folder,
+        )
         log = _new_log(trial.directory)
         environ = self._environ | {TRIAL: note_path, TICKET: self._ticket} | self._devices(slot)
         spec = ProcessSpec(trial.index, argv, {}, log)

@@ -1,4 +1,4 @@
-"""Trial: one trial as its runner knows it while it goes on; a TrialResult is what is told of it."""
+"""Trial: the runner's mutable record of one trial; a TrialResult is what is reported of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed.observe.trial import TrialNote, newest_checkpoint
+from distributed.core.run_dir import RunDir
+from distributed.observe.trial import TrialDir, TrialNote, newest_checkpoint
 from distributed.tune.runner import Exploit, Params, Report, Status, TrialResult, TuneRequest
 
 
@@ -43,7 +44,15 @@ class Trial:
     @staticmethod
     def of(past: TrialResult, index: int) -> Trial:
         """As a search that ended left it; it goes on from the newest checkpoint that is still there."""
-        trial = Trial(index, past.id, past.params, past.directory, "pending", list(past.history), list(past.lineage))
+        trial = Trial(
+            index,
+            id=past.id,
+            params=past.params,
+            directory=past.directory,
+            status="pending",
+            history=list(past.history),
+            lineage=list(past.lineage),
+        )
         trial.seconds, trial.failures = past.seconds, past.failures
         trial.checkpoint, trial.checkpoint_step = newest_checkpoint(past.directory)
         trial.saved, trial.saved_step = trial._newest_save()
@@ -51,25 +60,22 @@ class Trial:
 
     def _newest_save(self) -> tuple[str, int]:
         """The Trainer's newest checkpoint, of its last `fit`, and the steps that it has behind it."""
-        fits = {1: Path(self.directory, self.run)} | {
-            int(path.name.removeprefix("fit-")): path for path in Path(self.directory, self.run).glob("fit-*")
-        }
-        for fit, folder in sorted(fits.items(), reverse=True):
-            for path in sorted(folder.glob("checkpoints/step-*"), reverse=True):
+        for fit in reversed(RunDir(Path(self.directory, self.run)).fits()):
+            for path in sorted(fit.checkpoints.glob("step-*"), reverse=True):
                 epoch = _epoch_of(path)
                 if epoch is not None:
-                    return str(path), self.base(fit) + epoch
+                    return str(path), self.base(fit.fit_number) + epoch
         return "", 0
 
     @property
     def stands_at(self) -> int:
-        """The step after which it goes on."""
+        """The step after which it resumes."""
         return max(self.checkpoint_step, self.saved_step)
 
     @property
     def run(self) -> str:
-        """Where its Trainer writes: another folder each time that it took over another trial."""
-        return f"run-{len(self.lineage)}" if self.lineage else "run"
+        """The folder in its own where its Trainer writes."""
+        return TrialDir(self.directory).run(len(self.lineage)).path.name
 
     def note(self, line: str, settings: Mapping[str, Any]) -> TrialNote:
         return TrialNote(

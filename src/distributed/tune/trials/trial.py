@@ -1,4 +1,4 @@
-"""The program of one trial: `python -m distributed.launch.rank -m distributed.tune.trial <folder of the function>`.
+"""The program of one trial: `python -m distributed.launch.node.rank -m distributed.tune.trials.trial <folder>`.
 
 The environment names the trial (observe/trial.py); how it ended goes over its line, and a traceback into its log.
 """
@@ -19,10 +19,10 @@ from typing import Any
 
 import cloudpickle
 
+from distributed.core.atomic import make_private, read_sealed, write_sealed
 from distributed.core.env import ticket_in_env, trial_in_env
 from distributed.core.errors import TaskError
-from distributed.core.private_files import make_private, read_sealed, write_sealed
-from distributed.core.ticket import Ticket
+from distributed.core.protocol.ticket import Ticket
 from distributed.observe.trial import trial_line
 from distributed.tune.session import TrialStopped, returned_metrics, trial_session
 
@@ -30,24 +30,24 @@ FUNCTION = "train_fn.pkl"
 
 
 def write_function(train_fn: Callable[..., Any], folder: Path) -> Ticket:
-    """For the trials, which this user's own processes read; a script's functions travel by value. The ticket tells them
-    that file from any other."""
+    """For the trials, which this user's own processes read; a script's functions travel by value. The ticket
+    identifies that file."""
     try:
         content = cloudpickle.dumps(train_fn)
     except Exception as failed:  # pickling runs any object's own code, which may raise anything
         raise TaskError(
             "train_fn cannot be sent to the trials",
             why=str(failed).splitlines()[0],
-            do="make what it uses (files, connections, locks) inside of it",
+            do="create what it uses (files, connections, locks) inside train_fn",
         ) from failed
     sealed = write_sealed(make_private(folder) / FUNCTION, content)
     return Ticket(sealed, tuple(path or os.getcwd() for path in sys.path))
 
 
 def run_trial(train_fn: Callable[[Any], Any]) -> bool:
-    """Run it in this process to its end, and tell that end; False when it failed."""
+    """Run it in this process to its end, and report how it ended; False when it failed."""
     session = trial_session()
-    assert session is not None, "whoever runs trials names this one in the environment"
+    assert session is not None, "the runner names the trial in the environment"
     line = trial_line(trial_in_env())
     line.tell("began")
     try:
@@ -56,7 +56,7 @@ def run_trial(train_fn: Callable[[Any], Any]) -> bool:
         line.tell("returned", metrics=returned_metrics(returned))
     except (TrialStopped, KeyboardInterrupt) as stopped:
         line.tell("left", error=str(stopped))
-    except BaseException as failed:  # the process boundary: the failure is told, then the trial ends
+    except BaseException as failed:  # noqa: BLE001 - the process boundary: the failure is reported, then the trial ends
         text = "".join(traceback.format_exception(failed))
         print(text, file=sys.stderr, flush=True)
         line.tell("failed", error="".join(traceback.format_exception_only(failed)).strip(), traceback=text)

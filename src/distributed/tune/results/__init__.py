@@ -1,0 +1,1 @@
+"""What a search found, as tables, pictures and files."""
