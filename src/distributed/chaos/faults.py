@@ -18,10 +18,10 @@ from distributed.chaos.disk import SmallDisk
 from distributed.chaos.hosts import Hosts
 from distributed.chaos.view import RunView
 from distributed.core.events import Warned
-from distributed.core.heartbeat import Phase
+from distributed.core.protocol.heartbeat import Phase
 
 _STOPPED_S, _RUNNING_S, _SLOW_S = 0.3, 0.1, 3.0
-_CUT_S = (2.0, 15.0)  # some are over before anybody notices, some are not
+_CUT_S = (2.0, 15.0)  # some are over before the run notices, some are not
 _NOTICED_S, _REJOIN_S = 4.0, 15.0  # a cut that ends a world; from its end until the host is back in the run
 _FULL_AT_MOST_S = 20.0
 _HELD_AT_MOST_S = 2.0  # for a rank to be stopped before its end
@@ -46,7 +46,7 @@ class Harm:
     """What was done."""
 
     text: str = ""
-    rank: int = -1  # whose fault it must be found to be; -1: nobody's
+    rank: int = -1  # whose fault it must be found to be; -1: no rank's
     path: str = ""  # of the checkpoint that was damaged
     skipped: str = ""  # why nothing was done
 
@@ -175,7 +175,7 @@ def diskfull(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None]
 
 
 def partition(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None]:
-    """The nodes meet on host 0, which therefore stays."""
+    """The rendezvous is on host 0, which therefore stays."""
     assert scene.hosts is not None
     number = numbers.randrange(1, len(scene.hosts))
     seconds = numbers.choice(_CUT_S)

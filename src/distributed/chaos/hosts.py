@@ -37,7 +37,7 @@ class Host:
 
 
 class Hosts:
-    """So many hosts on one network, named h0, h1 and so on; this machine is on it too.
+    """That many hosts on one network, named h0, h1 and so on; this machine is on it too.
 
     Leaving the context ends what runs on them and removes them::
 
@@ -100,7 +100,7 @@ class Hosts:
         _remove(self._tag)
 
     def cut(self, number: int) -> None:
-        """Take the host off the network. Nothing on it is told: its connections fall silent."""
+        """Take the host off the network without a message: its connections fall silent."""
         _run(_ip(), "link", "set", self._link(number), "down")
 
     def heal(self, number: int) -> None:
@@ -152,7 +152,7 @@ def _tag(name: str) -> str:
 
 
 def _remove(tag: str) -> None:
-    """All that has this tag, whatever there is of it; ends the processes in its namespaces."""
+    """Remove all that has this tag; ends the processes in its namespaces."""
     names = {name for name in _all_names() if _tag(name) == tag}
     for name in sorted(names):
         if name.startswith(f"{tag}n"):

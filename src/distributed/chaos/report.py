@@ -32,7 +32,7 @@ class Injury:
     text: str = ""
     recovered_s: float | None = None  # from the harm to the first new step, or until it was over
     broke: bool = False  # whether the world broke, so that the run had to recover
-    source: str = ""  # of the state that the run went on from
+    source: str = ""  # of the state that the run resumed from
     lost_steps: int = 0
     notes: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)  # what should not have happened

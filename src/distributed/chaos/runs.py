@@ -1,4 +1,4 @@
-"""The runs of a chaos run: real `distributed train` processes, one a host, that are ended whatever happens."""
+"""The runs of a chaos run: real `distributed train` processes, one a host, that are always ended."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def by_time(kinds: Sequence[str], mtbf_s: float, seed: int) -> Iterator[Arrival]
 
 
 def by_steps(kinds: Sequence[str], count: int, steps: int, seed: int) -> Iterator[Arrival]:
-    """So many faults at random steps of a run that has `steps`.
+    """That many faults at random steps of a run that has `steps`.
 
     >>> [arrival.at_step for arrival in by_steps(["kill"], 3, 100, seed=1)]
     [13, 22, 77]
@@ -47,7 +47,7 @@ def by_steps(kinds: Sequence[str], count: int, steps: int, seed: int) -> Iterato
 
 
 def _dealt(kinds: Sequence[str], numbers: random.Random) -> Iterator[str]:
-    """Every kind once in a random order, then again: a short run meets as many of them as it can."""
+    """Every kind once in a random order, then again: a short run has as many of them as it can."""
     while True:
         yield from numbers.sample(list(kinds), len(kinds))
 

@@ -27,6 +27,7 @@ from distributed.core.events import (
     RunStarted,
     Warned,
 )
+from distributed.core.run_dir import RunDir
 
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 _OVER = object()
@@ -34,7 +35,7 @@ _LOOK_S = 0.02
 _PATIENCE_S = 90.0  # with a recovery, beyond the deadline of a step and the time of the whole undisturbed run
 _ENDING_S = 60.0  # for all nodes to end after the training is done
 _SHORTEST_HANG_S = 5.0
-_STEPS_OF_HANG = 20  # a step may last so many times the mean of the undisturbed run
+_STEPS_OF_HANG = 20  # a step may last that many times the mean of the undisturbed run
 _ROOM_BYTES = 16 * 2**20
 
 
@@ -56,7 +57,7 @@ class Request:
 
 @dataclass
 class Screen:
-    """Who is told."""
+    """Receives the lines to show."""
 
     line: Callable[[str], None] = lambda text: None  # something happened
     now: Callable[[str], None] = lambda text: None  # how things are
@@ -77,7 +78,7 @@ def run_trial(request: Request, screen: Screen) -> ChaosReport:
         hosts = stack.enter_context(Hosts(request.order.nodes)) if request.order.nodes > 1 else None
         report = _run_undisturbed(request, hosts, screen)
         folders = [request.base / name for name in (UNDISTURBED, DISTURBED)]
-        checkpoints = [folder / "checkpoints" for folder in folders]
+        checkpoints = [RunDir(folder).checkpoints for folder in folders]
         disk = None
         if "diskfull" in request.kinds:
             stored = sum(path.stat().st_size for path in checkpoints[0].rglob("*") if path.is_file())
@@ -88,7 +89,16 @@ def run_trial(request: Request, screen: Screen) -> ChaosReport:
         more = _own(checkpoints[1]) | {"hang_timeout_s": f"{deadline:.3g}"}
         with Run(request.order, folders[1], more, hosts) as run:
             ranks, every = request.order.num_gpus, request.save_every
-            scene = Scene(run.view, ranks, report.steps, report.step_s, checkpoints[1], every, disk, hosts)
+            scene = Scene(
+                run.view,
+                ranks=ranks,
+                final_step=report.steps,
+                step_s=report.step_s,
+                checkpoints=checkpoints[1],
+                save_every=every,
+                disk=disk,
+                hosts=hosts,
+            )
             _Disturbance(run, scene, _schedule(request, report.steps), report, screen, deadline).until_it_ends()
         screen.now("comparing the two runs")
         report.samples = compare_samples(folders[0], folders[1]) if report.finished else None
@@ -100,7 +110,7 @@ def run_trial(request: Request, screen: Screen) -> ChaosReport:
 
 def _run_undisturbed(request: Request, hosts: Hosts | None, screen: Screen) -> ChaosReport:
     run_dir, begun = request.base / UNDISTURBED, time.monotonic()
-    with Run(request.order, run_dir, _own(run_dir / "checkpoints"), hosts) as run:
+    with Run(request.order, run_dir, _own(RunDir(run_dir).checkpoints), hosts) as run:
         while not run.has_ended:
             run.view.refresh()
             screen.now(f"undisturbed: step {run.view.step}, {time.monotonic() - begun:.0f} s")
@@ -110,7 +120,7 @@ def _run_undisturbed(request: Request, hosts: Hosts | None, screen: Screen) -> C
         if any(run.codes):
             raise RankFailedError(
                 f"the script fails without any fault (exit code {next(filter(None, run.codes))})\n\n{run.tail()}\n",
-                do=f"mend that first; all that it said: {run.logs[0]}",
+                do=f"correct the script first; its log: {run.logs[0]}",
             )
         if not ended:
             raise LaunchError(
@@ -277,12 +287,12 @@ class _Disturbance:
         self._examine(injury)
         again = f", {injury.lost_steps} steps again" if injury.lost_steps else ""
         source = f" from {injury.source}" if injury.source else ""
-        told = "; ".join([*injury.notes, *injury.wrong])
-        self.screen.line(f"  back after {injury.recovered_s:.2f} s{source}{again}{f' ({told})' if told else ''}")
+        more = "; ".join([*injury.notes, *injury.wrong])
+        self.screen.line(f"  back after {injury.recovered_s:.2f} s{source}{again}{f' ({more})' if more else ''}")
         self._open, self._free_since, self._next = None, time.monotonic(), next(self.schedule, None)
 
     def _examine(self, injury: Injury) -> None:
-        """What the run made of the fault: whom it named, where it went on from."""
+        """How the run handled the fault: which rank it named, what it resumed from."""
         view, since = self.scene.view, self._open_since
         back = view.of(Recovered, since)
         injury.broke = bool(view.of(AttemptEnded, since))
@@ -296,15 +306,15 @@ class _Disturbance:
             if injury.kind == "hang" and stall.rank != self._harm.rank:
                 injury.wrong.append(f"rank {stall.rank} was blamed for what rank {self._harm.rank} did")
         if injury.kind == "slow":
-            injury.notes += [f"rank {e.rank} told to be {e.ratio:.1f} times slower" for e in view.of(RankSlow, since)]
+            injury.notes += [f"rank {e.rank} reported as {e.ratio:.1f} times slower" for e in view.of(RankSlow, since)]
             if view.of(AttemptEnded, since):
                 injury.wrong.append("the world was broken because of a rank that was only slow")
         if injury.kind == "hang" and back and not view.of(RankStalled, since):
-            injury.wrong.append("nobody was named")
+            injury.wrong.append("no rank was named")
         if injury.kind == "corrupt" and injury.source == self._harm.path:
             injury.wrong.append(f"the damaged {injury.source} was used")
         if injury.kind == "diskfull":
-            failed = [event for event in view.of(Warned, since) if "goes on without" in event.message]
+            failed = [event for event in view.of(Warned, since) if "continues without" in event.message]
             injury.notes.append(f"{len(failed)} saves failed" if failed else "no save was due")
 
     def _show(self) -> None:

@@ -8,15 +8,16 @@ from collections import Counter
 from pathlib import Path
 
 from distributed.chaos.report import Samples, Weights
-from distributed.checkpoint.exchange import Leaf, TensorReader, leaf_tree, walk
-from distributed.checkpoint.exchange_catalog import open_all, open_one
-from distributed.checkpoint.exchange_diff import compare_tensors
-from distributed.checkpoint.fetching import read_manifest
-from distributed.checkpoint.manifest import Manifest, step_name
-from distributed.checkpoint.reading import verify
+from distributed.checkpoint.exchange.catalog import open_all, open_one
+from distributed.checkpoint.exchange.diff import compare_tensors
+from distributed.checkpoint.exchange.named_tensors import Leaf, TensorReader, leaf_tree, walk
+from distributed.checkpoint.format.manifest import Manifest, step_name
+from distributed.checkpoint.restore.reading import verify
+from distributed.checkpoint.storage.manifests import read_manifest
 from distributed.core.errors import CheckpointError
 from distributed.core.events import StepEnded
-from distributed.data.ledger import read_ledger
+from distributed.core.run_dir import RunDir
+from distributed.data.checks.ledger import read_ledger
 
 _SAME_LOSS = 1e-4  # kernels that are not deterministic differ by less within a few steps
 
@@ -64,11 +65,12 @@ def first_difference(undisturbed: Path, disturbed: Path) -> int | None:
 
 def began_alike(undisturbed: Path, disturbed: Path, first_fault: int) -> bool:
     """By what both run directories hold of the time before the step of the first fault; True where that is nothing."""
-    folders = undisturbed / "checkpoints", disturbed / "checkpoints"
+    runs = RunDir(undisturbed), RunDir(disturbed)
+    folders = runs[0].checkpoints, runs[1].checkpoints
     data = [_data(folder) for folder in folders]
     if any(data[1].get(name, digest) != digest for name, digest in data[0].items()):
         return False
-    losses = [_losses(folder / "events.jsonl", first_fault) for folder in (undisturbed, disturbed)]
+    losses = [_losses(run.events, first_fault) for run in runs]
     shared = losses[0].keys() & losses[1].keys()
     if any(not math.isclose(losses[0][step], losses[1][step], rel_tol=_SAME_LOSS) for step in shared):
         return False
@@ -106,7 +108,7 @@ def compare_samples(undisturbed: Path, disturbed: Path) -> Samples | None:
 def _used(run_dir: Path) -> Counter[tuple[int, int]]:
     """How often each (epoch, sample) was used."""
     used: Counter[tuple[int, int]] = Counter()
-    for path in (run_dir / "ledger").glob("rank-*.samples"):
+    for path in RunDir(run_dir).ledger.files():
         for entry in read_ledger(path):
             used.update((entry.epoch, index) for index in entry.indices.tolist())
     return used

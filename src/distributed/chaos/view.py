@@ -1,23 +1,24 @@
-"""RunView: a run seen from outside, by what it writes and by its processes. It asks nothing of the run."""
+"""RunView: a run seen from outside, by what it writes and by its processes. It sends nothing to the run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
 from distributed.core.events import Event
-from distributed.core.heartbeat import Beat, Phase, heartbeat_path, read_beat
+from distributed.core.protocol.heartbeat import Beat, Phase, read_beat
+from distributed.core.run_dir import AttemptDir, RunDir
 from distributed.observe.follow import Follower
 
 _E = TypeVar("_E", bound=Event)
 
 
 class RunView:
-    """`refresh` reads what is new; the rest tells what is known."""
+    """`refresh` reads what is new; the other methods return what is known."""
 
     def __init__(self, run_dir: Path, launchers: Sequence[psutil.Process]) -> None:
         self.run_dir = run_dir
@@ -30,14 +31,9 @@ class RunView:
 
     def refresh(self) -> None:
         self._follower.refresh()
-        attempts = self.run_dir / "attempts"
-        numbers = [int(entry.name) for entry in attempts.iterdir() if entry.name.isdigit()] if attempts.is_dir() else []
-        self.attempt = max(numbers, default=-1)
-        self.beats = {}
-        for path in (attempts / str(self.attempt)).glob("heartbeat-*"):
-            beat = read_beat(path)
-            if beat is not None:
-                self.beats[int(path.name.rpartition("-")[2])] = beat
+        self.attempt = max(RunDir(self.run_dir).attempt_numbers(), default=-1)
+        found = {rank: read_beat(path) for rank, path in self._attempt_dir.heartbeats().items()}
+        self.beats = {rank: beat for rank, beat in found.items() if beat is not None}
         self.reached = max([self.reached, *(beat.step for beat in self.beats.values())])
 
     @property
@@ -62,12 +58,12 @@ class RunView:
         return [event for event in self.events if isinstance(event, kind) and event.time >= since]
 
     def beat(self, rank: int) -> Beat | None:
-        return read_beat(heartbeat_path(self.run_dir / "attempts" / str(self.attempt), rank))
+        return read_beat(self._attempt_dir.heartbeat(rank))
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The process of each rank: the first of those that have its heartbeat mapped, as its children inherit that."""
-        folder = str((self.run_dir / "attempts" / str(self.attempt)).resolve())
-        mapped = [pair for process in self._descendants() for pair in _heartbeats(process, folder)]
+        files = {str(path.resolve()): rank for rank, path in self._attempt_dir.heartbeats().items()}
+        mapped = [(process, rank) for process in self._descendants() for rank in _heartbeats(process, files)]
         known = {(process.pid, rank) for process, rank in mapped}
         return {rank: process for process, rank in mapped if (process.ppid(), rank) not in known}
 
@@ -76,6 +72,10 @@ class RunView:
         ranks = {process.pid for process in self.ranks().values()}
         children = [child for launcher in self.launchers if lives(launcher) for child in launcher.children()]
         return [child for child in children if child.pid not in ranks and child.children()]
+
+    @property
+    def _attempt_dir(self) -> AttemptDir:
+        return RunDir(self.run_dir).attempt(self.attempt)
 
     def _descendants(self) -> Iterator[psutil.Process]:
         for launcher in self.launchers:
@@ -96,14 +96,15 @@ class _Collector:
         pass
 
 
-def _heartbeats(process: psutil.Process, folder: str) -> list[tuple[psutil.Process, int]]:
+def _heartbeats(process: psutil.Process, files: Mapping[str, int]) -> list[int]:
+    """The ranks among these whose heartbeat a process has mapped."""
     try:
         text = Path("/proc", str(process.pid), "maps").read_text()
         process.ppid()
     except (OSError, psutil.NoSuchProcess):  # it has just ended
         return []
-    names = {line.rpartition("/")[2] for line in text.splitlines() if f" {folder}/heartbeat-" in line}
-    return [(process, int(name.rpartition("-")[2])) for name in sorted(names)]
+    mapped = {line.split(maxsplit=5)[-1] for line in text.splitlines()}
+    return sorted(rank for path, rank in files.items() if path in mapped)
 
 
 def lives(process: psutil.Process) -> bool:
