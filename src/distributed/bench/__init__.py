@@ -1,1 +1,1 @@
-"""How fast, against whom."""
+"""How fast this machine trains, sends, saves and recovers: what `distributed bench` measures."""

@@ -1,63 +1,42 @@
-"""Ranks that wait for their turn: started once, told over a socket what to run next, asleep in between."""
+"""Interleaved measurement: ranks are started once, get each turn over a socket, and sleep in between."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from statistics import quantiles
+from typing import Any, TextIO
 
-from distributed.core.engines import ENGINES
+from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import LaunchError
-from distributed.core.registry import load_target
+from distributed.core.run_dir import RunDir
+from distributed.launch.base import launcher_of
 from distributed.launch.request import LaunchRequest
 
-BLOCK = 50  # steps; one of them is logged, so that all blocks have the same work
 TURN_TIMEOUT_S = 300.0  # a turn takes about a second
-_END_S = 10.0  # for ranks to end when the benchmark does not go on
 _LOOK_S = 1.0  # how often to see whether a rank that should come has failed
 
 
-class Reading(NamedTuple):
-    """What one rank's timed steps took, in µs a step."""
+def median_error(values: Sequence[float]) -> float:
+    """The standard error of a median, from the quartiles, which a few wild rounds do not move.
 
-    cpu_us: float  # user and system time of the whole process, all threads
-    wall_us: float
-    python_us: float  # CPU time of its Python threads alone, without gloo's, which do the same for everybody
-    best_python_us: float  # of the cheapest block of steps
-
-
-class RunInThread:
-    """A run by a launcher that only comes back when it is over."""
-
-    def __init__(self, run: Callable[[LaunchRequest], None], request: LaunchRequest) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(run, request), daemon=True)
-        self._thread.start()
-
-    def _run(self, run: Callable[[LaunchRequest], None], request: LaunchRequest) -> None:
-        try:
-            run(request)
-        except BaseException as error:  # raised where somebody waits for it
-            self._error = error
-
-    def wait(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        self._thread.join(_END_S)  # the ranks end when nobody tells them anything any more
+    >>> round(median_error([-2.0, -1.0, 0.0, 1.0, 2.0]), 2)
+    0.83
+    """
+    if len(values) < 2:
+        return 0.0
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    sigma = (high - low) / 1.349
+    return 1.2533 * sigma / len(values) ** 0.5
 
 
 @contextmanager
 def answering(port: int, rank: int) -> Iterator[TextIO]:
-    """A rank's side: the line over which it is told what to do, after it has said who it is."""
+    """A rank's side: the channel that its turns come over, once it has named its rank."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         channel = connection.makefile("rw", encoding="utf-8", newline="\n")
         answer(channel, rank)
@@ -71,26 +50,16 @@ def answer(channel: TextIO, what: Any) -> None:
 
 def room_for(engine: str, ranks: int) -> AbstractContextManager[object]:
     """What the ranks of several contenders share while they wait: for Ray, a cluster on this machine."""
-    if hasattr(_launcher(engine), "submit"):
-        return nullcontext()
-    return load_target("distributed.launch.ray_cluster:connected")(None, ranks, "cpu")  # type: ignore[no-any-return]
-
-
-def _launcher(engine: str) -> Any:
-    return load_target(ENGINES.require(engine).starts)()
-
-
-def _submit(engine: str, request: LaunchRequest) -> Any:
-    launcher = _launcher(engine)
-    return launcher.submit(request) if hasattr(launcher, "submit") else RunInThread(launcher.run, request)
+    return launcher_of(ENGINES.require(engine)).reserve(ranks, "cpu")
 
 
 class WaitingRanks:
-    """The processes of one contender: a world of its own, so that what it imports burdens nobody else."""
+    """The processes of one contender: a world of its own, so that what it imports slows no other."""
 
     def __init__(
         self,
         contender: str,
+        *,
         ranks: int,
         command: Sequence[str],
         folder: str,
@@ -114,8 +83,8 @@ class WaitingRanks:
             warm=bool(preload),
             preload=preload,
         )
-        self._ranks, self._attempt_dir = ranks, Path(request.run_dir, "attempts", "0")
-        self._job = _submit(engine, request)
+        self._ranks, self._attempt = ranks, RunDir(request.run_dir).attempt(0)
+        self._job = launcher_of(ENGINES.require(engine)).submit(request)
         self._channels: list[TextIO] = []
 
     def __enter__(self) -> WaitingRanks:
@@ -141,10 +110,6 @@ class WaitingRanks:
             by_rank[json.loads(channel.readline())] = channel
         self._channels = [by_rank[rank] for rank in sorted(by_rank)]
 
-    def take_turn(self, names: Sequence[str]) -> list[list[Reading]]:
-        """Run these contenders one after the other on these ranks: the reading of each, by rank."""
-        return [[Reading(*figures) for figures in answer] for answer in self.ask(list(names))]
-
     def ask(self, what: Any) -> list[Any]:
         """Tell all ranks the same, as JSON, and wait for their answers, by rank."""
         for channel in self._channels:
@@ -167,12 +132,12 @@ class WaitingRanks:
             try:
                 return self._server.accept()[0]
             except TimeoutError:
-                if any(self._attempt_dir.glob("failure-*.json")):
+                if self._attempt.has_failures():
                     self._job.wait()  # raises what the first rank to fail said
         raise self._silent()
 
     def _hang_up(self) -> None:
-        """The ranks end when nobody listens any more."""
+        """The ranks end when their socket is closed."""
         for channel in self._channels:
             channel.close()
         self._server.close()
@@ -180,6 +145,6 @@ class WaitingRanks:
     def _silent(self) -> LaunchError:
         return LaunchError(
             f"a rank of {self._contender} said nothing for {TURN_TIMEOUT_S:.0f} s",
-            why=f"its logs are in {self._attempt_dir}",
+            why=f"its logs are in {self._attempt}",
             do="leave it out with --only, or take fewer --steps",
         )

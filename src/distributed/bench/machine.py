@@ -10,6 +10,7 @@ from typing import Any
 
 from distributed.planner.hardware import probe_hardware
 
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16, by a part of the GPU's name
 _PACKAGES = (
     "distributed-training",
     "torch",

@@ -1,4 +1,4 @@
-"""What every benchmark's command has in common: its progress, its table, and the two files that it may write."""
+"""What all benchmark commands have in common: progress, a table, and the two files that they may write."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from distributed.bench.pictures import draw
 from distributed.core.errors import ConfigError
+from distributed.observe.charts import FORMATS, require_drawing
+
+Drawing = Callable[[dict[str, Any], str], bytes]  # from a record and a format to a file
 
 
 def check_target(target: Path | None) -> Path | None:
@@ -29,12 +32,14 @@ def check_target(target: Path | None) -> Path | None:
 
 def check_picture(picture: Path | None) -> Path | None:
     """Before anything is measured."""
-    if picture is not None and picture.suffix.lower() != ".svg":
-        raise ConfigError(
-            f"--picture {picture}",
-            why="pictures are drawn as SVG, which needs nothing that is not installed",
-            do=f"--picture {picture.with_suffix('.svg')}",
-        )
+    if picture is not None:
+        if picture.suffix.lower()[1:] not in FORMATS:
+            raise ConfigError(
+                f"--picture {picture}",
+                why=f"the ending of a picture's name is its format, one of: {', '.join(FORMATS)}",
+                do=f"--picture {picture.with_suffix('.svg')}",
+            )
+        require_drawing(f"--picture {picture}")
     return check_target(picture)
 
 
@@ -47,7 +52,7 @@ JsonFile = Annotated[
 
 PictureFile = Annotated[
     Path | None,
-    typer.Option("--picture", metavar="FILE.svg", callback=check_picture, help="Also draw what was found, as an SVG."),
+    typer.Option("--picture", metavar="FILE", callback=check_picture, help="Also draw the result, as .svg or .png."),
 ]
 
 
@@ -69,19 +74,21 @@ def progress(*, logs: bool = False) -> Iterator[Callable[[str, int, int], None]]
         yield notify
 
 
-def show(table: Any, record: dict[str, Any], json_file: Path | None, picture: Path | None) -> None:
+def show(
+    table: Any, record: dict[str, Any], json_file: Path | None, picture: Path | None, drawing: Drawing = draw
+) -> None:
     """The table first, so that it is seen even where a file cannot be written; then the files, and where they are."""
     console = Console(highlight=False)
     console.print(table, soft_wrap=True)
-    write(record, json_file, picture)
+    write(record, json_file, picture, drawing)
     for written in (json_file, picture):
         if written is not None:
             console.print(f"written: {written}", soft_wrap=True, markup=False)
 
 
-def write(record: dict[str, Any], json_file: Path | None, picture: Path | None) -> None:
+def write(record: dict[str, Any], json_file: Path | None, picture: Path | None, drawing: Drawing = draw) -> None:
     """The figures, and their picture, which is drawn from nothing but them."""
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if picture is not None:
-        picture.write_text(draw(record), encoding="utf-8")
+        picture.write_bytes(drawing(record, picture.suffix.lower()[1:]))

@@ -15,7 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from distributed.bench.machine import describe_machine, describe_versions, load_average
-from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
 from distributed.core.env import WorkerEnv
 from distributed.runtime.session import Session
 
@@ -73,13 +74,14 @@ class CheckpointCost:
 def measure_checkpoint(
     *, mebibytes: int, rounds: int, device: str = "cpu", peers: bool = True, notify: Notify = lambda *_: None
 ) -> CheckpointCost:
-    """All ways by turns on the same state, the median of the rounds."""
+    """All ways, interleaved, on the same state, the median of the rounds."""
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     tensors = {f"layer.{n}": torch.randn(4 * 2**20, device=place) for n in range(mebibytes // 16)}
     load_before = load_average()
     times: Times = {}
     work = Path(tempfile.mkdtemp(prefix="bench-checkpoint-"))
-    saver = Saver(str(work / "ours"), Session(WorkerEnv(), place, None), keep_last=1, guard_s=0.0)
+    session, staging = Session(WorkerEnv(), place, None), TensorStaging(pinned=place.type == "cuda")
+    saver = Saver(str(work / "ours"), session, staging, keep_last=1, guard_s=0.0)
     saver.prepare({"model": tensors}, {})
     pinned = [torch.empty(t.shape, pin_memory=True) for t in tensors.values()] if device == "cuda" else []
     try:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any
 
+from distributed.bench.interleave import WaitingRanks
 from distributed.bench.machine import describe_machine, describe_versions, load_average
-from distributed.bench.turns import WaitingRanks
 from distributed.planner.hardware import probe_hardware
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
@@ -67,7 +67,7 @@ def bus_part(operation: str, ranks: int) -> float:
 
 
 def measure_collectives(processes: int | None, *, largest_mib: float, rounds: int, notify: Notify) -> Collectives:
-    """All sizes of all operations in each round, by turns."""
+    """All sizes of all operations in each round, interleaved."""
     gpus = len(probe_hardware().gpus)
     ranks = processes or max(2, gpus)
     device = "cuda" if gpus >= ranks else "cpu"
@@ -76,9 +76,9 @@ def measure_collectives(processes: int | None, *, largest_mib: float, rounds: in
     taken: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
     missing: dict[str, str] = {}
     in_all = len(turns) * (rounds + 1)
-    command = ("distributed.bench.collectives_rank", device)
+    command = ("distributed.bench.collectives.rank", device)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        with WaitingRanks("collectives", ranks, command, folder, device=device) as waiting:
+        with WaitingRanks("collectives", ranks=ranks, command=command, folder=folder, device=device) as waiting:
             notify("starting", 0, in_all)
             waiting.connect()
             for number in range(-1, rounds):  # the first is a rehearsal: connections, first calls
@@ -94,7 +94,15 @@ def measure_collectives(processes: int | None, *, largest_mib: float, rounds: in
                         taken[operation, size].append(answer["seconds"])
     rows = tuple(summarize(*turn, ranks, seconds) for turn, seconds in taken.items() if seconds)
     backend = "nccl" if device == "cuda" else "gloo"
-    return Collectives(rows, backend, ranks, rounds, missing, load_before, load_average())
+    return Collectives(
+        rows,
+        backend=backend,
+        processes=ranks,
+        rounds=rounds,
+        missing=missing,
+        load_before=load_before,
+        load_after=load_average(),
+    )
 
 
 def summarize(operation: str, size: int, ranks: int, seconds: list[float]) -> Sent:

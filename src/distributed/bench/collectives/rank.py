@@ -1,4 +1,4 @@
-"""A rank of the collectives benchmark: it joins its world once, and then sends what it is told."""
+"""A rank of the collectives benchmark: it joins its world once, and then runs the collectives that it is given."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.bench.turns import answer, answering
+from distributed.bench.interleave import answer, answering
 from distributed.core.env import WorkerEnv, worker_env
 
 
 def main() -> None:
-    """`python -m distributed.bench.collectives_rank DEVICE PORT`, started by `distributed bench collectives`."""
+    """`python -m distributed.bench.collectives.rank DEVICE PORT`, started by `distributed bench collectives`."""
     kind, port = sys.argv[1], int(sys.argv[2])
     env = worker_env() or WorkerEnv()
     device = torch.device(kind, env.local_rank) if kind == "cuda" else torch.device(kind)

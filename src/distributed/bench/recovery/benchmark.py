@@ -1,8 +1,8 @@
 """What a killed rank costs, against torchrun: seconds until all train again, of a start, of a hang; and the watching.
 
-Both sides train the same model under their own command, at the same time, and are killed by turns. A step waits for its
-data most of the time, so that the side whose turn it is not leaves the cores alone. Both are measured alike, from the
-times that their ranks log after each step of the optimizer.
+Both sides train the same model under their own command, at the same time, and their kills are interleaved. A step waits
+for its data most of the time, so that the side whose turn it is not leaves the cores alone. Both are measured alike,
+from the times that their ranks log after each step of the optimizer.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from contextlib import suppress
 
 from distributed.bench.machine import load_average
 from distributed.bench.processes import ended_by_signals
-from distributed.bench.recovery_costs import measure_in_rank, watch_supervisors
-from distributed.bench.recovery_found import HANG_TIMEOUT_S, START_RANKS, Recoveries, RecoveryCost, StallFound
-from distributed.bench.recovery_runs import SIDES, Recovery, Run, Side, find_recovery
+from distributed.bench.recovery.costs import measure_in_rank, watch_supervisors
+from distributed.bench.recovery.results import HANG_TIMEOUT_S, START_RANKS, Recoveries, RecoveryCost, StallFound
+from distributed.bench.recovery.runs import SIDES, Recovery, Run, Side, find_recovery
 from distributed.core.events import RankStalled, parse_event
+from distributed.core.run_dir import RunDir
 
-_TIMEOUT_S = 120.0  # for a recovery; whoever takes longer has not recovered
+_TIMEOUT_S = 120.0  # for a recovery; a longer one counts as none
 _STALL_TIMEOUT_S = 20.0  # for a stuck rank to be named
 _STEPS_BETWEEN = 10  # at least, from one recovery to the next kill
-_MOMENT_S = 0.6  # and up to so much more, by chance: more than a save and a step take
+MOMENT_S = 0.6  # and up to so much more, by chance: more than a save and a step take
 
-Notify = Callable[[str, int, int], None]  # (what goes on, done, in all)
+Notify = Callable[[str, int, int], None]  # (what is measured, done, in all)
 
 
 def measure_recovery(
     *, kills: int, ranks: int, starts: int, stalls: int, steps: int, seed: int = 0, notify: Notify
 ) -> RecoveryCost:
-    """Starts, kills, the watching and hangs, one after the other; of both sides by turns."""
+    """Starts, kills, the watching and hangs, one after the other; both sides interleaved."""
     begun, load_before, rng = time.monotonic(), load_average(), random.Random(seed)
     in_all = 2 * starts + 2 * kills + 2 + stalls
     done = 0
@@ -72,7 +73,7 @@ def measure_recovery(
 def _measure_starts(folder: str, starts: int, tell: Callable[[str], None]) -> dict[Side, list[float]]:
     taken: dict[Side, list[float]] = {side: [] for side in SIDES}
     for number in range(starts):
-        for side in _by_turns(number):
+        for side in _interleaved(number):
             tell(f"{side}: start {number + 1} of {starts} with {START_RANKS} ranks")
             with Run(side, START_RANKS, os.path.join(folder, f"start-{side}-{number}")) as run:
                 taken[side].append(run.first_step_s())
@@ -88,9 +89,9 @@ def _measure_recoveries(
         for run in runs.values():
             run.await_steps(_STEPS_BETWEEN)
         for number in range(kills):
-            for side in _by_turns(number):
+            for side in _interleaved(number):
                 tell(f"{side}: kill {number + 1} of {kills}")
-                recovery = _kill(runs[side], number % ranks, rng.uniform(0, _MOMENT_S))
+                recovery = kill_rank(runs[side], number % ranks, rng.uniform(0, MOMENT_S))
                 if recovery is not None:
                     found[side].append(recovery)
                 elif number + 1 < kills:  # it is lost, and the next kill needs another
@@ -102,7 +103,8 @@ def _measure_recoveries(
     return {side: Recoveries(side, kills, tuple(found[side])) for side in SIDES}
 
 
-def _kill(run: Run, rank: int, moment_s: float) -> Recovery | None:
+def kill_rank(run: Run, rank: int, moment_s: float) -> Recovery | None:
+    """SIGKILL after some steps and a moment; what followed, or None where its world did not come back."""
     run.await_steps(_STEPS_BETWEEN)
     time.sleep(moment_s)
     pid = run.pid(rank)
@@ -120,7 +122,7 @@ def _measure_stalls(
         for number in range(stalls):
             tell(f"ours: a stuck rank, {number + 1} of {stalls}")
             run.await_steps(_STEPS_BETWEEN)
-            time.sleep(rng.uniform(0, _MOMENT_S))
+            time.sleep(rng.uniform(0, MOMENT_S))
             stall = _stop(run, number % ranks)
             if stall is not None:
                 found.append(stall)
@@ -147,7 +149,7 @@ def _stop(run: Run, rank: int) -> StallFound | None:
 
 def _stalled_after(run: Run, moment: float) -> RankStalled | None:
     try:
-        with open(os.path.join(run.run_dir, "events.jsonl"), encoding="utf-8") as file:
+        with open(RunDir(run.run_dir).events, encoding="utf-8") as file:
             lines = [line for line in file if "RankStalled" in line and line.endswith("\n")]
     except FileNotFoundError:
         return None
@@ -155,6 +157,6 @@ def _stalled_after(run: Run, moment: float) -> RankStalled | None:
     return next((event for event in events if isinstance(event, RankStalled) and event.time > moment), None)
 
 
-def _by_turns(number: int) -> tuple[Side, ...]:
+def _interleaved(number: int) -> tuple[Side, ...]:
     """Who goes second finds the machine as the first left it: each does in every other round."""
     return SIDES if number % 2 == 0 else SIDES[::-1]

@@ -12,13 +12,13 @@ from statistics import median
 import psutil
 import torch
 
-from distributed.bench.recovery_runs import Run
+from distributed.bench.recovery.runs import Run
 from distributed.core.env import WorkerEnv
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
 from distributed.runtime.shutdown import StopRequest
 from distributed.strategies.compute_clock import ComputeClock
-from distributed.train.pace import Pace
+from distributed.train.stragglers.pace import Pace
 
 _CALLS = 2000
 _REPEATS = 15  # the quickest counts: what else runs here only adds
@@ -26,7 +26,7 @@ _REPEATS = 15  # the quickest counts: what else runs here only adds
 
 @dataclass(frozen=True)
 class Supervision:
-    """Of one run that nobody disturbs."""
+    """Of one undisturbed run."""
 
     side: str
     seconds: float
@@ -45,7 +45,7 @@ class Supervision:
 
 
 def watch_supervisors(run: Run, steps: int) -> Supervision:
-    """Let a run make so many steps, and see what its other processes used meanwhile."""
+    """Let a run make that many steps, and measure what its other processes used meanwhile."""
     run.await_steps(20)
     names = run.supervisors()
     before = {pid: _cpu_s(pid) for pid in names}

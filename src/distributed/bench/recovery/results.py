@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from distributed.bench.machine import describe_machine, describe_versions
-from distributed.bench.recovery_costs import Supervision
-from distributed.bench.recovery_runs import SIDES, Recovery, Side
-from distributed.bench.recovery_work import PACE_S, SAVE_EVERY
+from distributed.bench.recovery.costs import Supervision
+from distributed.bench.recovery.runs import SIDES, Recovery, Side
+from distributed.bench.recovery.workload import PACE_S, SAVE_EVERY
 
 START_RANKS = 4
 HANG_TIMEOUT_S = 2.0

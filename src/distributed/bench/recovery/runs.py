@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 import psutil
 
-from distributed.bench import recovery_work
 from distributed.bench.processes import kill_all, start_command
+from distributed.bench.recovery import workload
 from distributed.core.errors import LaunchError
 
 Side = Literal["ours", "torchrun"]
@@ -41,7 +42,7 @@ def find_recovery(logs: Sequence[Sequence[Step]], rank: int, pid: int, killed_ns
     """What followed the kill of a rank's process; None while its world is not back.
 
     A survivor may end a step of the old world after the kill. So what counts is the step with which the replacement
-    begins, once every rank is beyond it: whoever made that step twice made it in the new world the second time.
+    begins, once every rank is beyond it: a rank that made that step twice made it in the new world the second time.
 
     >>> old = [Step(1, 1, 7), Step(2, 2, 7)]
     >>> survivor = [Step(1, 1, 8), Step(2, 2, 8), Step(1_000_000_002, 2, 8), Step(1_000_000_003, 3, 8)]
@@ -68,14 +69,24 @@ def find_recovery(logs: Sequence[Sequence[Step]], rank: int, pid: int, killed_ns
 class Run:
     """One command and everything that it starts; leaving it kills all of that."""
 
-    def __init__(self, side: Side, ranks: int, folder: str, *, settings: Sequence[str] = ()) -> None:
-        self.side, self.ranks, self.folder = side, ranks, folder
+    def __init__(
+        self,
+        side: Side,
+        ranks: int,
+        folder: str,
+        *,
+        settings: Sequence[str] = (),
+        device: str = "cpu",
+        pace_s: float = workload.PACE_S,
+    ) -> None:
+        """On `cuda` all ranks share one GPU. `settings` and `pace_s` are of our side alone."""
+        self.side, self.ranks, self.folder, self._device, self._pace_s = side, ranks, folder, device, pace_s
         self.run_dir = os.path.join(folder, "run")
         self.logs: list[list[Step]] = [[] for _ in range(ranks)]
         self._offsets = [0] * ranks
         os.makedirs(folder)
         script = os.path.join(folder, "train.py")
-        shutil.copy(Path(__file__).with_name(f"recovery_{side}.py"), script)  # a folder of its own, as a user's has
+        shutil.copy(Path(__file__).with_name(f"script_{side}.py"), script)  # a folder of its own, as a user's has
         self._output = os.path.join(folder, "output.log")
         command = self._command(script, settings)
         # Without it, torchrun's restarts read the addresses of dead peers on gloo, and some of them hang.
@@ -87,10 +98,11 @@ class Run:
     def _command(self, script: str, settings: Sequence[str]) -> list[str]:
         if self.side == "ours":
             command = [sys.executable, "-m", "distributed.cli", "train", "--script", script]
-            command += ["--num-gpus", str(self.ranks), "--device", "cpu", "--run-dir", self.run_dir]
-            return [*command, *settings, "--", self.folder]
+            command += ["--num-gpus", str(self.ranks), "--device", self._device, "--run-dir", self.run_dir]
+            command += ["--share-gpus"] * (self._device == "cuda")
+            return [*command, *settings, "--", self.folder, str(self._pace_s)]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"]
-        return [*command, f"--nproc-per-node={self.ranks}", script, self.folder]
+        return [*command, f"--nproc-per-node={self.ranks}", script, self.folder, self._device]
 
     def __enter__(self) -> Run:
         return self
@@ -101,7 +113,7 @@ class Run:
     def read_steps(self) -> list[list[Step]]:
         """The steps that every rank has logged until now."""
         for rank in range(self.ranks):
-            with suppress(FileNotFoundError), open(recovery_work.steps_path(self.folder, rank), "rb") as file:
+            with suppress(FileNotFoundError), open(workload.steps_path(self.folder, rank), "rb") as file:
                 file.seek(self._offsets[rank])
                 whole = file.read().rpartition(b"\n")[0]
                 if whole:
@@ -110,7 +122,7 @@ class Run:
         return self.logs
 
     def await_steps(self, count: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until every rank has made so many more."""
+        """Until every rank has made that many more."""
         goals = [len(log) + count for log in self.read_steps()]
         done = self.until(
             lambda: all(len(log) >= goal for log, goal in zip(self.logs, goals, strict=True)) or None, timeout_s
@@ -147,6 +159,14 @@ class Run:
         pids = {log[-1].pid for log in self.read_steps()}
         children = [child.pid for child in psutil.Process(self._launcher.pid).children() if child.pid not in pids]
         return {self._launcher.pid: "launcher"} | dict.fromkeys(children, "warm parent")
+
+    def end(self, timeout_s: float = START_TIMEOUT_S) -> int:
+        """Ask it to save and end; its exit code."""
+        self._launcher.send_signal(signal.SIGTERM)
+        return self._launcher.wait(timeout_s)
+
+    def wait(self, timeout_s: float = START_TIMEOUT_S) -> int:
+        return self._launcher.wait(timeout_s)
 
     def close(self) -> None:
         """Kill all of it."""

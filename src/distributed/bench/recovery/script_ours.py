@@ -1,4 +1,7 @@
-"""The recovery benchmark's training with our Trainer: a script for `distributed train`, with the folder to log to."""
+"""The recovery benchmark's training with our Trainer: a script for `distributed train`, with the folder to log to.
+
+What comes after the folder, if anything does, is how long a batch takes to read.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,20 @@ from functools import partial
 from torch import nn
 
 from distributed import Trainer
-from distributed.bench.recovery_work import BATCH, SAVE_EVERY, Rows, make_model, make_optimizer
+from distributed.bench.recovery.workload import BATCH, SAVE_EVERY, Rows, make_model, make_optimizer
 
 
 def main() -> None:
+    folder, *pace = sys.argv[1:]
     trainer = Trainer(
         make_model(),
         loss_fn=nn.CrossEntropyLoss(),
-        optimizer=partial(make_optimizer, folder=sys.argv[1]),
+        optimizer=partial(make_optimizer, folder=folder),
         batch_size=BATCH,
-        epochs=1_000_000,  # until somebody ends it
+        epochs=1_000_000,  # until it is ended
         checkpoint_frequency=f"{SAVE_EVERY} steps",
     )
-    trainer.fit(Rows())
+    trainer.fit(Rows(*map(float, pace)))
 
 
 if __name__ == "__main__":

@@ -8,15 +8,15 @@ from statistics import median
 from rich.console import Group
 from rich.text import Text
 
-from distributed.bench.figures import figures_table
-from distributed.bench.recovery_found import HANG_TIMEOUT_S, START_RANKS, Bar, RecoveryCost, percentile
-from distributed.bench.recovery_runs import SIDES
-from distributed.bench.recovery_work import SAVE_EVERY
+from distributed.bench.recovery.results import HANG_TIMEOUT_S, START_RANKS, Bar, RecoveryCost, percentile
+from distributed.bench.recovery.runs import SIDES
+from distributed.bench.recovery.workload import SAVE_EVERY
+from distributed.bench.table import make_table
 
 
 def recovery_table(found: RecoveryCost) -> Group:
     figures = ("recovered", "p50 s", "p95 s", "max s", "lost steps", "start s", "watching %")
-    table = figures_table("side", *figures)
+    table = make_table("side", *figures)
     for side in SIDES:
         killed = found.recoveries[side]
         cells = [f"{len(killed.recoveries)} of {killed.kills}"]
@@ -24,7 +24,7 @@ def recovery_table(found: RecoveryCost) -> Group:
         cells += [str(killed.lost_steps), _number(median(found.starts_s[side]))]
         cells += [f"{found.supervision[side].part:.2%}"]
         table.add_row(side, *cells, style="bold" if side == "ours" else None)
-    bars = figures_table("our own limit", "limit", "here", "")
+    bars = make_table("our own limit", "limit", "here", "")
     for bar in found.bars:
         style = "green" if bar.passed else "red"
         bars.add_row(bar.name, _of(bar, bar.limit), _of(bar, bar.value), Text("PASS" if bar.passed else "MISS", style))

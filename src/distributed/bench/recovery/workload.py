@@ -24,6 +24,9 @@ SAMPLES = 128_000
 class Rows(Dataset[Any]):
     """Labelled rows that are read a batch at a time, and not at once."""
 
+    def __init__(self, pace_s: float = PACE_S) -> None:
+        self._pace_s = pace_s
+
     def __len__(self) -> int:
         return SAMPLES
 
@@ -31,7 +34,7 @@ class Rows(Dataset[Any]):
         return torch.full((INPUTS,), index / SAMPLES), index % CLASSES
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        time.sleep(PACE_S)
+        time.sleep(self._pace_s)
         return [self[index] for index in indices]
 
 

@@ -12,20 +12,19 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from distributed.bench.machine import describe_machine, describe_versions, load_average
 from distributed.core.env import inherited_environ
 from distributed.core.errors import ConfigError, RankFailedError
 from distributed.core.history import History
-from distributed.core.run_files import HISTORY
+from distributed.core.run_dir import RunDir
 from distributed.planner.hardware import Hardware, probe_hardware
 
 BATCH = 32  # samples a device, weak; the global batch is this times the most processes under strong scaling
 EPOCHS = 4  # the first warms up and is not counted
 
-Notify = Callable[[str, int, int], None]  # (what goes on, done, in all)
+Notify = Callable[[str, int, int], None]  # (what is measured, done, in all)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def count_devices(hardware: Hardware) -> tuple[str, int]:
 
 
 def measure_scaling(max_processes: int | None, *, steps: int, repeats: int, strong: bool, notify: Notify) -> Scaling:
-    """Train the same model with 1..N processes, all of them `repeats` times by turns; the fastest of each counts."""
+    """Train the same model with 1..N processes, `repeats` times each, interleaved; the fastest of each counts."""
     device, devices = count_devices(probe_hardware())
     most = max_processes or devices
     numbers = [n for n in range(1, most + 1) if not strong or BATCH * most % n == 0]
@@ -94,7 +93,16 @@ def measure_scaling(max_processes: int | None, *, steps: int, repeats: int, stro
         throughputs[number] = max(throughputs[number], reached)  # slower is what something else here took
     notify("done", len(turns), len(turns))
     sizes = summarize(throughputs, {n: _batch(n, most, strong) for n in numbers})
-    return Scaling(sizes, strong, steps, repeats, device, devices, load_before, load_average())
+    return Scaling(
+        sizes,
+        strong=strong,
+        steps=steps,
+        repeats=repeats,
+        device=device,
+        devices=devices,
+        load_before=load_before,
+        load_after=load_average(),
+    )
 
 
 def summarize(throughputs: dict[int, float], batches: dict[int, int]) -> tuple[Size, ...]:
@@ -117,7 +125,7 @@ def _throughput(processes: int, steps: int, batch: int) -> float:
     """Samples a second over all ranks, as History tells them, without the first epoch."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         run_dir = os.path.join(folder, "run")
-        command = [sys.executable, "-m", "distributed.bench.scaling_run"]
+        command = [sys.executable, "-m", "distributed.bench.scaling.script"]
         command += [str(processes), str(steps), str(batch), str(EPOCHS), run_dir]
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         ended = subprocess.run(command, env=inherited_environ() | threads, capture_output=True, text=True, check=False)
@@ -128,5 +136,5 @@ def _throughput(processes: int, steps: int, batch: int) -> float:
                 traceback=ended.stderr,
                 exit_code=ended.returncode,
             )
-        history = History.load(Path(run_dir) / HISTORY)
+        history = History.load(RunDir(run_dir).history)
         return replace(history, epochs=history.epochs[1:]).throughput

@@ -1,4 +1,4 @@
-"""Loops by hand as fast as they get: what all trainers are compared with."""
+"""Hand-written loops as fast as they get: what all trainers are compared with."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from distributed.bench.hand_written import replicate, run
-from distributed.bench.throughput_work import WorkloadJob
+from distributed.bench.throughput.job import WorkloadJob
+from distributed.bench.workloads.hand_written import replicate, run
 
 _EAGER = 3  # steps before a CUDA graph is captured, as torch's documentation has it
 

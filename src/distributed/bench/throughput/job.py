@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
-from distributed.bench.models import TINY, WORKLOADS, Rows, Workload
+from distributed.bench.workloads.models import TINY, WORKLOADS, Rows, Workload
 
 _KEPT_BYTES = 2**29  # of rows; more steps than they make read them again
 _JUDGED = 4  # batches whose loss is taken in the end
@@ -25,7 +25,7 @@ _WORKERS, _SHARED_BYTES = 4, 2**32  # processes that read large batches, and the
 
 @dataclass
 class WorkloadJob:
-    """See `work.Job`."""
+    """See `distributed.bench.workloads.job.Job`."""
 
     workload_name: str
     rank: int
@@ -60,6 +60,10 @@ class WorkloadJob:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.looks.append(time.perf_counter())
+
+    def looked(self, looks: list[float]) -> None:
+        """When the timed steps began and ended, where a run's own events tell it."""
+        self.looks = looks
 
     def rows(self) -> Rows:
         return _rows(self.workload_name, self.tiny, self._kept())

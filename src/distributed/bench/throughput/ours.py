@@ -12,8 +12,9 @@ from pathlib import Path
 
 from torch import nn
 
-from distributed.bench.ours import fit
-from distributed.bench.throughput_work import SHARED, WorkloadJob, shared_memory
+from distributed.bench.throughput.job import SHARED, WorkloadJob, shared_memory
+from distributed.bench.workloads.ours import fit
+from distributed.core.run_dir import RunDir
 
 _STATE = 3  # tensors for each parameter that a checkpoint holds: itself and AdamW's two
 
@@ -28,8 +29,8 @@ def train(job: WorkloadJob) -> nn.Module:
     with _quick_checkpoints(job, model) as place:
         history = fit(job, model, job.workload.loss_fn, settings | place)
     if job.rank == 0:  # only rank 0 writes events
-        job.looks = looks(Path(history.run_dir, "events.jsonl"), job.warm, job.warm + job.steps)
-        shutil.rmtree(Path(history.run_dir, "checkpoints"), ignore_errors=True)  # there is one for each turn
+        job.looked(looks(RunDir(history.run_dir).events, job.warm, job.warm + job.steps))
+        shutil.rmtree(RunDir(history.run_dir).checkpoints, ignore_errors=True)  # there is one for each turn
     return model
 
 

@@ -1,4 +1,4 @@
-"""A rank of the throughput benchmark: it imports one contender, and then trains what it is told, turn by turn."""
+"""A rank of the throughput benchmark: it imports one contender, and then trains what each turn asks for."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.bench.throughput_field import CONTENDERS
-from distributed.bench.throughput_work import WorkloadJob
-from distributed.bench.turns import answer, answering
-from distributed.core.env import WorkerEnv, worker_env
+from distributed.bench.interleave import answer, answering
+from distributed.bench.throughput.job import WorkloadJob
+from distributed.core.env import WorkerEnv, withdraw, worker_env
+from distributed.core.registry import load_target
 
 
 def main() -> None:
-    """`python -m distributed.bench.throughput_rank CONTENDER DEVICE PORT`, by `distributed bench throughput`."""
-    name, kind, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    """`python -m distributed.bench.throughput.rank CONTENDER MODULE:FUNCTION DEVICE PORT`, by the benchmark."""
+    name, target, kind, port = *sys.argv[1:4], int(sys.argv[4])
     env = worker_env() or WorkerEnv()
     device = torch.device(kind, env.local_rank) if kind == "cuda" else torch.device(kind)
     if device.type == "cuda":
@@ -30,9 +30,8 @@ def main() -> None:
     if env.world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     else:  # as if started alone: a trainer that finds a world of one makes a group of it, and its model pays for that
-        for variable in env.to_environ():
-            os.environ.pop(variable, None)
-    train = CONTENDERS.load(name)
+        withdraw(env.to_environ())
+    train = load_target(target)
     with tempfile.TemporaryDirectory() as scratch, answering(port, env.rank) as channel:
         for line in channel:
             order = json.loads(line)

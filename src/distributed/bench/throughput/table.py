@@ -8,9 +8,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from distributed.bench.figures import figures_table
-from distributed.bench.throughput import TOLERANCE, Throughput, WorkloadResult
-from distributed.bench.throughput_field import CONTENDERS, OWN
+from distributed.bench.table import make_table
+from distributed.bench.throughput.contenders import OWN
+from distributed.bench.throughput.results import TOLERANCE, Throughput, WorkloadResult
 
 
 def throughput_table(found: Throughput) -> Group:
@@ -19,7 +19,7 @@ def throughput_table(found: Throughput) -> Group:
     for result in found.results:
         parts += [_table(result), Text("\n".join([*_notes(result), ""]))]
     taking = {row.contender for result in found.results for row in result.rows}
-    setups = [f"{name}: {entry.setup}" for name, entry in CONTENDERS.entries.items() if name in taking]
+    setups = [f"{name}: {setup}" for name, setup in found.setups.items() if name in taking]
     absent = [f"{name}: {why}" for name, why in found.missing.items()]
     where = f"{found.processes} process{'es' if found.processes > 1 else ''} on {found.device}, {found.precision}"
     load = f"load average {found.load_before} before, {found.load_after} after"
@@ -29,7 +29,7 @@ def throughput_table(found: Throughput) -> Group:
 def _table(result: WorkloadResult) -> Table:
     title = f"{result.workload}: {result.describes}, {result.batch} samples a process"
     figures = (f"{result.unit}/s", "±", "ms a step", f"of {result.reference}", "of peak", "GiB", "loss")
-    table = figures_table("contender", *figures, title=title, title_justify="left")
+    table = make_table("contender", *figures, title=title, title_justify="left")
     for row in result.rows:
         spread = f"{(row.high - row.low) / 2 / row.units_per_second:.0%}" if result.rounds > 1 else ""
         cells = [f"{row.units_per_second:,.0f}", spread, f"{row.step_ms:.3f}"]

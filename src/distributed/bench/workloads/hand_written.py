@@ -1,4 +1,4 @@
-"""The bare loop: what a good engineer writes by hand for this work, and nothing else. All are measured against it."""
+"""The hand-written loop: what a good engineer writes for a workload, and nothing else. All are measured against it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.bench.work import Job
+from distributed.bench.workloads.job import Job
 
 
 def train(job: Job) -> nn.Module:

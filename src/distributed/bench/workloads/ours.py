@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from distributed.bench.work import LOSS, Job
+from distributed.bench.workloads.job import Job
 from distributed.core.history import History
 from distributed.trainers.trainer import Trainer
 
 
 def train(job: Job) -> nn.Module:
     model = job.make_model()
-    fit(job, model, LOSS, {})
+    fit(job, model, nn.CrossEntropyLoss(), {})
     return model
 
 

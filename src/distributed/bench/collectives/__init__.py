@@ -1,0 +1,1 @@
+"""What sending costs between the processes of one machine."""

@@ -1,0 +1,1 @@
+"""What a killed rank costs, beside torchrun."""

@@ -1,0 +1,1 @@
+"""Throughput over 1..N processes."""

@@ -1,0 +1,1 @@
+"""Samples a second of our Trainer beside hand-written loops."""

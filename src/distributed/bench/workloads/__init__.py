@@ -1,0 +1,1 @@
+"""The models that are measured, and the hand-written loop and our Trainer that train them."""
