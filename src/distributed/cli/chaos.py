@@ -67,7 +67,7 @@ def chaos(
         int, typer.Option(min=1, metavar="N", help="Hosts to make of this machine, as network namespaces; needs root.")
     ] = 1,
     tolerance: Annotated[
-        float | None, typer.Option(min=0.0, metavar="X", help="Let weights differ by so much; not at all unless given.")
+        float | None, typer.Option(min=0.0, metavar="X", help="Difference in weights that still passes; 0 unless set.")
     ] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
     run_dir: Annotated[
@@ -77,7 +77,7 @@ def chaos(
         Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures, with every fault.")
     ] = None,
 ) -> None:
-    """Run a training twice, once undisturbed and once under faults, and compare what came of them.
+    """Run a training twice, once undisturbed and once under faults, and compare the results.
 
     Both are real runs of `distributed train` with sample_ledger=true and a checkpoint every few steps; your KEY=VALUE
     settings win. What follows -- goes to the script, which must use one of this library's trainers. A fault comes only
@@ -86,15 +86,15 @@ def chaos(
     \b
     Faults:
       kill       SIGKILL to a rank, to two at once, or to the process that they are forked from
-      hang       SIGSTOP to a rank: it must be named, and the run must go on
+      hang       SIGSTOP to a rank: it must be named, and the run must continue
       slow       a rank that runs a quarter of the time for 3 s: it must not be taken for one that hangs
       corrupt    bytes of the newest checkpoint flipped, then all ranks killed: an older one must serve
       diskfull   no room for checkpoints until a save fails (root)
       partition  a host cut off for 2 or 15 s (root, --nodes 2 or more)
 
     The exit code is 0 only if the disturbed run finished, lost and repeated no sample, and has the very same weights.
-    Close ones are enough with --tolerance, or where a fault made the run go on with another number of ranks outside of
-    reproducible=bitwise.
+    Close ones are enough with --tolerance, or where a fault made the run continue with another number of ranks
+    outside of reproducible=bitwise.
 
     \b
     Examples:
@@ -105,7 +105,19 @@ def chaos(
     """
     arguments = tuple(context.obj or ())
     request = _prepare(
-        script, arguments, config, settings or [], faults, mtbf, kills, steps, seed, num_gpus, nodes, tolerance, run_dir
+        script,
+        arguments,
+        config_path=config,
+        words=settings or [],
+        faults=faults,
+        mtbf=mtbf,
+        kills=kills,
+        steps=steps,
+        seed=seed,
+        num_gpus=num_gpus,
+        nodes=nodes,
+        tolerance=tolerance,
+        run_dir=run_dir,
     )
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"both runs and their logs: {request.base}", markup=False)
@@ -122,6 +134,7 @@ def chaos(
 def _prepare(
     script: str,
     arguments: tuple[str, ...],
+    *,
     config_path: str | None,
     words: list[str],
     faults: str,
@@ -159,7 +172,9 @@ def _prepare(
         )
     base = Path(run_dir or f"runs/chaos-{datetime.now():%Y%m%d-%H%M%S}").absolute()
     if base.exists() and (not base.is_dir() or any(base.iterdir())):
-        problems.append(Problem(f"--run-dir {base} exists", why="it holds something else", do="choose another"))
+        problems.append(
+            Problem(f"--run-dir {base} is not empty", why="two new runs are written there", do="name another --run-dir")
+        )
     obstacles = _check_machine(kinds, nodes)
     if problems:
         raise ConfigError([*problems, *obstacles])
@@ -213,32 +228,44 @@ def _check_settings(given: dict[str, Any]) -> list[Problem]:
     found = []
     for name, option in _OURS.items():
         if name in given:
-            do = f"use {option}" if option else f"leave {name} out"
-            found.append(Problem(f"{name} is not yours to set here", why="the two runs are given their own", do=do))
+            do = f"use the option {option}" if option else f"leave {name} out"
+            found.append(
+                Problem(f"{name} cannot be set here", why=f"chaos sets {name} for each of its two runs", do=do)
+            )
     if given.get("sample_ledger") is False:
-        found.append(Problem("sample_ledger=false", why="lost and repeated samples are found by it", do="leave it out"))
+        found.append(
+            Problem(
+                "sample_ledger=false", why="the ledger shows which samples were lost or repeated", do="leave it out"
+            )
+        )
     return found
 
 
 def _check_machine(kinds: tuple[str, ...], nodes: int) -> list[Problem]:
-    """What faults need that is not here."""
+    """What the faults need that this machine does not have."""
     found = []
     if "partition" in kinds and nodes < 2:
         found.append(Problem("partition needs several hosts", why="--nodes is 1", do="set --nodes 2"))
     reason = Hosts.available() if nodes > 1 else None
     if reason is not None:
         found.append(
-            Problem(f"--nodes {nodes} cannot be had here", why=reason, do="run as root on Linux, or leave it out")
+            Problem(
+                f"--nodes {nodes} is not possible on this machine",
+                why=reason,
+                do="run as root on Linux, or leave it out",
+            )
         )
     reason = disk.available() if "diskfull" in kinds else None
     if reason is not None:
-        found.append(Problem("diskfull cannot be had here", why=reason, do="run as root on Linux, or leave it out"))
+        found.append(
+            Problem("diskfull is not possible on this machine", why=reason, do="run as root on Linux, or leave it out")
+        )
     return found
 
 
 @contextmanager
 def _screen(console: Console) -> Iterator[Screen]:
-    """A line for whatever happens; on a terminal, one more that says how things are."""
+    """A line for each event; on a terminal, one more that says how things are."""
     if not console.is_terminal:
         yield Screen(line=lambda text: console.print(text, markup=False))
         return

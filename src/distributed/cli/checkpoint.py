@@ -134,7 +134,7 @@ def export(
     export_to(path, to, format.value, max_shard_bytes=most, with_optimizer=with_optimizer, force=force)
 
 
-@app.command("import", short_help="Make a checkpoint from weights of elsewhere.")
+@app.command("import", short_help="Make a checkpoint from another program's weights.")
 def import_(
     source: Annotated[
         str,
@@ -143,7 +143,7 @@ def import_(
         ),
     ],
     to: Annotated[str, typer.Option("--to", metavar="DIR", help="The checkpoint_dir to put it into, or a URL.")],
-    step: Annotated[int, typer.Option(min=0, metavar="N", help="The step that a run goes on from.")] = 0,
+    step: Annotated[int, typer.Option(min=0, metavar="N", help="The step that a run resumes from.")] = 0,
     key: Annotated[
         str | None, typer.Option(metavar="NAME", help="Where the state dict is, such as state_dict; '.': at the top.")
     ] = None,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from distributed.checkpoint.exchange_catalog import open_one
-from distributed.checkpoint.exchange_export import export_checkpoint
-from distributed.checkpoint.exchange_import import import_weights
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.exchange.catalog import open_one
+from distributed.checkpoint.exchange.export import export_checkpoint
+from distributed.checkpoint.exchange.importing import import_weights
+from distributed.checkpoint.restore.reading import load
 from distributed.cli.checkpoint_text import byte_bar, console, size
 from distributed.core.errors import CheckpointError
 from distributed.core.plan import LoraPlan
@@ -43,7 +43,7 @@ def export_adapter(path: str, to: str) -> None:
         raise CheckpointError(
             f"{opened.path} holds no adapters", why="it was not trained with lora=", do="leave --format peft out"
         )
-    from distributed.strategies.lora import save_adapter  # an extra, and torch
+    from distributed.strategies.model.lora import save_adapter  # an extra, and torch
 
     with byte_bar("exporting") as progress:
         weights = load(opened.path, ranks=(), progress=progress).shared["model"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from distributed.checkpoint.exchange import Leaf, leaf_tree, walk
-from distributed.checkpoint.exchange_catalog import Listing, Opened, list_checkpoints, open_all, open_one
-from distributed.checkpoint.exchange_diff import Difference, compare
-from distributed.checkpoint.exchange_verify import verify_all
-from distributed.checkpoint.manifest import FORMAT, Part, line_of
+from distributed.checkpoint.exchange.catalog import Listing, Opened, list_checkpoints, open_all, open_one
+from distributed.checkpoint.exchange.diff import Difference, compare
+from distributed.checkpoint.exchange.named_tensors import Leaf, leaf_tree, walk
+from distributed.checkpoint.exchange.verify import verify_all
+from distributed.checkpoint.format.manifest import FORMAT, Part, line_of
 from distributed.cli.checkpoint_text import age, byte_bar, console, size, table
 from distributed.core.errors import CheckpointError, Problem
 
@@ -65,7 +65,7 @@ def show_contents(path: str, tensors: bool, as_json: bool) -> None:
 
 
 def contents(opened: Opened, tensors: bool) -> dict[str, Any]:
-    """Everything that a manifest tells, as plain data."""
+    """Everything that a manifest holds, as plain data."""
     manifest = opened.manifest
     parts = [("", manifest.shared), *((f"rank-{rank}/", part) for rank, part in enumerate(manifest.own))]
     components: dict[str, Any] = {}
@@ -115,7 +115,7 @@ def show_verification(path: str) -> None:
                     f"{verdict.path} cannot be used",
                     why=";\n       ".join(verdict.problems[:20])
                     + (f";\n       and {len(verdict.problems) - 20} more" if len(verdict.problems) > 20 else ""),
-                    do="use another one: distributed checkpoint ls shows which there are",
+                    do=f"use another one: distributed checkpoint ls {verdict.path.rpartition('/')[0] or '.'}",
                 )
                 for verdict in bad
             ]

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
+from distributed.core.run_config import RunConfig
 from distributed.core.secrets import mask
 
 app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)
@@ -26,6 +27,9 @@ def _config() -> None:
 def show(
     settings: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to add.")] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A run directory: the settings that run was given.")
+    ] = None,
     given: Annotated[bool, typer.Option("--given", help="Only settings that were given.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
@@ -38,8 +42,9 @@ def show(
     Example:
       distributed config show --config run.yaml epochs=3
       distributed config show --given --config run.yaml
+      distributed config show --given --run-dir runs/20260131-120000-1f2e
     """
-    chosen = gather(config, settings or [], {})
+    chosen = gather(config, settings or [], {}, base=RunConfig.read(run_dir).config if run_dir else None)
     names = [name for name in DistributedConfig.model_fields if not given or chosen.given(name)]
     values = mask(chosen.model_dump(mode="json"))
     if as_json:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import distributed
-from distributed.core.engines import ENGINES, matrix
+from distributed.core.engines.engine import ENGINES, matrix
 from distributed.core.env import inherited_environ
 from distributed.core.registry import DISTRIBUTION, is_installed
 from distributed.launch.ports import free_port
@@ -138,6 +138,9 @@ def _machine(hardware: Hardware) -> Iterator[Finding]:
     for index, gpu in enumerate(hardware.gpus):
         capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
         yield Finding(f"GPU {index}", f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB{capability}")
+    if hardware.gpus:
+        more = f"more than {len(hardware.gpus)} rank{'s' * (len(hardware.gpus) > 1)} can be tried with --share-gpus"
+        yield Finding("sharing GPUs", f"{more}: several on each, not for speed")
     if os.path.isdir("/dev/shm"):
         size = shutil.disk_usage("/dev/shm").total
         small = size < _SMALL_SHM_BYTES
@@ -164,7 +167,10 @@ def _network() -> Iterator[Finding]:
         yield Finding("loopback", f"works; port {port} is free")
     except OSError as error:
         yield Finding(
-            "loopback", f"ranks on this machine cannot meet: {error}", "broken", "check the firewall on 127.0.0.1"
+            "loopback",
+            f"ranks on this machine cannot connect to each other: {error}",
+            "broken",
+            "check the firewall on 127.0.0.1",
         )
     name = socket.gethostname()
     try:
@@ -222,7 +228,7 @@ def _matrix() -> Table:
 
 
 def _needed_by(requirement: str, extra: str) -> str:
-    """The distribution that a line of the metadata asks for on behalf of an extra.
+    """The distribution that a line of the metadata requires for an extra.
 
     >>> _needed_by('mlflow>=3; extra == "mlflow"', "mlflow"), _needed_by("torch>=2.11", "mlflow")
     ('mlflow', '')

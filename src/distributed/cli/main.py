@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-import distributed
 from distributed.cli import bench, chaos, checkpoint, config, doctor, resize, train, tune
 from distributed.cli.words import ScriptCommand
 from distributed.core.errors import DistributedError, RankFailedError
+from distributed.core.registry import DISTRIBUTION, installed_version
 
 # Plain help texts: their examples keep their lines, and can be copied.
 app = typer.Typer(
@@ -28,7 +29,7 @@ app.command("tune", cls=ScriptCommand, short_help="Run a script with many settin
 app.command(
     "chaos", cls=ScriptCommand, short_help="Run a training under faults and compare it with the undisturbed run."
 )(chaos.chaos)
-app.command("resize", short_help="Give a run that is going on another number of ranks.")(resize.resize)
+app.command("resize", short_help="Change the number of ranks of a running run.")(resize.resize)
 app.command("doctor", short_help="Report what this machine can do.")(doctor.doctor)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
@@ -37,14 +38,20 @@ app.add_typer(checkpoint.app, name="checkpoint")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"distributed-training {distributed.__version__}")
+        print(f"{DISTRIBUTION} {installed_version()}")
+        print(f"Python {platform.python_version()}")
+        print(f"torch {installed_version('torch')}")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the versions of this package, Python and torch, and exit.",
     ),
 ) -> None:
     pass

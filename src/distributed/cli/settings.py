@@ -34,9 +34,13 @@ def read_file(path: str) -> Layer:
         root = loader.get_single_node()
     except OSError as error:
         reason = error.strerror or str(error)
-        return Layer(problems=(Problem(f"the settings file {path} cannot be read", why=reason, do="check --config"),))
+        return Layer(
+            problems=(
+                Problem(f"the settings file {path} cannot be read", why=reason, do="check the path: --config FILE"),
+            )
+        )
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return Layer(problems=(Problem(f"{path} is not valid YAML", why=_yaml_reason(error), do="mend that line"),))
+        return Layer(problems=(Problem(f"{path} is not valid YAML", why=_yaml_reason(error), do="correct that line"),))
     if root is None:
         return Layer()
     if not isinstance(root, yaml.MappingNode):
@@ -76,7 +80,9 @@ def read_words(words: Iterable[str], options: Mapping[str, str | None]) -> Layer
         if not equals or not key:
             problems.append(
                 Problem(
-                    f"{word!r} is not a setting", why="settings are key=value", do=f"for the script, write: -- {word}"
+                    f"{word!r} is not a setting",
+                    why="a setting is written KEY=VALUE",
+                    do=f"for the script, write: -- {word}",
                 )
             )
         elif key in values:
@@ -86,9 +92,16 @@ def read_words(words: Iterable[str], options: Mapping[str, str | None]) -> Layer
     return Layer(values, dict.fromkeys(values, COMMAND_LINE), tuple(problems))
 
 
-def gather(config_path: str | None, words: Iterable[str], options: Mapping[str, str | None]) -> DistributedConfig:
-    """The config of defaults < file < command line, or one ConfigError with everything that is wrong."""
-    layers = [read_file(config_path)] if config_path is not None else []
+def gather(
+    config_path: str | None,
+    words: Iterable[str],
+    options: Mapping[str, str | None],
+    *,
+    base: DistributedConfig | None = None,
+) -> DistributedConfig:
+    """The config of defaults < base < file < command line, or one ConfigError with everything that is wrong."""
+    layers = [Layer(base.given_values(), {name: base.source(name) for name in base.given_values()})] if base else []
+    layers += [read_file(config_path)] if config_path is not None else []
     layers.append(read_words(words, options))
     problems = [problem for layer in layers for problem in layer.problems]
     for layer in layers:  # names that no setting can have, because Python's call syntax needs them

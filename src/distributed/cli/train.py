@@ -9,15 +9,15 @@ import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from distributed.cli.settings import gather
 from distributed.cli.words import ScriptCommand
+from distributed.core.atomic import make_private
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES, Engine
+from distributed.core.engines.engine import ENGINES, Engine
 from distributed.core.env import (
     DRY_RUN,
     JOIN_TOKEN,
@@ -29,14 +29,12 @@ from distributed.core.env import (
 )
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
-from distributed.core.private_files import make_private, write_private
-from distributed.core.registry import load_target
-from distributed.core.secrets import mask, mask_arguments
-from distributed.launch.elastic import elastic_nodes
-from distributed.launch.join_token import read_join_token
+from distributed.core.run_config import RunConfig, given_settings
+from distributed.core.run_dir import RunDir
+from distributed.core.secrets import mask_arguments
+from distributed.launch.base import launcher_of
 from distributed.launch.local import LocalLauncher
-from distributed.launch.nodes import News, Nodes, Round
-from distributed.launch.ports import free_port
+from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.preflight import (
     check_port,
     check_resume,
@@ -45,12 +43,14 @@ from distributed.launch.preflight import (
     new_run_dir,
     next_attempt,
 )
-from distributed.launch.request import LaunchRequest, NodePlace
+from distributed.launch.rendezvous.elastic import elastic_nodes
+from distributed.launch.rendezvous.join_token import read_join_token
+from distributed.launch.rendezvous.nodes import News, Nodes, Round
+from distributed.launch.request import LaunchRequest
 from distributed.launch.run_lock import owned
-from distributed.launch.stops import Stopped
-from distributed.launch.supervisor import Patience
+from distributed.launch.supervise.supervisor import RestartLimits
 from distributed.observe.live import RunScreen
-from distributed.planner.deepspeed_adoption import adopt
+from distributed.planner.adoption import adopt
 from distributed.planner.hardware import Hardware, probe_for, probe_hardware
 from distributed.planner.parallel import plan_parallel
 from distributed.planner.resources import plan_resources
@@ -72,15 +72,18 @@ def train(
     ] = None,
     num_nodes: Annotated[str | None, typer.Option(metavar="N", help="Machines; run the same command on each.")] = None,
     gpus_per_node: Annotated[str | None, typer.Option(metavar="N", help="Devices on each machine.")] = None,
-    min_nodes: Annotated[str | None, typer.Option(metavar="N", help="Go on with so few machines.")] = None,
-    max_nodes: Annotated[str | None, typer.Option(metavar="N", help="Grow to so many machines.")] = None,
+    min_nodes: Annotated[str | None, typer.Option(metavar="N", help="Fewest machines to continue with.")] = None,
+    max_nodes: Annotated[str | None, typer.Option(metavar="N", help="Most machines to grow to.")] = None,
     node_rank: Annotated[
-        str | None, typer.Option(metavar="R", help="Which machine this is, from 0; left out, they agree on it.")
+        str | None,
+        typer.Option(metavar="R", help="The rank of this machine, from 0; without it, the machines agree on one."),
     ] = None,
     master_addr: Annotated[
-        str | None, typer.Option(metavar="HOST", help="Where the nodes meet: the address of node 0, the same on all.")
+        str | None, typer.Option(metavar="HOST", help="Rendezvous: the address of node 0, the same on all.")
     ] = None,
-    master_port: Annotated[str | None, typer.Option(metavar="PORT", help="The port there; 29400 unless given.")] = None,
+    master_port: Annotated[
+        str | None, typer.Option(metavar="PORT", help="The rendezvous port of node 0; 29400 unless given.")
+    ] = None,
     join_token: Annotated[
         str | None,
         typer.Option(
@@ -98,14 +101,18 @@ def train(
         bool, typer.Option("--share-gpus", help="Let several ranks share a GPU: to try a run, not for speed.")
     ] = False,
     sharding: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Share out the model's state: none, grad_op, full or hybrid.")
+        str | None, typer.Option(metavar="KIND", help="Shard the model's state: none, grad_op, full or hybrid.")
     ] = None,
     zero_stage: Annotated[str | None, typer.Option(metavar="0..3", help="The same by ZeRO's numbers.")] = None,
-    tensor_parallel: Annotated[str | None, typer.Option(metavar="N", help="Ranks that share each layer.")] = None,
-    pipeline_parallel: Annotated[
-        str | None, typer.Option(metavar="N", help="Stages that the model's blocks are cut into.")
+    tensor_parallel: Annotated[
+        str | None, typer.Option(metavar="N", help="Ranks that each layer is sharded over.")
     ] = None,
-    context_parallel: Annotated[str | None, typer.Option(metavar="N", help="Ranks that share each sequence.")] = None,
+    pipeline_parallel: Annotated[
+        str | None, typer.Option(metavar="N", help="Stages that the model's blocks are split into.")
+    ] = None,
+    context_parallel: Annotated[
+        str | None, typer.Option(metavar="N", help="Ranks that each sequence is sharded over.")
+    ] = None,
     activation_checkpointing: Annotated[
         str | None,
         typer.Option(metavar="HOW", help="Compute blocks again in backward: full, selective, or n: each n-th."),
@@ -187,8 +194,8 @@ def train(
     }
     arguments = tuple(context.obj or ())
     if dry_run:
-        _try_out(script, arguments, config, settings or [], options, dry_run)
-    job = _prepare(script, arguments, config, settings or [], options, join_token)
+        _try_out(script, arguments, config_path=config, words=settings or [], options=options, value=dry_run)
+    job = _prepare(script, arguments, config_path=config, words=settings or [], options=options, join_token=join_token)
     world = worker_env()
     if world is not None and not any(job.config.given(name) for name in _SIZES):
         _become_rank(job, world, dry_run is not None)
@@ -207,7 +214,7 @@ class TrainCommand(ScriptCommand):
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What was asked and found sound."""
+    """A checked launch: settings, request, decisions and engine."""
 
     config: DistributedConfig
     request: LaunchRequest
@@ -218,6 +225,7 @@ class TrainJob:
 def _prepare(
     script: str,
     arguments: tuple[str, ...],
+    *,
     config_path: str | None,
     words: list[str],
     options: dict[str, str | None],
@@ -233,7 +241,9 @@ def _prepare(
     resources, decisions, obstacles = plan_resources(config, hardware)
     ranks, nodes = resources.world_size, resources.num_nodes
     whole = adopt(config, problems, ranks if worker_env() is None else None)  # the ranks adopt for themselves
-    parallel = plan_parallel(whole, ranks, nodes, device=resources.device, decisions=decisions, problems=obstacles)
+    # A run that cannot be had is refused before it starts. Only the engine is taken: the script's `fit` has settings of
+    # its own, and plans how its ranks share the work.
+    chosen = plan_parallel(whole, ranks, nodes, device=resources.device, decisions=decisions, problems=obstacles).engine
     given_dir = config.run_dir
     target = os.path.abspath(given_dir or new_run_dir())
     request = LaunchRequest(
@@ -249,28 +259,30 @@ def _prepare(
         env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
         attempt=next_attempt(target) if config.resume_from_checkpoint else 0,
         device=resources.device,
-        shares_gpus=config.share_gpus,
+        shares_gpus=resources.shares_gpus,
+        gpus=len(hardware.gpus),
         warm=config.warm_start,
         address=config.address,
-    ).for_engine(parallel.engine, config)
+    ).for_engine(chosen, config)
     request = replace(request, threads_per_rank=_threads(hardware, request.ranks_per_node))
     request = replace(request, join_token=_join_token(join_token, request, problems))
     launch_problems = check_port(request)
-    engine = ENGINES.entries[parallel.engine]
+    engine = ENGINES.entries[chosen]
     if not engine.spans:  # which reads on machines of its own
         launch_problems += check_resume(config.resume_from_checkpoint)
-    # Several nodes know only when they have met whether one of them begins a run.
+    # Several nodes know only after their rendezvous whether this begins a run.
     if request.most_nodes == 1 or engine.spans:
         launch_problems += check_run_dir(target, resume=bool(config.resume_from_checkpoint))
     _refuse(problems, obstacles, launch_problems)
-    ENGINES.require(parallel.engine)
+    ENGINES.require(chosen)
     return TrainJob(config, request, tuple(decisions), engine)
 
 
 def _join_token(option: str | None, request: LaunchRequest, problems: list[Problem]) -> str:
     """The secret of a run over several nodes, as it was given; no setting, since those are written down."""
     if option is not None and request.most_nodes == 1:
-        problems.append(Problem("--join-token, but num_nodes=1", why="no other node joins", do="leave it out"))
+        why = "a run on 1 node admits no other node"
+        problems.append(Problem("--join-token, but num_nodes=1", why=why, do="leave --join-token out"))
     if request.most_nodes == 1:
         return ""
     source = JOIN_TOKEN if option is None else "--join-token"
@@ -285,20 +297,23 @@ def _join_token(option: str | None, request: LaunchRequest, problems: list[Probl
 def _try_out(
     script: str,
     arguments: tuple[str, ...],
+    *,
     config_path: str | None,
     words: list[str],
     options: dict[str, str | None],
-    asked: str,
+    value: str,
 ) -> NoReturn:
-    """Become the script, which is told of how many ranks it is the first one."""
+    """Replace this process by the script, as rank 0 of a dry run of that many ranks."""
     problems = check_script(script)
-    ranks = int(asked) if asked.isdecimal() else 0
+    ranks = int(value) if value.isdecimal() else 0
     if not ranks:
-        problems.append(Problem(f"--dry-run={asked}", why="it is a number of ranks", do="write --dry-run=8, say"))
+        why = "the value of --dry-run is a number of ranks, at least 1"
+        problems.append(Problem(f"--dry-run={value}", why=why, do="--dry-run=8"))
     try:
         config = gather(config_path, words, options)
         if config.num_gpus not in (None, ranks):
-            problems.append(Problem(f"--dry-run={asked}, but num_gpus={config.num_gpus}", do="leave one of them out"))
+            what = f"--dry-run={value}, but num_gpus={config.num_gpus}"
+            problems.append(Problem(what, why="both set the number of ranks", do="leave num_gpus out"))
         config = config.merged(_sizes(config, ranks or 1), "--dry-run")
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
@@ -306,12 +321,12 @@ def _try_out(
     whole = adopt(config, problems, ranks or None)
     plan_parallel(whole, ranks or 1, config.num_nodes, device="cpu", decisions=[], problems=obstacles)
     _refuse(problems, obstacles, [])
-    told = {OVERRIDES: json.dumps(_given(config)), DRY_RUN: str(ranks)}
-    os.execve(sys.executable, (sys.executable, script, *arguments), inherited_environ() | told)
+    variables = {OVERRIDES: json.dumps(_given(config)), DRY_RUN: str(ranks)}
+    os.execve(sys.executable, (sys.executable, script, *arguments), inherited_environ() | variables)
 
 
 def _sizes(config: DistributedConfig, ranks: int) -> dict[str, int]:
-    """How many machines so many ranks are on, and their number."""
+    """The settings `num_nodes` and `num_gpus` for a dry run of that many ranks."""
     per_node = config.gpus_per_node
     nodes = max(1, ranks // per_node) if per_node and not config.given("num_nodes") else config.num_nodes
     return ({"num_nodes": nodes} if nodes > 1 else {}) | {"num_gpus": ranks}
@@ -334,43 +349,14 @@ def _threads(hardware: Hardware, ranks: int) -> int:
 
 
 def _given(config: DistributedConfig) -> dict[str, list[object]]:
-    values = config.model_dump(mode="json")
-    return {name: [values[name], config.source(name)] for name in config.given_values()}
+    return {name: [setting.value, setting.source] for name, setting in given_settings(config).items()}
 
 
 def _show_dry_run(job: TrainJob) -> None:
     request = job.request
     for decision in job.decisions:
         typer.echo(f"{decision}")
-    if job.engine.spans:
-        typer.echo(f"run directory {request.run_dir}")
-        typer.echo(load_target(job.engine.starts)().describe(request, Patience.of(job.config)))
-        return
-    port = request.master_port or free_port()
-    if request.num_nodes == 1:
-        place = NodePlace.alone(request, port)
-        if request.master_port is None:
-            typer.echo("MASTER_PORT is chosen anew at the start")
-    else:
-        host, meeting_port = request.meeting_point
-        node = request.node_rank or 0
-        place = NodePlace(
-            node,
-            request.num_nodes,
-            node * request.ranks_per_node,
-            request.num_nodes * request.ranks_per_node,
-            host,
-            port,
-            request.ranks_per_node,
-            ((host, request.ranks_per_node),) * request.num_nodes,
-        )
-        typer.echo(
-            f"the nodes meet at {host}:{meeting_port}; shown is node {node}"
-            + ("" if request.node_rank is not None else ", which is agreed there")
-            + "; MASTER_ADDR and MASTER_PORT are node 0's, chosen there"
-        )
-    typer.echo(f"run directory {request.run_dir}")
-    typer.echo(str(LocalLauncher().render(request, place)))
+    typer.echo(launcher_of(job.engine).describe(request, RestartLimits.of(job.config)))
 
 
 def _launch(job: TrainJob) -> None:
@@ -389,17 +375,19 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
         held.enter_context(owned(request.run_dir, resume=resumes))
         _refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
         request = replace(request, attempt=next_attempt(request.run_dir))
-    attempt_dir = os.path.join(request.run_dir, "attempts", str(request.attempt))
+    attempt_dir = RunDir(request.run_dir).attempt(request.attempt)
     typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
     make_private(request.run_dir)
     if first is None or (first.place.node_rank == 0 and not first.restarts):
-        _write_config(job, request)
-    told = [str(decision) for decision in job.decisions]
-    screen = RunScreen(request.run_dir, request.attempt, shows_progress=job.config.progress, told=told)
-    how = {} if nodes is None else {"nodes": nodes, "first": first}
+        RunConfig.of(job.config, request.command).write(request.run_dir)
+    printed = [str(decision) for decision in job.decisions]
+    screen = RunScreen(request.run_dir, request.attempt, shows_progress=job.config.progress, printed=printed)
+    limits = RestartLimits.of(job.config)
     try:
-        launcher = load_target(job.engine.starts)()
-        launcher.run(request, screen, patience=Patience.of(job.config), on_stop=screen.stopping, **how)
+        if nodes is None:
+            launcher_of(job.engine).run(request, screen, patience=limits, on_stop=screen.stopping)
+        else:
+            LocalLauncher().run(request, screen, nodes=nodes, first=first, patience=limits, on_stop=screen.stopping)
     except Stopped as stopped:
         typer.echo(f"{stopped}; logs and what was saved: {request.run_dir}", err=True)
         is_preempted = stopped.signal in (signal.SIGTERM, signal.SIGUSR1)
@@ -409,11 +397,12 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
 
 
 def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
-    """Under mpirun, srun, horovodrun or torchrun the ranks are there already, and this process is one of them."""
-    command = (sys.executable, "-m", "distributed.launch.rank", *job.request.command)
+    """Under a launcher that has made a world already, this process is one of its ranks."""
+    command = (sys.executable, "-m", "distributed.launch.node.rank", *job.request.command)
     if world.is_main or dry_run:
         typer.echo(
-            f"rank {world.rank} of {world.world_size}: {world.launcher} started it, so no more are [num_gpus]", err=True
+            f"rank {world.rank} of {world.world_size}, started by {world.launcher}: no more are started [num_gpus]",
+            err=True,
         )
     if dry_run:
         typer.echo(shlex.join(mask_arguments(command)))
@@ -424,9 +413,9 @@ def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
 def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
     request = job.request
     host, port = request.meeting_point
-    typer.echo(f"waiting at {host}:{port} for {request.num_nodes} nodes", err=True)
+    typer.echo(f"rendezvous at {host}:{port}: waiting for {request.num_nodes} nodes", err=True)
     nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None)
-    # Looked at before the others begin to write there; whether it matters is known once they have met.
+    # Checked before other nodes write there; whether it matters is known after the rendezvous.
     resumes = bool(job.config.resume_from_checkpoint)
     problems = check_run_dir(request.run_dir, resume=resumes, may_reuse=False)  # the attempt's number is agreed on
     first = nodes.gather(request.attempt)
@@ -444,16 +433,7 @@ def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
     ranks = f"ranks {place.rank_offset} to {place.rank_offset + place.ranks - 1} of {place.world_size}"
     typer.echo(
         f"this is node {place.node_rank} of {', '.join(first.hosts)}, with {ranks if place.ranks else 'no ranks yet'},"
-        f" which meet at {place.master_addr}:{place.master_port}",
+        f" rendezvous at {place.master_addr}:{place.master_port}",
         err=True,
     )
     return nodes, first
-
-
-def _write_config(job: TrainJob, request: LaunchRequest) -> None:
-    record = {
-        "script": request.command[0],
-        "arguments": mask_arguments(request.command[1:]),
-        "settings": {name: {"value": value, "source": source} for name, (value, source) in _given(job.config).items()},
-    }
-    write_private(Path(request.run_dir, "config.json"), json.dumps(mask(record), indent=2) + "\n")

@@ -12,10 +12,10 @@ from distributed.cli.settings import gather
 from distributed.core.errors import ConfigError, Problem
 from distributed.launch.preflight import check_script
 from distributed.tune.journal import read_journal
-from distributed.tune.pictures import write_picture
-from distributed.tune.results import Board, best_config, short, write_results
+from distributed.tune.results.pictures import write_picture
+from distributed.tune.results.results import Board, best_config, short, write_results
+from distributed.tune.results.screen import results_table
 from distributed.tune.runner import Mode
-from distributed.tune.screen import results_table
 from distributed.tune.script import ScriptTrial, setting_problems
 from distributed.tune.space_reading import read_space
 from distributed.tune.tuner import RUNNERS, DistributedTuner
@@ -32,10 +32,10 @@ def tune(
     script: Annotated[str | None, typer.Option(metavar="FILE", help="The script that each trial runs.")] = None,
     space: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file: what each parameter may be.")] = None,
     num_samples: Annotated[
-        int, typer.Option(metavar="N", help="Trials; for a grid, how often it is gone through.")
+        int, typer.Option(metavar="N", help="Trials; for a grid, repetitions of each of its points.")
     ] = 10,
     metric: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What counts: val_loss, val_accuracy, min:mae …")
+        str | None, typer.Option(metavar="NAME", help="The metric to optimize: val_loss, val_accuracy, min:mae …")
     ] = None,
     mode: Annotated[
         str | None, typer.Option(metavar="min|max", help="Which is best; by default from its name.")
@@ -45,10 +45,10 @@ def tune(
         str, typer.Option(metavar="KIND", help="none; asha or median stop bad trials; pbt changes them as they train.")
     ] = "none",
     max_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="End a trial after so many reports; an epoch is one.")
+        int | None, typer.Option(metavar="N", help="End a trial after N reports; an epoch is one.")
     ] = None,
     grace_steps: Annotated[int, typer.Option(metavar="N", help="Reports before a trial may be stopped.")] = 1,
-    reduction_factor: Annotated[float, typer.Option(metavar="F", help="For asha: of so many, one goes on.")] = 4,
+    reduction_factor: Annotated[float, typer.Option(metavar="F", help="For asha: of F trials, one continues.")] = 4,
     perturb_every: Annotated[int, typer.Option(metavar="N", help="For pbt: reports between two changes.")] = 4,
     num_gpus: Annotated[
         int | None,
@@ -56,13 +56,13 @@ def tune(
     ] = None,
     trials_per_gpu: Annotated[int, typer.Option(metavar="N", help="Trials on each device.")] = 1,
     gpus_per_trial: Annotated[int, typer.Option(metavar="N", help="Ranks of each trial, a device each.")] = 1,
-    max_failures: Annotated[int, typer.Option(metavar="N", help="Try a failed trial so often again.")] = 0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
+    max_failures: Annotated[int, typer.Option(metavar="N", help="Retries of a failed trial.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the sampled parameters.")] = 0,
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"auto, {' or '.join(RUNNERS.entries)}.")] = "auto",
     address: Annotated[str | None, typer.Option(metavar="ADDR", help="Of a Ray cluster: auto or host:port.")] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings for every trial.")] = None,
     run_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where all goes; runs/tune/<time> unless given.")
+        str | None, typer.Option(metavar="DIR", help="Run directory of the search; runs/tune/<time> unless given.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Finish the search in --run-dir.")] = False,
 ) -> None:
@@ -109,12 +109,21 @@ def tune(
         "run_dir": run_dir,
         "resume": resume,
     }
-    tuner = _prepare(script, tuple(context.obj or ()), space, config, words, num_gpus, metric, how)
+    tuner = _prepare(
+        script,
+        tuple(context.obj or ()),
+        space_path=space,
+        config_path=config,
+        words=words,
+        num_gpus=num_gpus,
+        metric=metric,
+        how=how,
+    )
     try:
         tuner.tune(num_samples)
     except KeyboardInterrupt:
         again = f"--run-dir {os.path.relpath(tuner.run_dir)} --resume"
-        typer.echo(f"stopped; the same command with {again} finishes what is left", err=True)
+        typer.echo(f"stopped; the same command with {again} resumes the search", err=True)
         raise
     finally:
         _print(tuner.board, tuner.run_dir, script or "")
@@ -123,6 +132,7 @@ def tune(
 def _prepare(
     script: str | None,
     arguments: tuple[str, ...],
+    *,
     space_path: str | None,
     config_path: str | None,
     words: list[str],
@@ -133,12 +143,20 @@ def _prepare(
     """Everything that can be checked without starting anything, and all that is wrong in one error."""
     problems: list[Problem] = []
     if script is None:
-        problems.append(Problem("there is no script", do="--script train.py; to see a search again: show RUN_DIR"))
+        problems.append(
+            Problem(
+                "--script is missing",
+                do="distributed tune --script train.py …; to show a search: distributed tune show RUN_DIR",
+            )
+        )
     else:
         problems += check_script(script)
     if space_path is None:
         problems.append(
-            Problem("there is no search space", do="--space space.yaml; `distributed tune --help` shows one")
+            Problem(
+                "--space is missing",
+                do="distributed tune --space space.yaml …; `distributed tune --help` shows an example",
+            )
         )
         space, wrong = read_space({"nothing": {"choice": [1]}})
     else:
@@ -167,13 +185,15 @@ def _prepare(
 
 def _not_here(name: str) -> Problem:
     option = f"--{name.replace('_', '-')}" if name in ("num_gpus", "run_dir", "address") else ""
-    do = f"give {option} to the search" if option else "leave it out: every trial keeps its own and goes on from them"
-    return Problem(f"{name} is not a trial's to say", why="the search gives each trial its own", do=do)
+    do = f"set it for the whole search: distributed tune {option} VALUE …" if option else f"leave {name} out"
+    return Problem(f"{name} cannot be set for a trial", why=f"the search sets {name} for each trial", do=do)
 
 
 def _show(words: list[str], script: str | None) -> None:
     if len(words) != 1 or script is not None:
-        raise ConfigError("`distributed tune show` wants one folder", do="distributed tune show runs/tune/…")
+        raise ConfigError(
+            "`distributed tune show` needs exactly one run directory", do="distributed tune show runs/tune/…"
+        )
     past = read_journal(words[0])
     heading = past.heading
     board = Board(

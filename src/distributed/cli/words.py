@@ -1,4 +1,4 @@
-"""Words of a command line that nobody could mean otherwise: an option that is a setting, a script without --script."""
+"""Command lines that are nearly right: a setting written as an option, a script without --script."""
 
 from __future__ import annotations
 
