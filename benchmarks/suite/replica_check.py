@@ -19,21 +19,26 @@ from torch.utils.data import DataLoader, TensorDataset
 from distributed import Trainer
 from distributed.bench.machine import describe_machine, describe_versions
 from distributed.testing import run_ranks
-from distributed.train.replica_check import ReplicaCheck
+from distributed.train.checks.replicas import ReplicaCheck
 
 BATCH = 256
 
 
-def train(steps: int, folder: str, device: str) -> tuple[float, list[float]]:
-    """Seconds of one rank: all of its steps, and of each of the calls that compare ranks."""
+def train(steps: int, folder: str, device: str, capture: bool | str) -> tuple[float, list[float]]:
+    """Seconds of one rank: all of its steps, and of each of the calls that compare ranks.
+
+    On a GPU the steps that are still computed when a call comes are waited for before the clock starts.
+    """
     calls: list[float] = []
 
     def timed(name: str) -> None:
         plain = getattr(ReplicaCheck, name)
 
-        def measured(self: ReplicaCheck, *args: Any) -> Any:
+        def measured(self: ReplicaCheck, *args: Any, **options: Any) -> Any:
+            if device != "cpu":
+                torch.cuda.synchronize()
             begun = time.perf_counter()
-            result = plain(self, *args)
+            result = plain(self, *args, **options)
             calls.append(time.perf_counter() - begun)
             return result
 
@@ -56,6 +61,7 @@ def train(steps: int, folder: str, device: str) -> tuple[float, list[float]]:
         checkpoint_frequency=f"{10 * steps} steps",
         device=device,
         share_gpus=device != "cpu",
+        capture=capture,
     )
     begun = time.perf_counter()
     trainer.fit(DataLoader(data, batch_size=BATCH, shuffle=True))
@@ -67,11 +73,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--capture", action="store_true", help="steps as CUDA graphs, also where ranks share a GPU")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     before = os.getloadavg()[0]
     folder = Path(os.environ.get("TMPDIR", "/tmp"), f"replica-check-{os.getpid()}")
-    ranks = run_ranks(train, asked.ranks, asked.steps, str(folder), asked.device, device=asked.device)
+    capture = True if asked.capture else "auto"
+    ranks = run_ranks(train, asked.ranks, asked.steps, str(folder), asked.device, capture, device=asked.device)
     loop, calls = max(ranks, key=lambda rank: sum(rank[1]) / rank[0])
     without_waits = sum(min(call) for call in zip(*(calls for _, calls in ranks), strict=True))
     record = {
@@ -80,7 +88,13 @@ def main() -> None:
         "target_part": 0.005,
         "machine": describe_machine(),
         "versions": describe_versions(),
-        "settings": {"processes": asked.ranks, "steps": asked.steps, "model": "MLP 784-512-10", "batch": BATCH},
+        "settings": {
+            "processes": asked.ranks,
+            "steps": asked.steps,
+            "model": "MLP 784-512-10",
+            "batch": BATCH,
+            "captured": asked.capture,
+        },
         "load_average": {"before": before, "after": os.getloadavg()[0]},
         "calls": len(calls),
         "compare_s": sum(calls),
@@ -90,7 +104,7 @@ def main() -> None:
         "part_of_the_last_to_come": without_waits / loop,  # the others wait for it here, or in the next gradients
     }
     print(
-        f"{record['part']:.3%} of {asked.steps} steps went into comparing ranks, "
+        f"{record['part']:.3%} of {asked.steps} steps went into comparing ranks, {record['us_a_step']:.1f} us a step, "
         f"{record['part_of_the_last_to_come']:.3%} without the wait for a slower rank"
     )
     if asked.json:

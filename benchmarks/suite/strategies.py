@@ -1,6 +1,6 @@
 """What a way of training a GPT costs on one device, in time and memory, beside a bare compiled loop in the same run.
 
-The bare loop and ours take turns, so that both see the same clocks and heat; the others follow one by one.
+The bare loop and ours are interleaved, so that both see the same clocks and heat; the others follow one by one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from distributed.bench.gpt import SIZES, Gpt, Size, flops_per_token
-from distributed.bench.machine import describe_machine, describe_versions
+from distributed.bench.machine import PEAK_FLOPS, describe_machine, describe_versions
+from distributed.bench.workloads.gpt import SIZES, Gpt, Size, flops_per_token
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.planner.hardware import probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.runtime.session import Session, leave_world
@@ -28,7 +28,6 @@ from distributed.train.task import Task
 Notify = Callable[[str, int, int], None]
 Step = Callable[[], Any]
 TARGET = 1.01  # of the bare loop's time
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16
 _WARM = 4
 
 BARE = "bare loop, compiled"
@@ -167,15 +166,16 @@ def _bare(size: Size, device: torch.device) -> Step:
 
 def _ours(size: Size, device: torch.device, how: dict[str, Any], *, compiled: bool = False) -> Step:
     """One step of the strategy that a run of one rank has."""
-    config = DistributedConfig(batch_size=size.batch, mixed_precision="bf16", num_gpus=1, device=device.type, **how)
+    settings = {"batch_size": size.batch, "mixed_precision": "bf16", "num_gpus": 1, "device": device.type, **how}
+    config = DistributedConfig(**settings)
     env = WorkerEnv()
     plan = make_plan(config, JobProfile(samples=size.batch), probe_hardware(), run_dir="unused", world=env)
     session = Session.open(env, device=plan.device, collectives=plan.collectives, timeout_s=60)
     model = _make(size, device)
     if compiled and device.type == "cuda":
         model.compile()
-    strategy = TorchMesh()
-    strategy.setup(Task(model, optimizer=_adamw), plan, session)
+    strategy = TorchMesh(plan)
+    strategy.setup(Task(model, optimizer=_adamw), session)
     ids, labels = _batch(size, device)
     microbatch = [Microbatch({"ids": ids, "labels": labels}, 1.0, size.batch)]
     return lambda: strategy.train_step(microbatch).loss

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from distributed.bench.work import BATCH, Job
-from distributed.strategies.deepspeed_ops import import_deepspeed
+from benchmarks.suite.overhead.workload import BATCH
+from distributed.bench.workloads.job import Job
+from distributed.engines.deepspeed.ops import import_deepspeed
 
 
 def train(job: Job) -> nn.Module:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from distributed.bench.hand_written import batches, run
-from distributed.bench.work import Job
+from distributed.bench.workloads.hand_written import batches, run
+from distributed.bench.workloads.job import Job
 from distributed.core.env import worker_env
-from distributed.runtime.horovod_ring import import_horovod, join_ring
+from distributed.engines.horovod.ring import import_horovod, join_ring
 from distributed.runtime.session import Session
 
 _PLAIN = {"controller": "gloo", "cycle_ms": None, "timeline": ""}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ray.train.torch import prepare_model
 from torch import nn
 
-from distributed.bench.hand_written import batches, run
-from distributed.bench.work import Job
+from distributed.bench.workloads.hand_written import batches, run
+from distributed.bench.workloads.job import Job
 
 
 def train(job: Job) -> nn.Module:

@@ -1,6 +1,6 @@
-"""The cost of a step over a hand-written loop: contenders take turns in rounds, each beside a bare loop of its own.
+"""The cost of a step over a hand-written loop: contenders are interleaved, each beside a bare loop.
 
-A contender's ranks run the bare loop and the contender one after the other in every round, in either order by turns,
+A contender's ranks run the bare loop and the contender one after the other in every round, in alternating order,
 and only these neighbours are compared: same processes, same memory layout, same second. What the machine does
 meanwhile falls on both, and the median over the rounds leaves out the rounds in which it did not.
 """
@@ -11,12 +11,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
-from distributed.bench.contenders import BARE, BARE_AGAIN, SETUPS, Field
+from benchmarks.suite.overhead.contenders import BARE, BARE_AGAIN, SETUPS, Contenders
+from benchmarks.suite.overhead.workload import BLOCK, Reading
+from distributed.bench.interleave import WaitingRanks, median_error, room_for
 from distributed.bench.machine import describe_machine, describe_versions, load_average
-from distributed.bench.turns import BLOCK, Reading, WaitingRanks, room_for
 from distributed.core.errors import ConfigError
 
 TARGET_US = 20.0  # what we allow ourselves over the bare loop
@@ -62,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What `distributed bench overhead` found."""
+    """What the overhead benchmark found."""
 
     rows: tuple[Row, ...]
     processes: int
@@ -101,7 +102,7 @@ class Overhead:
         }
 
 
-def measure_overhead(field: Field, *, processes: int, steps: int, rounds: int, notify: Notify) -> Overhead:
+def measure_overhead(contenders: Contenders, *, processes: int, steps: int, rounds: int, notify: Notify) -> Overhead:
     """Start every contender's ranks, let them take turns, and compare."""
     if steps % BLOCK:
         raise ConfigError(
@@ -110,33 +111,45 @@ def measure_overhead(field: Field, *, processes: int, steps: int, rounds: int, n
             do=f"--steps {max(1, round(steps / BLOCK)) * BLOCK}",
         )
     load_before = load_average()
-    turns: dict[str, list[Turn]] = {name: [] for name in field.names}
-    in_all = len(field.names) * (rounds + 2)
+    turns: dict[str, list[Turn]] = {name: [] for name in contenders.names}
+    in_all = len(contenders.names) * (rounds + 2)
     done = 0
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
         notify("starting", done, in_all)
-        stack.enter_context(room_for(field.engine, processes * len(field.names)))
+        stack.enter_context(room_for(contenders.engine, processes * len(contenders.names)))
         ranks: dict[str, WaitingRanks] = {}
-        for name in field.names:
+        for name in contenders.names:
             notify(f"starting {name}", done, in_all)
-            command = ("distributed.bench.rank", str(steps), field.engine)
-            ranks[name] = stack.enter_context(WaitingRanks(name, processes, command, folder, field.engine))
+            command = ("benchmarks.suite.overhead.rank", str(steps), contenders.engine)
+            waiting = WaitingRanks(name, ranks=processes, command=command, folder=folder, engine=contenders.engine)
+            ranks[name] = stack.enter_context(waiting)
             ranks[name].connect()
             done += 1
         for number in range(-1, rounds):  # the first is a rehearsal: imports, first calls, files
-            for name in field.names:
+            for name in contenders.names:
                 notify(f"round {number + 1} of {rounds}: {name}" if number >= 0 else f"rehearsing {name}", done, in_all)
                 turn = _take_turn(ranks[name], name, bare_first=number % 2 == 0)
                 if number >= 0:
                     turns[name].append(turn)
                 done += 1
         notify("done", done, in_all)
-    rows = tuple(summarize(name, turns[name]) for name in field.names)
-    return Overhead(rows, processes, steps, rounds, load_before, load_average(), field.missing, turns, field.engine)
+    rows = tuple(summarize(name, turns[name]) for name in contenders.names)
+    return Overhead(
+        rows=rows,
+        processes=processes,
+        steps=steps,
+        rounds=rounds,
+        load_before=load_before,
+        load_after=load_average(),
+        missing=contenders.missing,
+        turns=turns,
+        engine=contenders.engine,
+    )
 
 
 def _take_turn(ranks: WaitingRanks, name: str, *, bare_first: bool) -> Turn:
-    by_rank = ranks.take_turn([BARE, name] if bare_first else [name, BARE])
+    answers = ranks.ask([BARE, name] if bare_first else [name, BARE])
+    by_rank = [[Reading(*figures) for figures in answer] for answer in answers]
     bare, own = (0, 1) if bare_first else (1, 0)
     return Turn(tuple(readings[bare] for readings in by_rank), tuple(readings[own] for readings in by_rank))
 
@@ -168,19 +181,6 @@ def summarize(name: str, turns: Sequence[Turn]) -> Row:
         bare_python_us=median(turn.bare[0].python_us for turn in turns),
         bare_wall_us=median(turn.bare[0].wall_us for turn in turns),
     )
-
-
-def median_error(values: Sequence[float]) -> float:
-    """The standard error of a median, from the quartiles, which a few wild rounds do not move.
-
-    >>> round(median_error([-2.0, -1.0, 0.0, 1.0, 2.0]), 2)
-    0.83
-    """
-    if len(values) < 2:
-        return 0.0
-    low, _, high = quantiles(values, n=4, method="inclusive")
-    sigma = (high - low) / 1.349
-    return 1.2533 * sigma / len(values) ** 0.5
 
 
 def _rounded(turn: Turn) -> dict[str, list[dict[str, float]]]:

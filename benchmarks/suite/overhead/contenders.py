@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distributed.core.engines import ENGINES
+from benchmarks.suite.twins import BARE_LOOPS
+from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import ConfigError, Problem
 from distributed.core.registry import Entry, Registry, is_installed, nearest_hint
 
 BARE, BARE_AGAIN, OURS = "bare", "bare-again", "ours"
 
-_OURS = Entry("distributed.bench.ours:train", "tensorboard", "tensorboard")
+_OURS = Entry("distributed.bench.workloads.ours:train", "tensorboard", "tensorboard")
 _PEERS = {  # of the first engine, which they all stand on
-    "fabric": Entry("distributed.bench.peer_fabric:train", "lightning", "peers"),
-    "accelerate": Entry("distributed.bench.peer_accelerate:train", "accelerate", "peers"),
-    "lightning": Entry("distributed.bench.peer_lightning:train", "lightning", "peers"),
-    "lightning-silent": Entry("distributed.bench.peer_lightning:train_silent", "lightning", "peers"),
+    "fabric": Entry("benchmarks.suite.peers.fabric:train", "lightning", "peers"),
+    "accelerate": Entry("benchmarks.suite.peers.accelerate:train", "accelerate", "peers"),
+    "lightning": Entry("benchmarks.suite.peers.lightning:train", "lightning", "peers"),
+    "lightning-silent": Entry("benchmarks.suite.peers.lightning:train_silent", "lightning", "peers"),
 }
-MEASURED = [name for name, engine in ENGINES.entries.items() if engine.bare]
+MEASURED = list(BARE_LOOPS)
 
 
 SETUPS = {
-    BARE: "the engine, DistributedSampler, DataLoader and a loop written by hand; no logging",
+    BARE: "the engine, DistributedSampler, DataLoader and a hand-written loop; no logging",
     BARE_AGAIN: "the bare loop measured against itself: what is no more than this is noise",
     OURS: "Trainer with progress (shown by rank 0), events.jsonl and TensorBoard every 50 steps, NaN check",
     "fabric": "Lightning Fabric with the user's own loop; no logging",
@@ -32,7 +33,7 @@ SETUPS = {
 
 
 @dataclass(frozen=True)
-class Field:
+class Contenders:
     """The contenders of one run, and those that cannot take part."""
 
     names: tuple[str, ...]
@@ -41,16 +42,17 @@ class Field:
 
 
 def contenders_of(engine: str) -> Registry[Entry]:
-    """Whoever can be measured against an engine's own minimal loop."""
+    """All that can be measured against an engine's own minimal loop."""
     if engine not in MEASURED:
         what = f"there is no bare loop of {engine!r} to measure against"
         raise ConfigError(what, do=nearest_hint(engine, MEASURED))
-    bare = Entry(ENGINES.require(engine).bare)
+    ENGINES.require(engine)
+    bare = Entry(BARE_LOOPS[engine])
     peers = _PEERS if engine == MEASURED[0] else {}
     return Registry("contender", {BARE: bare, BARE_AGAIN: bare, OURS: _OURS} | peers)
 
 
-def find_contenders(only: list[str] | None = None, engine: str = MEASURED[0]) -> Field:
+def find_contenders(only: list[str] | None = None, engine: str = MEASURED[0]) -> Contenders:
     """Those asked for, or all; the bare loop against itself is always there. Nothing is imported."""
     entries = contenders_of(engine).entries
     unknown = [name for name in only or () if name not in entries]
@@ -59,4 +61,4 @@ def find_contenders(only: list[str] | None = None, engine: str = MEASURED[0]) ->
         raise ConfigError(problems)
     asked = [name for name in entries if name != BARE and (not only or name in {*only, BARE_AGAIN})]
     missing = {name: entries[name].extra for name in asked if not is_installed(entries[name].needs)}
-    return Field(tuple(name for name in asked if name not in missing), missing, engine)
+    return Contenders(tuple(name for name in asked if name not in missing), missing, engine)

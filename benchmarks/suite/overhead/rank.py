@@ -1,4 +1,4 @@
-"""A rank of the overhead benchmark: it joins its world once, and then runs what it is told, turn by turn."""
+"""A rank of the overhead benchmark: it joins its world once, and then runs what each turn asks for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import tempfile
 
 import torch.distributed as dist
 
-from distributed.bench.contenders import contenders_of
-from distributed.bench.turns import Reading, answer, answering
-from distributed.bench.work import Work
+from benchmarks.suite.overhead.contenders import contenders_of
+from benchmarks.suite.overhead.workload import Reading, StepWorkload
+from distributed.bench.interleave import answer, answering
 
 
 def main() -> None:
-    """`python -m distributed.bench.rank STEPS ENGINE PORT`, started by `distributed bench overhead`."""
+    """`python -m benchmarks.suite.overhead.rank STEPS ENGINE PORT`, by the overhead benchmark."""
     steps, engine, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as scratch, answering(port, dist.get_rank()) as channel:
@@ -28,11 +28,11 @@ def main() -> None:
 
 def _run(name: str, engine: str, steps: int, scratch: str) -> Reading:
     train = contenders_of(engine).load(name)
-    work = Work(dist.get_rank(), dist.get_world_size(), steps, scratch, engine)
+    workload = StepWorkload(dist.get_rank(), dist.get_world_size(), steps, scratch, engine)
     gc.collect()  # of whoever ran before
     dist.barrier()
-    train(work)
-    return work.clock.reading
+    train(workload)
+    return workload.clock.reading
 
 
 if __name__ == "__main__":

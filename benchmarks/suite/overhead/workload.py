@@ -1,4 +1,4 @@
-"""The same work for every contender: one tiny model, one dataset, one optimizer, and the clock that is read between."""
+"""The workload of the overhead benchmark: one tiny model, one dataset, one optimizer, and a clock between steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from distributed.bench.turns import BLOCK, Reading
-
+BLOCK = 50  # steps; one of them is logged, so that all blocks have the same work
 INPUTS, HIDDEN, CLASSES = 32, 64, 10
 BATCH = 32  # samples a rank
 WARM_UP, TAIL = 50, 2  # steps before and after those that are timed; some contenders read a batch ahead
@@ -25,39 +24,13 @@ LOSS = nn.CrossEntropyLoss()
 CPU = torch.device("cpu")
 
 
-class Job(Protocol):
-    """What a contender is given to train, by whichever benchmark: it returns the trained module."""
+class Reading(NamedTuple):
+    """What one rank's timed steps took, in µs a step."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def scratch(self) -> str: ...
-    @property
-    def engine(self) -> str: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def precision(self) -> str: ...
-    @property
-    def log_every(self) -> int: ...
-
-    def loader(self) -> DataLoader[Any]:
-        """What a user has before anything is distributed."""
-
-    def own_loader(self) -> DataLoader[Any]:
-        """This rank's part of it."""
-
-    def make_model(self) -> nn.Module: ...
-    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer: ...
-    def loss(self, model: nn.Module, row: Sequence[torch.Tensor]) -> torch.Tensor: ...
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """What a loop by hand computes a loss under."""
-
-    def look(self, step: int) -> None:
-        """Called by a loop that has fetched the batch of this step, and not yet trained with it."""
+    cpu_us: float  # user and system time of the whole process, all threads
+    wall_us: float
+    python_us: float  # CPU time of its Python threads alone, without gloo's, which do the same for everybody
+    best_python_us: float  # of the cheapest block of steps
 
 
 class Clock:
@@ -116,8 +89,8 @@ class Rows(Dataset[Batch]):
 
 
 @dataclass(frozen=True)
-class Work:
-    """One epoch of one contender; made anew for each turn."""
+class StepWorkload:
+    """One epoch of one contender, made for each turn. See `distributed.bench.workloads.job.Job`."""
 
     rank: int
     ranks: int

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
-from distributed.bench.work import Job
+from distributed.bench.workloads.job import Job
 
 
 def train(job: Job) -> nn.Module:

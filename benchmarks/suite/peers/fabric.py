@@ -8,7 +8,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
-from distributed.bench.work import Job
+from distributed.bench.workloads.job import Job
 
 
 def train(job: Job) -> nn.Module:

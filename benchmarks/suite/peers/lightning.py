@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from distributed.bench.work import Job
+from distributed.bench.workloads.job import Job
 
 
 class _Module(LightningModule):

@@ -1,7 +1,7 @@
 """Time to the first step: each engine that is installed, by the command that a user types, beside a start by hand.
 
 A command is timed from the moment it is typed until rank 0 has made its first step, and until it is back. Engines and
-those who start the same by hand take turns, so that what the machine does meanwhile falls on all of them.
+the starts by hand are interleaved, so that what the machine does meanwhile falls on all of them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.suite.twins import starter
 from distributed.bench.machine import describe_machine, describe_versions, load_average
 from distributed.bench.processes import ended_by_signals, kill_all, start_command
-from distributed.core.engines import ENGINES
+from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import ConfigError, LaunchError, Problem
 from distributed.core.events import StepEnded, parse_event
 from distributed.core.registry import is_installed, nearest_hint
+from distributed.core.run_dir import RunDir
 
 STAMP = "first-step"  # a file in which a start by hand writes the time of its first step
 _STARTERS = {"torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={processes}")}
@@ -60,7 +62,7 @@ class StartRow:
 
 @dataclass(frozen=True)
 class Starts:
-    """What `distributed bench start` found."""
+    """What the start benchmark found."""
 
     rows: tuple[StartRow, ...]
     missing: dict[str, str]  # engine → what installs it
@@ -117,10 +119,10 @@ def find_engines(only: Sequence[str] | None = None) -> tuple[list[str], dict[str
 def measure_starts(
     only: Sequence[str] | None = None, *, processes: int, repeats: int, notify: Notify = lambda *_: None
 ) -> Starts:
-    """Start every engine and every peer so many times, by turns."""
+    """Start every engine and every peer so many times, interleaved."""
     engines, missing = find_engines(only)
-    peers = list(dict.fromkeys(ENGINES.entries[name].peer for name in engines))
-    sides = [(name, ENGINES.entries[name].peer) for name in engines] + [(name, "") for name in peers]
+    peers = list(dict.fromkeys(starter(name) for name in engines))
+    sides = [(name, starter(name)) for name in engines] + [(name, "") for name in peers]
     taken: dict[str, list[Start]] = {_key(name, peer): [] for name, peer in sides}
     load_before, done = load_average(), 0
     with ended_by_signals(), tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
@@ -165,13 +167,13 @@ def time_start(name: str, processes: int, folder: str, *, by_hand: bool = False)
 
 def _command(name: str, processes: int, folder: str, run_dir: str) -> list[str]:
     models = ENGINES.entries[name].models
-    script = _copied(f"start_{models}.py", folder)
+    script = _copied(f"ours_{models}.py", folder)
     command = [sys.executable, "-m", "distributed.cli", "train", "--script", script, "--backend", name]
     return [*command, "--num-gpus", str(processes), "--device", "cpu", "--run-dir", run_dir, *_SETTINGS.get(models, ())]
 
 
 def _hand_command(peer: str, processes: int, folder: str) -> list[str]:
-    script = _copied(f"start_by_hand_{peer}.py", folder)
+    script = _copied(f"by_hand_{peer}.py", folder)
     starter = [word.format(processes=processes) for word in _STARTERS.get(peer, ())]
     return [sys.executable, *starter, script, folder, str(processes)]
 
@@ -185,7 +187,7 @@ def _copied(file: str, folder: str) -> str:
 
 def _first_step(run_dir: str) -> float | None:
     try:
-        lines = Path(run_dir, "events.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = RunDir(run_dir).events.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return None
     events = (parse_event(line) for line in lines)

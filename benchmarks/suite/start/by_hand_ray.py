@@ -13,7 +13,7 @@ from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader
 
-from distributed.bench.recovery_work import BATCH, Rows, make_model
+from distributed.bench.recovery.workload import BATCH, Rows, make_model
 
 
 def train(config: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from distributed.bench.recovery_work import BATCH, Rows, make_model
+from distributed.bench.recovery.workload import BATCH, Rows, make_model
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from distributed import Trainer
-from distributed.bench.recovery_work import BATCH, Rows, make_model
+from distributed.bench.recovery.workload import BATCH, Rows, make_model
 
 
 def main() -> None:

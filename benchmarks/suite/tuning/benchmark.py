@@ -1,4 +1,4 @@
-"""What a search costs: the wall time of many small trials over the ideal, ours beside plain Ray Tune, by turns.
+"""What a search costs: the wall time of many small trials over the ideal, ours and plain Ray Tune interleaved.
 
 The ideal is the sum of what the trials themselves took, by their own clocks, over the number of trials at a time. What
 is more is the search's: starting processes, importing, telling, deciding, waiting.
@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.suite import importable
+from benchmarks.suite.tuning.side import SIDES, WALL
+from benchmarks.suite.tuning.trial import train_steps
 from distributed.bench.machine import describe_machine, describe_versions, load_average
 from distributed.bench.processes import ended_by_signals, kill_all, start_command
-from distributed.bench.tuning_side import SIDES, WALL
-from distributed.bench.tuning_work import train_steps
 from distributed.core.errors import LaunchError
 from distributed.core.registry import is_installed
 
@@ -61,7 +62,7 @@ class TuningRow:
 
 @dataclass(frozen=True)
 class TuningCost:
-    """What `distributed bench tune` found."""
+    """What the tuning benchmark found."""
 
     rows: tuple[TuningRow, ...]
     missing: tuple[str, ...]
@@ -132,7 +133,8 @@ def time_search(side: str, folder: str, *, steps: int, trials: int, parallel: in
     said = Path(folder, "output.log")
     words = [side, folder, str(steps), str(trials), str(parallel)]
     with said.open("wb") as output:
-        started = start_command([sys.executable, "-m", "distributed.bench.tuning_side", *words], folder, output)
+        command = [sys.executable, "-m", "benchmarks.suite.tuning.side", *words]
+        started = start_command(command, folder, output, importable())
         try:
             code: int | None = started.wait(_TIMEOUT_S)
         except subprocess.TimeoutExpired:

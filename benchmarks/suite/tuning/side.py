@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed.bench.tuning_work import our_trial, ray_trial
+from benchmarks.suite.tuning.trial import our_trial, ray_trial
 
 RATES = (1e-4, 1e-1)
 WALL = "wall"  # a file with the seconds that a search took
@@ -71,7 +71,7 @@ def _start_ray(parallel: int) -> None:
 
 
 def main() -> None:
-    """`python -m distributed.bench.tuning_side SIDE FOLDER STEPS TRIALS PARALLEL`, as `distributed bench tune` does."""
+    """`python -m benchmarks.suite.tuning.side SIDE FOLDER STEPS TRIALS PARALLEL`, by the tuning benchmark."""
     side, folder = sys.argv[1:3]
     steps, trials, parallel = map(int, sys.argv[3:6])
     seconds = SIDES[side]({"steps": steps, "folder": folder}, trials, parallel, folder)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from distributed.core.atomic import replace_file
+
 INPUTS, HIDDEN, CLASSES, BATCH = 64, 256, 10, 64
 REPORTS = 5  # of a trial
 
@@ -38,8 +40,7 @@ def run_trial(config: Any, report: Callable[[dict[str, float]], None]) -> None:
     began = time.time()
     train_steps(config["steps"], config["learning_rate"], report)
     note = Path(config["folder"], f"trial-{uuid.uuid4().hex}")
-    note.with_suffix(".part").write_text(f"{began} {time.time()} {os.getpid()}", encoding="utf-8")
-    os.replace(note.with_suffix(".part"), note)
+    replace_file(note, f"{began} {time.time()} {os.getpid()}")
 
 
 def our_trial(config: Any) -> None:

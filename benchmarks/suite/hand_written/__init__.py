@@ -1,0 +1,1 @@
+"""Each engine's own minimal loop, as its tutorial has it."""

@@ -1,0 +1,1 @@
+"""The cost of a step over a hand-written loop."""

@@ -1,0 +1,1 @@
+"""Time to the first step, by engine."""
