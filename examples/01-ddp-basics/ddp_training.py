@@ -31,11 +31,11 @@ def parse_arguments():
     parser.add_argument("--workers", type=int, default=0, help="data loader processes a rank")
     parser.add_argument("--data-dir", help="folder with MNIST's files; by default scikit-learn's small digits")
     parser.add_argument("--run-dir", help="where the run writes; by default runs/<time>")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --run-dir")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --run-dir")
     parser.add_argument("--mlflow", metavar="EXPERIMENT", help="log to this MLflow experiment")
     arguments = parser.parse_args()
     if arguments.resume and not arguments.run_dir:
-        parser.error("--resume needs the --run-dir of the run that shall go on")
+        parser.error("--resume needs the --run-dir of the run to resume")
     return arguments
 
 

@@ -15,7 +15,7 @@ from gpt import GPT, load_text, next_byte_loss, sample_text
 from torch.utils.data import DataLoader
 
 from distributed import DistributedConfig, Trainer
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 
 
 def parse_arguments():

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from language import LENGTH, load_text, make_model
 
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 from distributed.core.env import worker_env
-from distributed.strategies.deepspeed_ops import import_deepspeed
+from distributed.engines.deepspeed.ops import import_deepspeed
 
 parser = argparse.ArgumentParser(description="Compute with a checkpoint's model under DeepSpeed.")
 parser.add_argument("checkpoint", type=Path, help="of a run, or the folder of them: then its newest")

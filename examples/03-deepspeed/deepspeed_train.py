@@ -31,10 +31,10 @@ def parse_arguments():
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--samples", type=int, default=3200)
     parser.add_argument("--run-dir", help="where the run writes; by default runs/<time>")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --run-dir")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --run-dir")
     arguments = parser.parse_args()
     if arguments.resume and not arguments.run_dir:
-        parser.error("--resume needs the --run-dir of the run that shall go on")
+        parser.error("--resume needs the --run-dir of the run to resume")
     return arguments
 
 

@@ -7,7 +7,7 @@ DeepSpeed writes files of 1 MiB or more, and keeps what is smaller in memory: so
 other scripts. Files need DeepSpeed's op for asynchronous reads and writes, which is compiled when it is first used. It
 takes a C++ compiler, libaio and some minutes; ahead of a run:
 
-    python -m distributed.strategies.deepspeed_ops
+    python -m distributed.engines.deepspeed.ops
 """
 
 import argparse

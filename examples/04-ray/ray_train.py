@@ -20,7 +20,7 @@ parser.add_argument("--num-gpus", type=int, default=2, help="devices; CPU proces
 parser.add_argument("--address", help="of a Ray cluster: auto, host:port or ray://host:port")
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--run-dir", help="where the run writes; by default runs/<time>")
-parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --run-dir")
+parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --run-dir")
 
 
 def main():
