@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from distributed.bench.pictures import draw, of_peak
-from distributed.bench.throughput import Over
-from distributed.observe.svg import short
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the suite is beside this folder, and not installed
+
+from benchmarks.suite.pictures import draw  # noqa: E402
+from distributed.bench.pictures import of_peak  # noqa: E402
+from distributed.bench.throughput.results import Over  # noqa: E402
+from distributed.observe.charts import short  # noqa: E402
+
 RESULTS = ROOT / "benchmarks"
 TARGETS = (ROOT / "README.md", RESULTS / "README.md")
 BEGIN = "<!-- Made by docs/generate_benchmarks.py from benchmarks/*.json; run it after a benchmark. -->"
@@ -38,7 +42,7 @@ def render(target: Path = TARGETS[0], results: Path = RESULTS) -> str:
     return SHOWN.sub(lambda found: _show(found[1], results), f"{before}{BEGIN}\n\n{made}\n\n{END}{after}")
 
 
-def pictures(results: Path = RESULTS) -> dict[Path, str]:
+def pictures(results: Path = RESULTS) -> dict[Path, bytes]:
     """What is drawn of each file, and where it belongs: beside it, under the same name."""
     return {path.with_suffix(".svg"): draw(record) for path, record in _records(results)}
 
@@ -122,7 +126,7 @@ def _overhead(record: Record) -> Iterator[tuple[str, str, str]]:
     if "ours" in rows:
         beside = [f"{name} {_over(row)}" for name, row in rows.items() if name not in ("ours", "bare-again")]
         noise = f"noise floor {record['noise_floor_us']:.0f} µs"
-        yield f"CPU a step over a loop by hand ({engine})", _over(rows["ours"]), ", ".join([*beside, noise])
+        yield f"CPU a step over a hand-written loop ({engine})", _over(rows["ours"]), ", ".join([*beside, noise])
 
 
 def _over(row: Record) -> str:
@@ -149,6 +153,12 @@ def _checkpoint(record: Record) -> Iterator[tuple[str, str, str]]:
     yield f"stall of a save of {record['state_mib']} MiB", f"{rows['save']['stall_s']:.2f} s", beside
 
 
+def _bitwise(record: Record) -> Iterator[tuple[str, str, str]]:
+    rates = [short(record[f"{mode}_samples_per_second"]) for mode in ("bitwise", "normal")]
+    what = f"reproducible=bitwise, {record['virtual_ranks']} virtual ranks on {record['processes']} processes"
+    yield what, f"{rates[0]} samples/s", f"normal mode {rates[1]} samples/s"
+
+
 def _recovery(record: Record) -> Iterator[tuple[str, str, str]]:
     rows = {row["side"]: row for row in record["rows"]}
     ours, peer = rows["ours"], rows["torchrun"]
@@ -160,7 +170,7 @@ def _strategies(record: Record) -> Iterator[tuple[str, str, str]]:
     rows = {row["name"]: row for row in record["rows"]}
     ours, bare = rows["ours, compiled by the user"], rows["bare loop, compiled"]
     what = f"a step of a GPT of {record['parameters'] / 1e9:.1f} B parameters"
-    yield what, f"{ours['step_ms']:.1f} ms", f"compiled loop by hand {bare['step_ms']:.1f} ms"
+    yield what, f"{ours['step_ms']:.1f} ms", f"compiled hand-written loop {bare['step_ms']:.1f} ms"
 
 
 def _start(record: Record) -> Iterator[tuple[str, str, str]]:
@@ -185,6 +195,7 @@ FINDINGS: dict[str, Callable[[Record], Iterator[tuple[str, str, str]]]] = {
     "collectives": _collectives,
     "strategies": _strategies,
     "checkpoint": _checkpoint,
+    "bitwise": _bitwise,
     "recovery": _recovery,
     "start": _start,
     "tune": _tune,
@@ -238,4 +249,4 @@ if __name__ == "__main__":
     for leftover in set(RESULTS.glob("*.svg")) - set(drawn):
         leftover.unlink()
     for picture, content in drawn.items():
-        picture.write_text(content, encoding="utf-8")
+        picture.write_bytes(content)

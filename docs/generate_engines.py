@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distributed.core.engines import ENGINES, matrix
+from distributed.core.engines.engine import ENGINES, matrix
 
 TARGET = Path(__file__).with_name("engines.md")
-_BEGIN = "<!-- Made by docs/generate_engines.py from core/engines.py; edit the declarations there instead. -->"
+_BEGIN = "<!-- Made by docs/generate_engines.py from engines/declared.py; edit the declarations there instead. -->"
 _END = "<!-- The end of what is made. -->"
 
 

@@ -1,31 +1,36 @@
-"""Writes docs/settings.md from the descriptions in DistributedConfig: `python docs/generate_settings.py`."""
+"""Writes docs/settings.md and core/settings/typed.py from the settings: `python docs/generate_settings.py`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from distributed.core.config import DistributedConfig
+import distributed
+from distributed.core.settings import SECTIONS
 
 TARGET = Path(__file__).with_name("settings.md")
-_SECTIONS = {  # by the first setting of each
-    "num_gpus": "Resources",
-    "backend": "Backend",
-    "batch_size": "Training",
-    "sharding": "Parallelism",
-    "activation_checkpointing": "Memory",
-    "capture": "Speed",
-    "mixed_precision": "Optimization",
-    "communication_backend": "Communication",
-    "max_restarts": "Survival",
-    "drop_last": "Data",
-    "checkpoint_dir": "Checkpoints",
-    "run_dir": "Monitoring",
-}
+TYPES = Path(distributed.__file__).parent / "core" / "settings" / "typed.py"
+_PATHS = ("compile_cache", "timeline", "resume_from_checkpoint", "deepspeed_config")  # and all that end in _dir
+_ALSO = {"compression": "type[Any]", "deepspeed_config": "Any"}  # objects of Horovod and DeepSpeed, which are read
+_TYPES_HEAD = '''\
+"""The settings as types of keywords, so that an editor completes them and mypy refuses wrong ones.
+
+Made by docs/generate_settings.py from core/settings/; not to be edited.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any, Literal, TypedDict
+
+
+class TrainerSettings(TypedDict, total=False):
+    """All settings but the optimizer's name, which trainers take beside optimizers."""
+'''
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _HEAD = """\
 # Settings
@@ -44,23 +49,57 @@ report, before any process starts.
 
 "GPU" in a name means device: without CUDA, that many CPU processes.
 
-<!-- Made by docs/generate_settings.py; edit the descriptions in core/config.py instead. -->"""
+<!-- Made by docs/generate_settings.py; edit the descriptions in core/settings/ instead. -->"""
 
 
 def render() -> str:
     """The whole page."""
-    unknown = _SECTIONS.keys() - DistributedConfig.model_fields.keys()
-    if unknown:
-        raise SystemExit(f"sections begin with settings that do not exist: {', '.join(sorted(unknown))}")
     lines = [_HEAD]
-    for name, field in DistributedConfig.model_fields.items():
-        if name in _SECTIONS:
-            lines += [f"\n## {_SECTIONS[name]}\n", "| setting | value | default | meaning |", "|---|---|---|---|"]
-        if not field.description:
-            raise SystemExit(f"{name} has no description in core/config.py")
-        description = field.description.replace("|", "\\|").replace("<", "\\<")
-        lines.append(f"| `{name}` | {_values(field)} | {_default(field.default)} | {description} |")
+    for title, section in SECTIONS.items():
+        lines += [f"\n## {title}\n", "| setting | value | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(name, field) for name, field in section.model_fields.items()]
     return "\n".join(lines) + "\n"
+
+
+def render_types() -> str:
+    """The whole module."""
+    lines, last = [_TYPES_HEAD], []
+    for title, section in SECTIONS.items():
+        fields = [f"    {name}: {_typed(name, field)}" for name, field in section.model_fields.items()]
+        last += [line for line in fields if line.startswith("    optimizer:")]
+        lines += [f"    # {title}", *(line for line in fields if line not in last)]
+    lines += ["", "", "class Settings(TrainerSettings, total=False):", '    """All settings."""', "", *last]
+    return "\n".join(lines) + "\n"
+
+
+def _typed(name: str, field: FieldInfo) -> str:
+    is_path = name in _PATHS or name.endswith("_dir")
+    text = _annotation(field.annotation, "str | PathLike[str]" if is_path else "str")
+    return f"{_ALSO[name]} | {text}" if name in _ALSO else text
+
+
+def _annotation(annotation: Any, text: str) -> str:
+    """
+    >>> _annotation(int | Literal["auto"] | None, "str"), _annotation(dict[str, Any] | str, "str | PathLike[str]")
+    ('int | Literal["auto"] | None', 'dict[str, Any] | str | PathLike[str]')
+    """
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _annotation(parts[0], text)
+    if origin is Literal:
+        return f"Literal[{', '.join(map(json.dumps, parts))}]"
+    if origin in (list, dict):
+        return f"{origin.__name__}[{', '.join(part.__name__ for part in parts)}]"
+    if parts:
+        return " | ".join(_annotation(part, text) for part in parts)
+    return {str: text, NoneType: "None"}.get(annotation, annotation.__name__)
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    if not field.description:
+        raise SystemExit(f"{name} has no description in core/settings/")
+    description = field.description.replace("|", "\\|").replace("<", "\\<")
+    return f"| `{name}` | {_values(field)} | {_default(field.default)} | {description} |"
 
 
 def _values(field: FieldInfo) -> str:
@@ -98,3 +137,4 @@ def _default(value: Any) -> str:
 
 if __name__ == "__main__":
     TARGET.write_text(render(), encoding="utf-8")
+    TYPES.write_text(render_types(), encoding="utf-8")
