@@ -74,8 +74,8 @@ class Agent:
 
 def main() -> None:
     from distributed.core.errors import LaunchError
-    from distributed.launch.elastic import elastic_nodes
-    from distributed.launch.nodes import News
+    from distributed.launch.rendezvous.elastic import elastic_nodes
+    from distributed.launch.rendezvous.nodes import News
     from distributed.launch.request import LaunchRequest
 
     options = json.loads(sys.argv[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,10 +14,50 @@ from types import ModuleType
 import pytest
 import setuptools  # noqa: F401 - torch's compiler imports distutils, which setuptools must have replaced before
 
+from tests.expected_skips import ExpectedSkips
+from tests.leftovers import Leftovers
+from tests.schedule import FileTimes, longest_first
+from tests.template import SOCKET, Template
 from tests.warm_commands import warm_commands
 
 # TensorBoard's own switch: without it, whoever reads its files here imports TensorFlow, seconds and 500 MB of it.
 sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
+
+_TEMPLATE = pytest.StashKey[Template]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell ignores it in what runs in its background, and all that is started inherits that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:
+        config.pluginmanager.register(ExpectedSkips.of_this_suite())
+        config.pluginmanager.register(FileTimes())
+    if is_worker or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(Leftovers())
+        config.stash[_TEMPLATE] = template = Template()
+        config.add_cleanup(template.close)
+
+
+@pytest.fixture(scope="session")
+def template(request: pytest.FixtureRequest) -> None:
+    """From here on, launches fork their warm parents from one process."""
+    request.config.stash[_TEMPLATE].start()
+
+
+@pytest.fixture
+def own_warm_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test that looks for ranks among a launcher's children: warm parents are started as users' are."""
+    monkeypatch.delenv(SOCKET)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    longest_first(items)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.parts[-2] in ("e2e", "ranks"):
+            item.fixturenames.insert(0, "template")
+
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -13,8 +13,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from distributed import Trainer
-from distributed.checkpoint.restoring import Restored, restore
-from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.restore.restoring import Restored, restore
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.core.env import worker_env
 from distributed.core.errors import RankFailedError
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
@@ -163,14 +165,21 @@ def train(mesh: str, run_dir: Path, model: nn.Module | None = None, **settings: 
     return Trained(losses, [event["gradient_norm"] for event in steps], history["val_loss"], history.checkpoint)
 
 
+def joined() -> Session:
+    """The place of this rank in the world of `run_ranks`."""
+    env = worker_env()
+    assert env is not None
+    return Session(env, torch.device("cpu"), None)
+
+
 def save_state(strategy: Strategy, session: Session, folder: str, step: int) -> None:
-    saver = Saver(folder, session, asynchronous=False)
+    saver = Saver(folder, session, TensorStaging(), asynchronous=False)
     saver.save(step, strategy.state(), {}, {})
     saver.close()
 
 
 def load_state(strategy: Strategy, session: Session, folder: str) -> Restored:
-    restored = restore(folder, True, session, expected=strategy.state(), boxes=strategy.boxes)
+    restored = restore(folder, True, session, expected=strategy.state(), boxes=strategy.shard_ranges)
     assert restored is not None
     assert not restored.report.missing
     assert not restored.report.mismatched
@@ -185,26 +194,34 @@ class Case:
     mesh: str
     settings: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    is_soak: bool = False
+
+    @property
+    def world(self) -> tuple[int, bool]:
+        return MESHES[self.mesh].ranks, self.is_soak
 
 
 class TrainedCases:
-    """What trainings come to; all of those with one number of ranks are trained in one world, which costs its start."""
+    """What trainings come to; all of those with one number of ranks are trained in one world, which costs its start.
+
+    Those of `make soak` have worlds of their own.
+    """
 
     def __init__(self, cases: dict[str, Case], folder: Path, device: str = "cpu") -> None:
         self._cases, self._folder, self._device = cases, folder, device
         self._found: dict[str, Trained] = {}
-        self._failed: dict[int, RankFailedError] = {}  # by ranks: a world that failed is not tried again
+        self._failed: dict[tuple[int, bool], RankFailedError] = {}  # a world that failed is not tried again
 
     def __getitem__(self, name: str) -> Trained:
-        ranks = MESHES[self._cases[name].mesh].ranks
-        if ranks in self._failed:
-            raise self._failed[ranks]
+        world = self._cases[name].world
+        if world in self._failed:
+            raise self._failed[world]
         if name not in self._found:
-            mates = {key: case for key, case in self._cases.items() if MESHES[case.mesh].ranks == ranks}
+            mates = {key: case for key, case in self._cases.items() if case.world == world}
             try:
-                self._found |= run_ranks(_train_all, ranks, mates, self._folder, device=self._device)[0]
+                self._found |= run_ranks(_train_all, world[0], mates, self._folder, device=self._device)[0]
             except RankFailedError as failed:
-                self._failed[ranks] = failed
+                self._failed[world] = failed
                 raise
         return self._found[name]
 

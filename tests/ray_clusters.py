@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
-RAY = str(Path(sys.executable).with_name("ray"))
+from tests.conftest import clean_environ
+from tests.ray_python import Forked
+from tests.ray_template import ray_template
+
+QUICK = {  # Ray starts no process before there is work for it, and its workers get their share of the processor
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # else tests beside these starve them: Ray's own is 15
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # an agent that is forked is not the raylet's child
+}
 
 
 def free_port() -> int:
@@ -27,8 +35,8 @@ def free_port() -> int:
 class RayNode:
     """One node: `ray start --block` and everything that it starts."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
+    def __init__(self, process: Forked) -> None:
+        self.process, self._is_killed = process, False
 
     def processes(self) -> list[psutil.Process]:
         try:
@@ -42,7 +50,8 @@ class RayNode:
 
     def kill(self) -> None:
         """As when a machine loses its power: the raylet first, so that nothing is said in good order."""
-        found = self.processes()
+        found = [] if self._is_killed else self.processes()  # another process may have its number by now
+        self._is_killed = True
         for process in sorted(found, key=lambda one: one.name() != "raylet"):
             try:
                 process.send_signal(signal.SIGKILL)
@@ -52,49 +61,45 @@ class RayNode:
 
 
 class RayNodes:
-    """The head and its nodes; `environ` is what a driver needs to be let in."""
+    """The head and its nodes; `environ` is what a driver needs to be let in, `python` starts one in less time."""
 
     def __init__(self, folder: Path, head_cpus: int) -> None:
         # Sockets have paths of at most 107 letters, which a test's own folder is too long for.
         self._temp = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
         self._folder = folder
-        self.environ = os.environ | {
+        self.environ = {
+            **clean_environ(),
+            **QUICK,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_prestart_worker_first_driver": "0",
-            "RAY_enable_worker_prestart": "0",
-            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
             "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",  # else it waits a minute for a node that was just killed
             "RAY_health_check_initial_delay_ms": "500",
             "RAY_health_check_period_ms": "500",
             "RAY_health_check_failure_threshold": "10",
         }
+        self._template = ray_template()
+        self.python = self._template.python
         self.address = f"127.0.0.1:{free_port()}"
-        self.client_address = f"ray://127.0.0.1:{free_port()}"
         self._nodes: list[RayNode] = []
         port = self.address.rpartition(":")[2]
-        client_port = self.client_address.rpartition(":")[2]
-        self._start("--head", "--port", port, "--ray-client-server-port", client_port, cpus=head_cpus)
+        self._start("--head", "--port", port, "--ray-client-server-port", str(free_port()), cpus=head_cpus)
 
     def join(self, cpus: int) -> RayNode:
         """A node more."""
         return self._start("--address", self.address, cpus=cpus)
 
     def _start(self, *how: str, cpus: int) -> RayNode:
-        command = [RAY, "start", *how, "--num-cpus", str(cpus), "--num-gpus", "0", "--block"]
+        command = [*how, "--num-cpus", str(cpus), "--num-gpus", "0", "--block", "--object-store-memory", "80000000"]
+        command += ["--include-log-monitor", "false"]  # drivers do not show what workers print
         if "--head" in how:
-            command += ["--include-dashboard=false", "--temp-dir", self._temp]
+            command += ["--include-dashboard=false", "--no-monitor", "--temp-dir", self._temp]
         path = self._folder / f"node-{len(self._nodes)}.log"
         with path.open("wb") as log:
-            process = subprocess.Popen(
-                [*command, "--object-store-memory", "80000000"], env=self.environ, stdout=log, stderr=log
-            )
-        node = RayNode(process)
+            node = RayNode(self._template.start_node(command, self.environ, log.fileno()))
         self._nodes.append(node)
         deadline = time.monotonic() + 200
         while "Ray runtime started" not in path.read_text(errors="replace"):
-            assert process.poll() is None, path.read_text(errors="replace")
+            assert node.processes(), path.read_text(errors="replace")
             assert time.monotonic() < deadline, "the node did not come up"
             time.sleep(0.1)
         return node

@@ -24,16 +24,19 @@ class WarmCommands:
     """Runs commands one after the other; ends with this process."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process = self._start()
         atexit.register(self._close)
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(
         self, *arguments: str, folder: Path, environ: dict[str, str], timeout_s: float = 120
     ) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory() as place:
             out, err = Path(place) / "out", Path(place) / "err"
+            if self._process.poll() is not None:  # ended with what a failed test left running
+                self._process = self._start()
             wanted = {"arguments": arguments, "folder": str(folder), "environ": environ, "timeout_s": timeout_s}
             assert self._process.stdin is not None
             assert self._process.stdout is not None
@@ -57,8 +60,8 @@ def warm_commands() -> WarmCommands:
 def serve() -> None:
     """Answers each line with the exit code of its command."""
 
-    import distributed.checkpoint.exchange_export
-    import distributed.checkpoint.exchange_import
+    import distributed.checkpoint.exchange.export
+    import distributed.checkpoint.exchange.importing
     import distributed.cli.main
     import distributed.trainers.trainer  # noqa: F401
 
@@ -94,7 +97,7 @@ def _command(wanted: dict[str, Any]) -> int:
             print(end.code, file=sys.stderr)
             return 1
         return end.code or 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the process boundary of a command
         traceback.print_exc()
         return 1
     return 0

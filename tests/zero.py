@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import load_strategy
+from distributed.core.engines.engine import load_strategy
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.plan import Plan
-from distributed.data.loader import TrainLoader
+from distributed.data.loading.loader import TrainLoader
 from distributed.data.source import read_source
 from distributed.planner.hardware import Hardware
 from distributed.planner.planning import JobProfile, make_plan
@@ -113,12 +113,11 @@ class Rank:
         env = worker_env() or WorkerEnv()
         self.session = Session.open(env, device="cpu", collectives="gloo", timeout_s=60)
         self.plan = plan_for(env, model, **KINDS[kind] | more)
-        self.session.data_rank = self.plan.mesh.data_rank(self.session.rank)
+        self.session.take_place(self.plan.mesh)
         task = Task(model, nn.CrossEntropyLoss(), optimizer=own, loss_weighting=self.plan.loss_weighting)
-        strategy = load_strategy(self.plan.strategy)
-        strategy.check(task, self.plan)
-        self.strategy: Any = strategy()
-        self.strategy.setup(task, self.plan, self.session)
+        self.strategy: Any = load_strategy(self.plan.strategy)(self.plan)
+        self.strategy.check(task)
+        self.strategy.setup(task, self.session)
         source = read_source(make_data(ignored), "data")
         self.loader = TrainLoader(source, self.plan.batch, self.session.data_rank, seed=0)
         total = self.plan.total_steps(self.loader.steps_per_epoch)

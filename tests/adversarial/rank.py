@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from distributed import Trainer
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 from distributed.core.errors import DistributedError
-from distributed.core.failure import is_collateral
+from distributed.core.protocol.failure import is_collateral
 from tests.adversarial.case import Case, draw
 from tests.adversarial.program import load_program
 from tests.adversarial.reference import train_plainly
@@ -132,7 +132,7 @@ def _answer(work: Any) -> Answer:
     torch.manual_seed(0)
     try:
         return Answer("trained", work())
-    except Exception as failed:
+    except Exception as failed:  # noqa: BLE001 - an answer of any kind is what the case is about
         told = f"{type(failed).__name__}: {failed}"
         lost = is_collateral(failed)
         is_named = isinstance(failed, DistributedError) and not lost

@@ -24,9 +24,10 @@ import torch._dynamo  # which DDP imports: once here, and not in every rank
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 from distributed.core.env import ATTEMPT, RUN_DIR
-from distributed.data.ledger import check_ledgers, ledger_path, read_ledger
+from distributed.core.run_dir import RunDir
+from distributed.data.checks.ledger import check_ledgers, read_ledger
 from distributed.trainers.trainer import Trainer
 
 SAMPLES, EPOCHS, STEPS = 75, 3, 15  # five steps an epoch, the last one short
@@ -97,7 +98,7 @@ def attempt(folder: Path, number: int, kills: dict[int, int], workers: int) -> b
             try:
                 train(folder, kills.get(rank), workers)
                 code = 0
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - the boundary of a forked process
                 traceback.print_exc()
             finally:
                 os._exit(code)
@@ -124,7 +125,7 @@ def outcome(folder: Path) -> dict[str, str]:
             digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         hashes[part] = digest.hexdigest()
     entries = [
-        [e.step, e.epoch, e.indices.tolist()] for r in range(2) for e in read_ledger(ledger_path(folder / "ledger", r))
+        [e.step, e.epoch, e.indices.tolist()] for r in range(2) for e in read_ledger(RunDir(folder).ledger.file(r))
     ]
     hashes["ledger"] = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
     hashes["exactly once"] = str(check_ledgers(folder / "ledger", SAMPLES).is_exact)

@@ -5,6 +5,8 @@ A plan is a list of faults. Each happens once, in the rank that comes to its pla
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -24,14 +26,18 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.reading import load
-from distributed.data.ledger import LedgerReport, check_ledgers
+from distributed.checkpoint.restore.reading import load
+from distributed.data.checks.ledger import LedgerReport, check_ledgers
 from tests.conftest import clean_environ
+from tests.template import SOCKET
+from tests.warm_python import WarmPython
 
-SAMPLES, GLOBAL_BATCH, EPOCHS = 150, 12, 6
-PER_EPOCH = -(-SAMPLES // GLOBAL_BATCH)  # 13 steps, the last one short
+SAMPLES, GLOBAL_BATCH, EPOCHS = 102, 12, 4
+PER_EPOCH = -(-SAMPLES // GLOBAL_BATCH)  # 9 steps, the last one short
 STEPS = PER_EPOCH * EPOCHS
 PATIENCE_S = 200  # for a whole run on a machine that others use too
+
+_LAUNCHERS = WarmPython("distributed.cli.main")
 
 SCRIPT = """
 import hashlib, json, os, resource, signal, sys, time
@@ -44,7 +50,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed import Trainer
 
-SAMPLES, EPOCHS = 150, 6
+SAMPLES, EPOCHS = 102, 4
 PLACE = Path(os.environ["SURVIVAL_PLACE"])
 FAULTS = json.loads(os.environ["SURVIVAL_FAULTS"])
 OPTIONS = json.loads(os.environ["SURVIVAL_OPTIONS"])
@@ -125,7 +131,7 @@ class Numbers(Dataset):
         return self.length
 
     def __getitem__(self, index):
-        if self.place:
+        if self.place and "RANK" in os.environ:  # a script that starts its ranks looks at its data too
             come_to(self.place, index)
             if OPTIONS.get("bad_sample") == index:
                 raise RuntimeError("read error in shard-17.parquet")
@@ -151,7 +157,7 @@ class Model(nn.Module):
         step = int(getattr(self.layers[1], "num_batches_tracked", -1))  # counts in all worlds of a run
         if self.training:
             step += 1
-            time.sleep(OPTIONS.get("pace", 0.0))
+            time.sleep(0.0 if (PLACE / "hurry").exists() else OPTIONS.get("pace", 0.0))
             if OPTIONS.get("own_buffer"):
                 self.mean += x.mean(0) - self.mean / 10
             x = self.use_buffer(x)
@@ -324,10 +330,15 @@ class Result:
 
     def assert_nothing_left(self) -> None:
         """No process, hence no port; no socket that somebody listens at; no shared memory."""
-        wait_until(lambda: not processes_with(self.trace), f"all processes have ended: {processes_with(self.trace)}")
+        left = functools.partial(processes_with, self.trace, self.folder)
+        wait_until(lambda: not left(), f"all processes have ended: {left()}")
         assert str(temporary_folder(self.trace)) not in Path("/proc/net/unix").read_text()
         shutil.rmtree(temporary_folder(self.trace), ignore_errors=True)
-        assert not _orphans(set(os.listdir("/dev/shm")) - self.shared_memory)
+        # Waits, since a cluster of another test makes files there that have no process's name for a moment.
+        wait_until(lambda: not self._orphans(), f"no shared memory is left: {self._orphans()}")
+
+    def _orphans(self) -> list[str]:
+        return _orphans(set(os.listdir("/dev/shm")) - self.shared_memory)
 
 
 def temporary_folder(trace: str) -> Path:
@@ -341,6 +352,8 @@ class Running:
     def __init__(self, folder: Path, command: list[str], faults: list[dict[str, Any]], options: dict[str, Any]) -> None:
         (folder / "train.py").write_text(SCRIPT)
         self.folder, self._trace, self._shared_memory = folder, uuid.uuid4().hex, set(os.listdir("/dev/shm"))
+        events = folder / "run" / "events.jsonl"
+        self._events_before = len(events.read_text().splitlines()) if events.exists() else 0
         temporary_folder(self._trace).mkdir()
         environ = clean_environ(
             SURVIVAL_PLACE=str(folder),
@@ -355,30 +368,46 @@ class Running:
             command, cwd=folder, env=environ, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
         )
 
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Those of this run alone, where it goes on with another one."""
+        path = self.folder / "run" / "events.jsonl"
+        lines = path.read_text().splitlines()[self._events_before :] if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
     def wait_for(self, kind: str, true: Callable[[dict[str, Any]], bool] = lambda event: True) -> None:
         """Until there is such an event."""
-        path = self.folder / "run" / "events.jsonl"
 
         def is_there() -> bool:
             assert self.process.poll() is None, self.end().shown
-            lines = path.read_text().splitlines() if path.exists() else []
-            return any(event["event"] == kind and true(event) for event in map(json.loads, lines))
+            return any(map(true, self.events(kind)))
 
         wait_until(is_there, f"a {kind}")
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for("StepEnded", lambda event: event["step"] >= step)
 
+    def wait_for_world(self, ranks: int) -> None:
+        """Until a world of so many ranks has taken over."""
+        self.wait_for("Recovered", lambda event: event["world_size"] == ranks)
+
+    def hurry(self) -> None:
+        """Steps take no time of their own any more."""
+        (self.folder / "hurry").touch()
+
     def resize(self, ranks: int) -> None:
         partial = self.folder / "run" / ".resize"
         partial.write_text(json.dumps({"ranks": ranks}))
         partial.rename(self.folder / "run" / "resize.json")
 
+    def processes(self) -> list[int]:
+        """All of this run; not the one that only waits for the launcher that was forked for it."""
+        return [pid for pid in processes_with(self._trace, self.folder) if pid != self.process.pid]
+
     def end(self) -> Result:
         try:
             code = self.process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
-            for pid in processes_with(self._trace):
+            for pid in processes_with(self._trace, self.folder):
                 os.kill(pid, signal.SIGKILL)
             code = -1000
         self._output.seek(0)
@@ -390,13 +419,18 @@ class Running:
         return result
 
 
+def launching_python() -> list[str]:
+    """What runs `-m distributed.cli`: a fork, unless the test looks for ranks among its children."""
+    return _LAUNCHERS.command if SOCKET in os.environ else [sys.executable]
+
+
 def start(
     folder: Path, ranks: int, *faults: dict[str, Any], options: dict[str, Any] | None = None, **settings: Any
 ) -> Running:
     """`distributed train` with these settings; global batches are of the same size for any number of ranks."""
     settings = {"batch_size": GLOBAL_BATCH // ranks // settings.get("gradient_accumulation_steps", 1)} | settings
     words = [f"{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in settings.items()]
-    command = [sys.executable, "-m", "distributed.cli", "train", "--script", "train.py", "--run-dir", "run"]
+    command = [*launching_python(), "-m", "distributed.cli", "train", "--script", "train.py", "--run-dir", "run"]
     return Running(folder, [*command, "--num-gpus", str(ranks), *words], list(faults), options or {})
 
 
@@ -409,19 +443,44 @@ def start_alone(
 
 
 class Undisturbed:
-    """Runs without a fault, made once for each setting."""
+    """Runs without a fault, made once for each setting in a folder that all workers of a test session share."""
 
-    def __init__(self, make_folder: Callable[[], Path]) -> None:
-        self._make_folder = make_folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._made: dict[str, Result] = {}
 
     def __call__(self, ranks: int = 2, options: dict[str, Any] | None = None, **settings: Any) -> Result:
-        key = json.dumps([ranks, options, settings], sort_keys=True)
+        asked = json.dumps([SCRIPT, ranks, options, settings], sort_keys=True)
+        key = hashlib.sha256(asked.encode()).hexdigest()[:16]
         if key not in self._made:
-            made = self._made[key] = start(self._make_folder(), ranks, options=options, **settings).end()
-            assert made.code == 0, made.shown
-            assert made.ledger.is_exact
+            with locked(self._folder / f"{key}.lock"):
+                self._made[key] = self._find(key) or self._make(key, ranks, options, settings)
         return self._made[key]
+
+    def _find(self, key: str) -> Result | None:
+        """What another worker made; a run that failed left no such file, and is tried again."""
+        try:
+            made = json.loads((self._folder / f"{key}.json").read_text())
+        except FileNotFoundError:
+            return None
+        return Result(self._folder / made["folder"], 0, made["shown"], made["trace"], set())
+
+    def _make(self, key: str, ranks: int, options: dict[str, Any] | None, settings: dict[str, Any]) -> Result:
+        folder = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self._folder))
+        made = start(folder, ranks, options=options, **settings).end()
+        assert made.code == 0, made.shown
+        assert made.ledger.is_exact
+        described = {"folder": folder.name, "shown": made.shown, "trace": made.trace}
+        (self._folder / f"{key}.json").write_text(json.dumps(described))  # under the lock: whole to all who read it
+        return made
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the kernel opens the lock of one that dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def from_memory(*ranks: int) -> list[tuple[str, int]]:
@@ -429,13 +488,14 @@ def from_memory(*ranks: int) -> list[tuple[str, int]]:
     return [(f"memory of rank {rank}", 0) for rank in ranks]
 
 
-def processes_with(trace: str) -> list[int]:
-    """Those of a run: the environment is passed on to all that they start, and to whoever they fork."""
+def processes_with(trace: str, folder: Path | None = None) -> list[int]:
+    """Those of a run: the environment is passed on to all that they start; forks of others work in its folder."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "ZX" and trace.encode() in Path(f"/proc/{name}/environ").read_bytes():
+            is_marked = trace.encode() in Path(f"/proc/{name}/environ").read_bytes()
+            if state not in "ZX" and (is_marked or os.readlink(f"/proc/{name}/cwd") == str(folder)):
                 found.append(int(name))
         except OSError:
             continue

@@ -36,7 +36,7 @@ def run_dir(tmp_path: Path):
     assert not (path / "attempts").exists(), "a process was started"
 
 
-def test_all_config_errors_at_once() -> None:
+def test_config_reports_all_errors_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         DistributedConfig(num_gpus=8, num_nodes=2, gpus_per_node=3, batchsize=3, backend="pytorch_ddp", epochs=0)
     text = str(caught.value)
@@ -57,20 +57,20 @@ def test_a_setting_without_effect_is_an_error() -> None:
             DistributedConfig(**settings)
 
 
-def test_more_gpus_than_there_are() -> None:
+def test_plan_refuses_more_gpus_than_the_node_has() -> None:
     hardware = Hardware(gpus=(Gpu("A", 1, 8.0), Gpu("A", 1, 8.0)), cpu_cores=8)
     with pytest.raises(PlanError, match="4 GPUs asked for on this node, but it has 2"):
         make_plan(DistributedConfig(num_gpus=4, batch_size=1), JobProfile(), hardware, run_dir="x")
 
 
-def test_cuda_asked_where_there_is_none(run_dir: Path) -> None:
+def test_device_cuda_without_gpu_is_refused(run_dir: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(PlanError, match="but it has 0"):
         fit(run_dir=run_dir, device="cuda")
 
 
-def test_a_batch_that_cannot_be_split(run_dir: Path) -> None:
+def test_batch_that_cannot_be_split_is_refused(run_dir: Path) -> None:
     with pytest.raises(PlanError, match="8 samples cannot be split into batches of 16"):
         fit(run_dir=run_dir, train=loader(8, batch_size=8), drop_last=True)
     with pytest.raises(PlanError, match="empty"):
@@ -89,13 +89,13 @@ class HoldsLock(nn.Module):
         return self.inner(x)
 
 
-def test_a_model_that_cannot_be_pickled_names_the_attribute(run_dir: Path) -> None:
+def test_unpicklable_model_error_names_the_attribute(run_dir: Path) -> None:
     with pytest.raises(TaskError, match=r"model\.inner\.0\.guard cannot be sent to the ranks: it is a lock"):
         fit(HoldsLock(), run_dir=run_dir)
     assert not list(run_dir.glob("payload*"))
 
 
-def test_a_loss_that_cannot_be_pickled_names_the_variable(run_dir: Path) -> None:
+def test_unpicklable_loss_error_names_the_variable(run_dir: Path) -> None:
     guard = threading.Lock()
 
     def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_a_loss_that_cannot_be_pickled_names_the_variable(run_dir: Path) -> None
         fit(run_dir=run_dir, loss_fn=loss)
 
 
-def test_an_optimizer_of_another_model(run_dir: Path) -> None:
+def test_optimizer_of_another_model_is_refused(run_dir: Path) -> None:
     with pytest.raises(TaskError, match="not over this model's parameters: 2 of its 2"):
         fit(run_dir=run_dir, optimizer=torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1))
     other = nn.Linear(4, 2)
@@ -114,13 +114,13 @@ def test_an_optimizer_of_another_model(run_dir: Path) -> None:
         fit(run_dir=run_dir, num_gpus=1, optimizer=lambda parameters: torch.optim.SGD(other.parameters(), lr=0.1))
 
 
-def test_settings_that_an_own_optimizer_would_ignore(run_dir: Path) -> None:
+def test_learning_rate_beside_user_optimizer_is_refused(run_dir: Path) -> None:
     model = nn.Linear(4, 2)
     with pytest.raises(PlanError, match="learning_rate is set"):
         fit(model, run_dir=run_dir, learning_rate=0.1, optimizer=torch.optim.SGD(model.parameters(), lr=0.2))
 
 
-def test_a_scheduler_of_another_optimizer(run_dir: Path) -> None:
+def test_scheduler_of_another_optimizer_is_refused(run_dir: Path) -> None:
     model = nn.Linear(4, 2)
     mine, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
@@ -130,7 +130,7 @@ def test_a_scheduler_of_another_optimizer(run_dir: Path) -> None:
         fit(model, run_dir=run_dir, optimizer=other, scheduler=scheduler, lr_schedule="cosine")
 
 
-def test_a_port_in_use(run_dir: Path) -> None:
+def test_master_port_in_use_is_refused(run_dir: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -138,7 +138,7 @@ def test_a_port_in_use(run_dir: Path) -> None:
             fit(run_dir=run_dir, master_port=taken.getsockname()[1])
 
 
-def test_the_run_directory_of_another_run(tmp_path: Path) -> None:
+def test_run_directory_of_another_run_is_refused_unchanged(tmp_path: Path) -> None:
     fit(run_dir=tmp_path / "run", num_gpus=1)
     events = (tmp_path / "run" / "events.jsonl").read_bytes()
     with pytest.raises(LaunchError, match="holds another run"):
@@ -146,31 +146,31 @@ def test_the_run_directory_of_another_run(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == events
 
 
-def test_an_unknown_name_offers_the_nearest() -> None:
+def test_unknown_setting_error_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="learning_rate"):
         PyTorchDDPTrainer(nn.Linear(1, 1), learn_rate=0.1)
     with pytest.raises(ConfigError, match="max_steps"):
         PyTorchDDPTrainer(nn.Linear(1, 1)).fit(loader(), max_step=3)
 
 
-def test_several_nodes_cannot_be_started_from_a_script(run_dir: Path) -> None:
+def test_fit_in_plain_script_refuses_several_nodes(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="started alone"):
         fit(run_dir=run_dir, num_gpus=None, num_nodes=2, gpus_per_node=1, master_addr="n1")
 
 
-def test_a_model_without_parameters_or_of_another_kind(run_dir: Path) -> None:
+def test_model_without_parameters_or_not_a_module_is_refused(run_dir: Path) -> None:
     with pytest.raises(TaskError, match="nothing to train"):
         fit(nn.ReLU(), run_dir=run_dir)
     with pytest.raises(TaskError, match=r"nn\.Module"):
         fit(lambda x: x, run_dir=run_dir)  # type: ignore[arg-type]
 
 
-def test_a_bad_metric(run_dir: Path) -> None:
+def test_metric_that_is_not_callable_is_refused(run_dir: Path) -> None:
     with pytest.raises(TaskError, match="cannot be called"):
         fit(run_dir=run_dir, metrics={"f1": 3})
 
 
-def test_no_loss_can_be_guessed(tmp_path: Path) -> None:
+def test_task_without_inferable_loss_is_refused(tmp_path: Path) -> None:
     data = DataLoader([(torch.randn(4), "text")] * 4, batch_size=2)  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="no loss"):
         fit(run_dir=tmp_path / "run", num_gpus=1, train=data)
@@ -183,7 +183,7 @@ def test_errors_survive_pickling() -> None:
         assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_ignored_targets_need_to_be_counted(tmp_path: Path) -> None:
+def test_ignored_targets_with_accumulation_need_target_weights(tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(8, 4), torch.tensor([0, 1, -100, 1, 0, 1, 0, 1]))
     options: dict[str, Any] = {"num_gpus": 1, "train": data, "loss_fn": nn.CrossEntropyLoss()}
     with pytest.raises(TaskError, match="loss_weighting='targets'"):

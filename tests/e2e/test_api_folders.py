@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 
 from distributed import History, Trainer
 from distributed.core.errors import CheckpointError, LaunchError, RankFailedError
-from distributed.core.locks import FILE, Owner
+from distributed.core.locks import Owner
+from distributed.core.run_dir import LOCK
 from distributed.launch.run_lock import owned
 
 
@@ -28,7 +29,7 @@ class Taken(TensorDataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         if (self.folder / self.awaited).exists():
-            (self.folder / FILE).write_bytes(replace(Owner.me("theirs"), host="another").to_text())
+            (self.folder / LOCK).write_bytes(replace(Owner.me("theirs"), host="another").to_text())
         return super().__getitem__(index)
 
 
@@ -52,7 +53,7 @@ def kept(place: Path) -> list[str]:
     return sorted(path.parent.name for path in (place / "kept").glob("step-*/manifest.json"))
 
 
-def test_a_run_that_goes_back_has_its_model_and_the_first_run_its_own(tmp_path: Path) -> None:
+def test_run_resumed_from_old_step_keeps_first_runs_checkpoints(tmp_path: Path) -> None:
     fit(tmp_path, "first", 30)
     before = kept(tmp_path)
     start = str(tmp_path / "kept" / "step-000005")
@@ -64,7 +65,7 @@ def test_a_run_that_goes_back_has_its_model_and_the_first_run_its_own(tmp_path: 
     assert kept(tmp_path) == sorted([*before, f"step-000020-{line}", f"step-000025-{line}"])
 
 
-def test_a_run_that_is_queued_again_keeps_no_more_than_it_should(tmp_path: Path) -> None:
+def test_requeued_run_applies_keep_last_to_all_checkpoints(tmp_path: Path) -> None:
     fit(tmp_path, "run", 12, keep_last=2)
     history = fit(tmp_path, "run", 22, keep_last=2, resume_from_checkpoint=True)
     assert kept(tmp_path) == ["step-000020", "step-000022"]
@@ -72,7 +73,7 @@ def test_a_run_that_is_queued_again_keeps_no_more_than_it_should(tmp_path: Path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_new_run_does_not_write_among_the_checkpoints_of_another(tmp_path: Path, ranks: int) -> None:
+def test_new_run_refuses_checkpoint_dir_of_another_run(tmp_path: Path, ranks: int) -> None:
     fit(tmp_path, "first", 5)
     with pytest.raises(LaunchError, match="holds another run: the checkpoint step-000005"):
         fit(tmp_path, "second", 3, num_gpus=ranks)
@@ -80,37 +81,35 @@ def test_a_new_run_does_not_write_among_the_checkpoints_of_another(tmp_path: Pat
     assert not (tmp_path / "second").exists()
 
 
-def test_a_folder_that_another_run_holds_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_locked_folder_is_refused_before_any_write(tmp_path: Path) -> None:
     with owned(tmp_path / "run", resume=False), pytest.raises(LaunchError, match="is in use by process"):
         fit(tmp_path, "run", 3)
     assert list((tmp_path / "run").iterdir()) == []
     with owned(tmp_path / "kept", resume=False), pytest.raises(CheckpointError, match="is in use by process"):
         fit(tmp_path, "run", 3)
     assert [path.name for path in (tmp_path / "kept").iterdir()] == []
-    assert not list(tmp_path.rglob(FILE))
+    assert not list(tmp_path.rglob(LOCK))
 
 
-def test_a_run_whose_folder_was_taken_saves_nothing_and_is_not_restarted(tmp_path: Path) -> None:
+def test_run_with_stolen_lock_saves_nothing_without_restart(tmp_path: Path) -> None:
     data = Taken(tmp_path / "kept", "step-000005/manifest.json")
     with pytest.raises(RankFailedError, match="taken by another run") as ended:
         fit(tmp_path, "run", 200, data, num_gpus=2, keep_last=1, checkpoint_async=False)
     assert ended.value.exit_code == CheckpointError.exit_code
     assert [path.name for path in (tmp_path / "run" / "attempts").iterdir()] == ["0"]
     assert kept(tmp_path) == ["step-000005"]
-    assert json.loads((tmp_path / "kept" / FILE).read_text())["token"] == "theirs"
+    assert json.loads((tmp_path / "kept" / LOCK).read_text())["token"] == "theirs"
 
 
-def test_a_run_whose_folder_was_taken_stops_before_its_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_stolen_lock_stops_before_its_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.core.locks.BEAT_S", 0.01)
-    data, endless = Taken(tmp_path / "kept", FILE), 10**9
+    data, endless = Taken(tmp_path / "kept", LOCK), 10**9
     with pytest.raises(CheckpointError, match="taken by another run"):
         fit(tmp_path, "run", endless, data, epochs=endless, checkpoint_frequency=f"{endless} steps")
     assert kept(tmp_path) == []
 
 
-def test_no_secret_is_written_and_files_are_private(tmp_path: Path) -> None:
+def test_run_files_are_private_and_hold_no_secret(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir(0o755)  # the user's own choice
     fit(tmp_path, "run", 5, mlflow_tracking_uri="postgresql://me:hunter2@host/db?sslmode=require&password=hunter2")

@@ -14,7 +14,9 @@ import nbclient
 import nbformat
 import pytest
 
+from distributed.core.plan import Plan
 from tests.conftest import DATA, Run, clean_environ
+from tests.warm_python import SCRIPTS
 
 FIT = """
 from distributed import PyTorchDDPTrainer
@@ -38,7 +40,7 @@ def facts(output: str) -> list[str]:
     return re.findall(r"world \d+ steps \d+ best \d\.\d{6}", output)
 
 
-def test_a_script_without_a_guard(run_script: Run, tmp_path: Path) -> None:
+def test_fit_in_script_without_main_guard_runs_it_once(run_script: Run, tmp_path: Path) -> None:
     result = run_script(FIT)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("script body") == 1, "the ranks must not run the script again"
@@ -49,7 +51,7 @@ def test_a_script_without_a_guard(run_script: Run, tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("payload*")), "the payload is removed after the run"
 
 
-def test_a_script_with_a_guard_and_an_own_module(run_script: Run, tmp_path: Path) -> None:
+def test_ranks_import_module_beside_guarded_script(run_script: Run, tmp_path: Path) -> None:
     """The loss lives in a module beside the script: the ranks must find it."""
     (tmp_path / "losses.py").write_text(
         "import torch\n\n\ndef loss(o, y):\n    return torch.nn.functional.cross_entropy(o, y)\n"
@@ -60,7 +62,7 @@ def test_a_script_with_a_guard_and_an_own_module(run_script: Run, tmp_path: Path
     assert facts(result.stdout)[0].strip().startswith("world 2 steps 21")
 
 
-def test_a_repl(tmp_path: Path) -> None:
+def test_fit_trains_two_ranks_from_a_repl(tmp_path: Path) -> None:
     lines = "\n".join(line for line in (DATA + FIT).splitlines() if line.strip() or line == "")
     blocks = lines.replace("\nwith torch.no_grad", "\nif True:\n  with torch.no_grad").replace(
         "\n    x, y", "\n    x, y"
@@ -75,7 +77,7 @@ def test_a_repl(tmp_path: Path) -> None:
     assert facts(result.stdout)[0].startswith("world 2 steps 21")
 
 
-def test_a_notebook(tmp_path: Path) -> None:
+def test_fit_in_notebook_shows_one_progress_bar(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(DATA), nbformat.v4.new_code_cell(FIT)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(
@@ -100,18 +102,20 @@ def same_everywhere(output: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     "launcher",
     [
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        ["torchrun"],
         ["distributed", "train", "--num-gpus", "2", "--script"],
         [sys.executable, "-m", "distributed.cli", "train", "--num-gpus", "2", "--script"],
         [sys.executable, "-m", "distributed", "train", "--backend", "pytorch-ddp", "--num-gpus", "2", "--script"],
     ],
     ids=["torchrun", "distributed", "python -m distributed.cli", "python -m distributed"],
 )
-def test_inside_a_launcher(launcher: list[str], tmp_path: Path) -> None:
-    command = (
-        [str(Path(sys.executable).with_name(launcher[0])), *launcher[1:]] if launcher[0] == "distributed" else launcher
-    )
-    assert_joins(command, tmp_path)
+def test_fit_inside_launcher_joins_its_world(launcher: list[str], tmp_path: Path) -> None:
+    if launcher == ["torchrun"]:
+        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        launcher = [*SCRIPTS.command, *module, *SCRIPTS.command]
+    elif launcher[0] == "distributed":
+        launcher = [str(Path(sys.executable).with_name(launcher[0])), *launcher[1:]]
+    assert_joins(launcher, tmp_path)
 
 
 def assert_joins(command: list[str], tmp_path: Path, **environ: str) -> None:
@@ -121,16 +125,18 @@ def assert_joins(command: list[str], tmp_path: Path, **environ: str) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     same_everywhere(result.stdout, 2)
-    assert len(list((tmp_path / "runs").iterdir())) == 1, "all ranks share one run directory"
+    (run,) = (tmp_path / "runs").iterdir()  # all ranks share one run directory
+    plan = Plan.from_json((run / "plan.json").read_text())
+    assert (tmp_path / plan.run_dir, tmp_path / plan.checkpoint.dir) == (run, run / "checkpoints")
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: install openmpi-bin")
-def test_inside_mpirun(tmp_path: Path) -> None:
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
+def test_fit_inside_mpirun_joins_its_world(tmp_path: Path) -> None:
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *SCRIPTS.command]
     assert_joins(command, tmp_path, OMP_NUM_THREADS="1")
 
 
-def test_a_second_fit_in_one_world(tmp_path: Path) -> None:
+def test_second_fit_in_one_world_continues_the_training(tmp_path: Path) -> None:
     script = DATA + textwrap.dedent("""
         from distributed import Trainer
         trainer = Trainer(MyModel(), batch_size=16, learning_rate=0.02)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Run
+from tests.conftest import DATA, Run, clean_environ
+from tests.warm_python import SCRIPTS
 
 CONFIG = """
 from distributed import DistributedConfig
@@ -89,7 +91,7 @@ warmup = LinearLR(optimizer, start_factor=0.1, total_iters=2)
 main = CosineAnnealingLR(optimizer, T_max=3)
 scheduler = SequentialLR(optimizer, schedulers=[warmup, main], milestones=[2])
 trainer = PyTorchDDPTrainer(
-    model, num_gpus=2, epochs=5, optimizer=optimizer, scheduler=scheduler, log_every_n_steps=1000
+    model, num_gpus=2, epochs=5, optimizer=optimizer, scheduler=scheduler, log_every_n_steps=1000, run_dir="warmup"
 )
 trainer.fit(train_loader, val_loader)
 print("scheduler", scheduler.last_epoch, len(optimizer.state) > 0)
@@ -107,26 +109,37 @@ print("samples", history.samples)
 """
 
 
-@pytest.mark.parametrize(
-    ("snippet", "words"),
-    [
-        (CONFIG, ["config 8 argument default"]),
-        (QUICK_START, ["done True"]),
-        (FULL, ["Training time: ", "Final accuracy: 0.", "steps 4", "resumed to 4 2"]),
-        (PROFILE, ["seen True"]),
-        (WARMUP, ["scheduler 5 True"]),
-        (SAMPLER, ["samples 210", "DistributedSampler is replaced"]),
-    ],
-    ids=["config", "quick start", "full", "profile", "warmup", "sampler"],
-)
-def test_snippet(snippet: str, words: list[str], run_script: Run) -> None:
-    result = run_script(snippet)
-    assert result.returncode == 0, result.stdout + result.stderr
-    for word in words:
-        assert word in result.stdout, result.stdout + result.stderr
+# Of the whole of the documents, in one script: each snippet after the line that names it.
+SNIPPETS = {
+    "config": (CONFIG, ["config 8 argument default"]),
+    "quick start": (QUICK_START, ["done True"]),
+    "full": (FULL, ["Training time: ", "Final accuracy: 0.", "steps 4", "resumed to 4 2"]),
+    "profile": (PROFILE, ["seen True"]),
+    "warmup": (WARMUP, ["scheduler 5 True"]),
+    "sampler": (SAMPLER, ["samples 210", "DistributedSampler is replaced"]),
+}
 
 
-def test_mlflow_logs_into_the_run_that_is_open(run_script: Run) -> None:
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The folder of the script, and what it says in each of its snippets."""
+    folder = tmp_path_factory.mktemp("snippets")
+    parts = [f"print('=== {name}', flush=True)\n{text}" for name, (text, _) in SNIPPETS.items()]
+    (folder / "script.py").write_text(DATA + "\n".join(parts))
+    command = [*SCRIPTS.command, "script.py"]
+    done = subprocess.run(command, cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [part.partition("\n") for part in done.stdout.split("=== ")[1:]]
+    return folder, {name: text for name, _, text in said}
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_documented_snippet_runs_as_written(name: str, shown: tuple[Path, dict[str, str]]) -> None:
+    for word in SNIPPETS[name][1]:
+        assert word in shown[1][name]
+
+
+def test_mlflow_metrics_go_into_the_users_open_run(run_script: Run) -> None:
     result = run_script(MLFLOW)
     assert "status FINISHED 8 2" in result.stdout, result.stdout + result.stderr
     metrics = result.stdout[result.stdout.index("metrics [") :]
@@ -134,10 +147,8 @@ def test_mlflow_logs_into_the_run_that_is_open(run_script: Run) -> None:
         assert f"'{name}'" in metrics
 
 
-def test_a_user_scheduler_sets_the_rates(run_script: Run, tmp_path: Path) -> None:
+def test_user_scheduler_gives_rates_of_a_plain_loop(shown: tuple[Path, dict[str, str]]) -> None:
     """The rates that were used are those of the same scheduler in a plain loop."""
-    result = run_script(WARMUP.replace("num_gpus=2", 'num_gpus=2, run_dir="run"'))
-    assert result.returncode == 0, result.stderr
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (shown[0] / "warmup" / "events.jsonl").read_text().splitlines()]
     rates = [event["learning_rate"] for event in events if event["event"] == "StepEnded"]
     assert rates == pytest.approx([0.001, 0.0055, 0.01, 0.0075, 0.0025])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -17,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import DATA, clean_environ
+from tests.e2e.survival import launching_python
 from tests.e2e.test_api_launch import LAUNCHED, same_everywhere
+from tests.warm_python import SCRIPTS
 
 TOOLS = ("munged", "slurmctld", "slurmd", "srun")
 _PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
@@ -38,11 +41,10 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-@pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A cluster of two nodes on this machine; yields the environment that its commands need."""
-    base = tmp_path / "slurm"
-    base.mkdir(mode=0o755)
+    base = tmp_path_factory.mktemp("slurm")
     for folder in (base, *base.parents):
         if folder.stat().st_uid == os.getuid() and str(folder).startswith("/tmp/"):
             folder.chmod(0o755)  # munge refuses sockets in folders that others may write
@@ -131,7 +133,7 @@ def wait_until(holds, base: Path | None = None, *, seconds: float = 60.0) -> Non
         time.sleep(0.05)
 
 
-def test_srun_over_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_fit_under_srun_on_two_nodes_joins_one_world(slurm: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DATA + LAUNCHED)
     # both nodes are this machine, which has no host names n1 and n2: the meeting place is said
     command = [
@@ -141,7 +143,7 @@ def test_srun_over_two_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
         "--ntasks-per-node",
         "1",
         "--export=ALL,MASTER_ADDR=127.0.0.1",
-        sys.executable,
+        *SCRIPTS.command,
         "train.py",
     ]
     result = subprocess.run(command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=180)
@@ -168,13 +170,23 @@ Trainer(Slow(), epochs=10, resume_from_checkpoint=True, log_every_n_steps=1).fit
 )
 
 
-@pytest.mark.parametrize("signal_name", ["TERM", "USR1"])
-def test_slurm_requeues_a_run_that_it_preempts(signal_name: str, slurm: dict[str, str], tmp_path: Path) -> None:
-    """A batch job is signalled, saves, ends with the code that Slurm starts it again for, and goes on where it was."""
+def steps_of(events: Path) -> int:
+    return events.read_text().count("StepEnded") if events.exists() else 0
+
+
+def resumed(job: str, slurm: dict[str, str]) -> bool:
+    """Whether the job waits no longer for the time that Slurm lets pass before it starts one again."""
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm, capture_output=True)
+    state = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T"], env=slurm, capture_output=True, text=True)
+    return state.stdout.strip() == "RUNNING"
+
+
+def test_preempted_slurm_job_is_requeued_and_resumes(slurm: dict[str, str], tmp_path: Path) -> None:
+    """By either signal: it saves, ends with the code that Slurm starts it again for, and goes on where it was."""
     (tmp_path / "train.py").write_text(REQUEUED)
     (tmp_path / "job.sh").write_text(
         f"#!/bin/sh\ncd {tmp_path}\necho started >> starts.txt\n"
-        f"exec {sys.executable} -m distributed.cli train --script train.py --num-gpus 2 --run-dir run"
+        f"exec {shlex.join(launching_python())} -m distributed.cli train --script train.py --num-gpus 2 --run-dir run"
         " resume_from_checkpoint=true\n"
     )
     submitted = subprocess.run(
@@ -184,11 +196,18 @@ def test_slurm_requeues_a_run_that_it_preempts(signal_name: str, slurm: dict[str
     assert submitted.returncode == 0, submitted.stderr
     job, events = submitted.stdout.strip(), tmp_path / "run" / "events.jsonl"
     output = tmp_path / f"job-{job}.txt"
-    wait_until(lambda: events.exists() and events.read_text().count("StepEnded") > 5, output)
-    subprocess.run(["scancel", f"--signal={signal_name}", "--batch", job], env=slurm, check=True)
-    wait_until(lambda: '"status":"interrupted"' in events.read_text(), output)
-    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=slurm, capture_output=True)
+
+    def starts() -> int:
+        return (tmp_path / "starts.txt").read_text().count("started")
+
+    for count, signal_name in enumerate(("TERM", "USR1"), 1):
+        wait_until(lambda count=count: steps_of(events) > 5 * count and starts() == count, output)
+        before = steps_of(events)
+        wait_until(lambda before=before: steps_of(events) > before, output)  # of the job that has just been started
+        subprocess.run(["scancel", f"--signal={signal_name}", "--batch", job], env=slurm, check=True)
+        wait_until(lambda count=count: events.read_text().count('"status":"interrupted"') == count, output)
+        wait_until(lambda: resumed(job, slurm), output)
     wait_until(lambda: '"status":"done"' in events.read_text(), output, seconds=150)
-    assert (tmp_path / "starts.txt").read_text().count("started") == 2
+    assert starts() == 3
     steps = [json.loads(line)["step"] for line in events.read_text().splitlines() if "StepEnded" in line]
     assert steps == sorted(set(steps))

@@ -6,15 +6,28 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.conftest import DATA, Run, clean_environ
+from tests.e2e.survival import processes_with
+from tests.warm_python import SCRIPTS
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Run:
+    """A script with a small problem before it."""
+
+    def run(text: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(DATA + textwrap.dedent(text))
+        command = [*SCRIPTS.command, "script.py"]
+        return subprocess.run(command, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=180)
+
+    return run
+
 
 SLOW = """
 import time
@@ -40,10 +53,10 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_keeps_what_was_trained(ranks: int, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks_and_saves_a_checkpoint(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(DATA + textwrap.dedent(SLOW.replace("RANKS", str(ranks))))
     process = subprocess.Popen(
-        [sys.executable, "script.py"],
+        [*SCRIPTS.command, "script.py"],
         cwd=tmp_path,
         env=clean_environ(),
         stdout=subprocess.PIPE,
@@ -51,13 +64,15 @@ def test_ctrl_c_keeps_what_was_trained(ranks: int, tmp_path: Path) -> None:
         text=True,
     )
     wait_for_event(tmp_path / "run" / "events.jsonl", "StepEnded", process)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) == (ranks + 1 if ranks > 1 else 0)  # and the process that they are forked from
+    everyone = [pid for pid in processes_with(str(tmp_path), tmp_path) if pid != process.pid]
+    assert len(everyone) == (
+        1 + ranks + 1 if ranks > 1 else 1
+    )  # the script, and the process that ranks are forked from
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert "kept True True True" in out, out + err
     assert process.returncode != 0
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not set(everyone) & set(processes_with(str(tmp_path), tmp_path))
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))) == 1
     last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["status"]) == ("RunEnded", "interrupted")
@@ -83,7 +98,7 @@ print("finished", history.steps)
 """
 
 
-def test_a_nan_loss_stops_with_the_step_and_the_samples(run_script: Run, tmp_path: Path) -> None:
+def test_nan_loss_stops_the_run_naming_step_and_samples(run_script: Run, tmp_path: Path) -> None:
     result = run_script(POISON.replace("SETTINGS", "{}"))
     assert result.returncode != 0
     message = result.stderr[result.stderr.index("NonFiniteLossError") :]
@@ -94,12 +109,12 @@ def test_a_nan_loss_stops_with_the_step_and_the_samples(run_script: Run, tmp_pat
     assert message.count("the loss is nan at step") == 1
 
 
-def test_a_nan_loss_goes_on_when_told(run_script: Run) -> None:
+def test_nan_loss_continues_with_on_nan_continue(run_script: Run) -> None:
     result = run_script(POISON.replace("SETTINGS", "{'on_nan': 'continue'}"))
     assert "finished 14" in result.stdout, result.stderr
 
 
-def test_a_failing_rank_is_named_once_with_its_log(run_script: Run, tmp_path: Path) -> None:
+def test_failing_rank_is_reported_once_with_its_log(run_script: Run, tmp_path: Path) -> None:
     result = run_script("""
         import torch.distributed as dist
         from distributed import PyTorchDDPTrainer

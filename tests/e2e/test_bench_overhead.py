@@ -1,4 +1,4 @@
-"""`distributed bench overhead` in small: real ranks take turns, each installed contender is measured; no seconds."""
+"""`python -m benchmarks.suite overhead` in small: real interleaved ranks of each installed contender; no seconds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import Any
 
 import pytest
 
-from distributed.bench import contenders
-from distributed.bench.contenders import contenders_of, find_contenders
-from distributed.bench.overhead import measure_overhead
+from benchmarks.suite.overhead import contenders
+from benchmarks.suite.overhead.benchmark import measure_overhead
+from benchmarks.suite.overhead.contenders import contenders_of, find_contenders
 from distributed.core.errors import ConfigError, RankFailedError
 from distributed.core.registry import Entry
+
+pytestmark = pytest.mark.soak  # minutes of real trainings; test_bench_collectives.py is the tiny real one
 
 
 def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "distributed.cli", "bench", *words], capture_output=True, text=True, timeout=280
+        [sys.executable, "-m", "benchmarks.suite", *words], capture_output=True, text=True, timeout=280
     )
 
 
@@ -33,7 +35,7 @@ def numbers_in(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, int | float) and not isinstance(value, bool) else []
 
 
-def test_all_installed_contenders_are_measured(tmp_path: Path) -> None:
+def test_bench_overhead_measures_all_installed_contenders(tmp_path: Path) -> None:
     target = tmp_path / "overhead.json"
     ended = run_cli("overhead", "--steps", "50", "--rounds", "1", "--json", str(target))
     assert ended.returncode == 0, ended.stderr
@@ -58,24 +60,24 @@ def test_all_installed_contenders_are_measured(tmp_path: Path) -> None:
     assert record["machine"]["cores"] >= 1
 
 
-def test_steps_that_hold_unequal_numbers_of_logged_ones_are_refused() -> None:
+def test_bench_overhead_refuses_steps_with_uneven_log_lines() -> None:
     with pytest.raises(ConfigError, match="--steps 100"):
         measure_overhead(find_contenders(["ours"]), processes=1, steps=120, rounds=1, notify=lambda *_: None)
 
 
-def test_an_unknown_contender_is_refused_with_the_nearest() -> None:
+def test_unknown_contender_error_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="fabric"):
         find_contenders(["fabrik"])
 
 
-def test_a_contender_that_is_not_installed_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contender_not_installed_is_skipped_naming_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contenders._PEERS, "fabric", Entry("no.such:train", "no_such_module", "peers"))
-    field = find_contenders()
-    assert field.missing == {"fabric": "peers"}
-    assert "fabric" not in field.names
+    found = find_contenders()
+    assert found.missing == {"fabric": "peers"}
+    assert "fabric" not in found.names
 
 
-def test_a_rank_that_fails_shows_its_own_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_benchmark_rank_raises_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A contender whose package breaks when it is imported in the ranks."""
     (tmp_path / "tensorboard.py").write_text("raise RuntimeError('broken installation')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -15,13 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distributed.bench.recovery_runs import SIDES, Run, Step, find_recovery
+from distributed.bench.recovery.runs import SIDES, Run, Step, find_recovery
 from distributed.core.errors import LaunchError
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.usefixtures("own_warm_parents"),
+]  # minutes of real trainings; test_bench_collectives.py is the tiny real one
 
 COMMAND = [sys.executable, "-m", "distributed.cli", "bench", "recovery"]
 
 
-def test_both_sides_are_measured(tmp_path: Path) -> None:
+def test_bench_recovery_measures_both_sides(tmp_path: Path) -> None:
     target = tmp_path / "recovery.json"
     command = [*COMMAND, "--kills", "2", "--starts", "1", "--stalls", "1", "--steps", "20", "--json", str(target)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
@@ -48,7 +53,7 @@ def test_both_sides_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_when_it_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
+def test_stopped_bench_recovery_leaves_no_process_or_file(tmp_path: Path, number: signal.Signals) -> None:
     """In the middle of a recovery, with runs of both sides alive."""
     environ = os.environ | {"TMPDIR": str(tmp_path)}
     command = [*COMMAND, "--kills", "50", "--starts", "1"]
@@ -75,7 +80,7 @@ def test_nothing_is_left_when_it_is_stopped(tmp_path: Path, number: signal.Signa
     assert not list(tmp_path.glob("bench-*")), "nor are its files"
 
 
-def test_a_step_of_the_old_world_after_the_kill_is_no_recovery() -> None:
+def test_step_of_the_old_world_after_kill_is_no_recovery() -> None:
     """Rank 1 is killed at 10; rank 0 still ends step 3, which both take again after a state of step 2."""
     killed = [Step(1, 1, 21), Step(5, 2, 21)]
     survivor = [Step(1, 1, 20), Step(5, 2, 20), Step(11, 3, 20)]
@@ -88,7 +93,7 @@ def test_a_step_of_the_old_world_after_the_kill_is_no_recovery() -> None:
     assert found.seconds == pytest.approx(500e-9)
 
 
-def test_a_run_that_cannot_start_says_what_it_said(tmp_path: Path) -> None:
+def test_run_that_cannot_start_raises_with_its_output(tmp_path: Path) -> None:
     with Run("ours", 2, str(tmp_path / "x"), settings=["no_such_setting=1"]) as run:
         with pytest.raises(LaunchError, match="no_such_setting"):
             run.first_step_s()

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from distributed.bench.scaling import BATCH, measure_scaling
+from distributed.bench.scaling.benchmark import BATCH, measure_scaling
 from distributed.core.errors import RankFailedError
 
+pytestmark = pytest.mark.soak  # minutes of real trainings; test_bench_collectives.py is the tiny real one
 
-def test_every_size_has_a_row(tmp_path: Path) -> None:
+
+def test_bench_scaling_reports_every_world_size(tmp_path: Path) -> None:
     target = tmp_path / "scaling.json"
     command = [sys.executable, "-m", "distributed.cli", "bench", "scaling", "--max-processes", "2"]
     command += ["--steps", "1", "--repeats", "1", "--json", str(target)]
@@ -31,12 +33,12 @@ def test_every_size_has_a_row(tmp_path: Path) -> None:
     assert str(record["machine"]["cores"]) in ended.stdout
 
 
-def test_strong_scaling_splits_one_batch() -> None:
+def test_strong_scaling_keeps_the_global_batch() -> None:
     found = measure_scaling(2, steps=1, repeats=1, strong=True, notify=lambda *_: None)
     assert [size.batch_per_device * size.processes for size in found.sizes] == [2 * BATCH, 2 * BATCH]
 
 
-def test_a_failed_training_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_scaling_raises_when_training_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cloudpickle.py").write_text("raise RuntimeError('broken installation')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RankFailedError, match="broken installation"):

@@ -1,4 +1,4 @@
-"""`distributed bench start` and `distributed bench tune` in small: real commands, real searches; no seconds here."""
+"""The suite's `start` and `tuning` in small: real commands, real searches; no seconds here."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from distributed.bench.start import find_engines, time_start
-from distributed.bench.tuning import time_search
-from distributed.core.engines import ENGINES
+from benchmarks.suite.start.benchmark import find_engines, time_start
+from benchmarks.suite.tuning.benchmark import time_search
+from benchmarks.suite.twins import starter
+from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import ConfigError, LaunchError
 
+pytestmark = pytest.mark.soak  # minutes of real trainings; test_bench_collectives.py is the tiny real one
 
-def test_an_engine_is_timed_beside_a_start_by_hand(tmp_path: Path) -> None:
+
+def test_bench_start_times_engine_beside_hand_written_launch(tmp_path: Path) -> None:
     target = tmp_path / "start.json"
-    command = [sys.executable, "-m", "distributed.cli", "bench", "start", "--only", "fsdp", "--repeats", "1"]
+    command = [sys.executable, "-m", "benchmarks.suite", "start", "--only", "fsdp", "--repeats", "1"]
     ended = subprocess.run([*command, "--json", str(target)], capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, ended.stderr
     record = json.loads(target.read_text())
@@ -31,14 +34,14 @@ def test_an_engine_is_timed_beside_a_start_by_hand(tmp_path: Path) -> None:
     assert by_hand["of_peer"] is None
 
 
-def test_every_engine_has_a_script_of_its_models_and_one_by_hand() -> None:
-    folder = Path(sys.modules["distributed.bench.start"].__file__ or "").parent
-    for engine in ENGINES.entries.values():
-        assert (folder / f"start_{engine.models}.py").exists()
-        assert (folder / f"start_by_hand_{engine.peer}.py").exists()
+def test_every_engine_has_both_start_benchmark_scripts() -> None:
+    folder = Path(sys.modules["benchmarks.suite.start.benchmark"].__file__ or "").parent
+    for name, engine in ENGINES.entries.items():
+        assert (folder / f"ours_{engine.models}.py").exists()
+        assert (folder / f"by_hand_{starter(name)}.py").exists()
 
 
-def test_an_engine_that_is_not_installed_is_told_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_not_installed_is_skipped_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES.entries, "ray", replace(ENGINES.entries["ray"], needs="no_such_module"))
     engines, missing = find_engines()
     assert "ray" not in engines
@@ -46,19 +49,19 @@ def test_an_engine_that_is_not_installed_is_told_with_what_installs_it(monkeypat
     assert missing["ray"] == 'pip install "distributed-training[ray]"'
 
 
-def test_an_unknown_engine_is_refused_with_the_nearest() -> None:
+def test_unknown_engine_error_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="horovod"):
         find_engines(["horovot"])
 
 
-def test_a_start_that_fails_shows_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_raises_with_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('broken installation')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(LaunchError, match="broken installation"):
         time_start("torchrun", 2, str(tmp_path / "run"), by_hand=True)
 
 
-def test_a_search_is_timed_by_the_clocks_of_its_trials(tmp_path: Path) -> None:
+def test_search_time_is_compared_with_sum_of_its_trials(tmp_path: Path) -> None:
     found = time_search("ours", str(tmp_path / "search"), steps=20, trials=3, parallel=2)
     assert found.trials_s > 0
     assert found.wall_s >= found.trials_s / 2, "no search is quicker than its trials"

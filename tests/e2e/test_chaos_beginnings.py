@@ -23,7 +23,7 @@ def train(folder: Path, *, data: int = 0, weights: int = 0, rate: float = 0.1) -
     return folder
 
 
-def test_runs_that_differ_before_the_first_fault_did_not_begin_alike(tmp_path: Path) -> None:
+def test_runs_that_differ_before_first_fault_began_unlike(tmp_path: Path) -> None:
     first = train(tmp_path / "a")
     assert began_alike(first, train(tmp_path / "same"), 3)
     assert not began_alike(first, train(tmp_path / "data", data=1), 0), "told by the data, before any step"
@@ -33,7 +33,7 @@ def test_runs_that_differ_before_the_first_fault_did_not_begin_alike(tmp_path: P
     assert not began_alike(first, changed, 2)
 
 
-def test_report_of_runs_that_did_not_begin_alike_says_what_to_do() -> None:
+def test_report_of_unlike_starts_suggests_manual_seed() -> None:
     injuries, weights = [Injury("kill", 1.0, 10, 0, recovered_s=2.0, broke=True)], Weights(False, 4, 1, 0.1, "model/w")
     report = ChaosReport("train.py", 0, 100, 10.0, disturbed_s=20.0, injuries=injuries, weights=weights)
     assert not any("manual_seed" in text for text in report.failures)

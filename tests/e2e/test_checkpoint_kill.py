@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from distributed.checkpoint.chunks import chunk_name
-from distributed.checkpoint.local import LocalStorage
-from distributed.checkpoint.reading import verify
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.restore.reading import verify
+from distributed.checkpoint.restore.restoring import restore
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.chunks import chunk_name
+from distributed.checkpoint.storage.local import LocalStorage
 from distributed.core.env import WorkerEnv
 from distributed.runtime.session import Session
 from tests.conftest import clean_environ
@@ -22,8 +23,9 @@ from tests.conftest import clean_environ
 SAVES = """
 import json, os, signal, sys, threading
 import torch
-from distributed.checkpoint.local import LocalStorage
-from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.storage.local import LocalStorage
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
 from distributed.core.env import WorkerEnv
 from distributed.runtime.session import Session
 
@@ -46,7 +48,7 @@ def history(root, kill_at):
                 passed.append(point)
 
     session = Session(WorkerEnv(), torch.device("cpu"), None)
-    saver = Saver(LocalStorage(root, at=at), session, keep_last=1, at=at)
+    saver = Saver(LocalStorage(root, at=at), session, TensorStaging(), keep_last=1, at=at)
     saver.save(10, state(10), {"rng": {"n": torch.tensor(10)}}, wait=True)
     armed = True
     saver.save(20, state(20), {"rng": {"n": torch.tensor(20)}}, wait=True)
@@ -69,7 +71,7 @@ print(json.dumps(points))
 """
 
 
-def test_the_last_whole_checkpoint_survives_a_kill_at_every_point(tmp_path: Path) -> None:
+def test_last_whole_checkpoint_survives_kill_at_every_point(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", SAVES, str(tmp_path)], env=clean_environ(), capture_output=True, text=True, timeout=200
     )
@@ -100,7 +102,9 @@ def check(root: Path) -> int:
     assert model["b"].tolist() == [float(step)] * 5
     assert restored.own == {"rng": {"n": torch.tensor(step)}}
     assert not restored.report.skipped, "a killed save leaves nothing that looks like a checkpoint"
-    saver = Saver(str(root), session, keep_last=1, guard_s=0, known=restored.verified, asynchronous=False)
+    saver = Saver(
+        str(root), session, TensorStaging(), keep_last=1, guard_s=0, known=restored.verified, asynchronous=False
+    )
     saver.save(30, restored.shared, {})
     assert not verify(str(root / "step-000030")).problems
     manifest = restore(str(root), True, session)

@@ -17,11 +17,12 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from distributed.checkpoint.candidates import find
-from distributed.checkpoint.reading import load, verify
-from distributed.checkpoint.remote import RemoteStorage
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.restore.candidates import find
+from distributed.checkpoint.restore.reading import load, verify
+from distributed.checkpoint.restore.restoring import restore
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.remote import RemoteStorage
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.launch.ports import free_port
@@ -139,7 +140,7 @@ def state(step: int) -> dict[str, dict[str, torch.Tensor]]:
 def test_save_restore_and_retention_on_s3(trouble: Trouble, tmp_path: Path) -> None:
     url = f"s3://bucket/{tmp_path.name}/checkpoints"
     assert find(url, True) == []
-    saver = Saver(url, alone(), keep_last=2)
+    saver = Saver(url, alone(), TensorStaging(), keep_last=2)
     saver.prepare(state(1), {})
     for step in (1, 2, 3):
         saver.save(step, state(step), {"rng": {"n": torch.tensor(step)}})
@@ -156,10 +157,10 @@ def test_save_restore_and_retention_on_s3(trouble: Trouble, tmp_path: Path) -> N
     assert RemoteStorage(url).list("parts") == []
 
 
-def test_a_slow_and_unreliable_store_is_survived(trouble: Trouble, tmp_path: Path) -> None:
+def test_saves_to_slow_and_flaky_s3_are_retried_to_success(trouble: Trouble, tmp_path: Path) -> None:
     url = f"s3://bucket/{tmp_path.name}/flaky"
     trouble.every, trouble.delay_s = 3, 0.02
-    saver = Saver(url, alone())
+    saver = Saver(url, alone(), TensorStaging())
     for step in (1, 2):
         saver.save(step, state(step), {})
     saver.close()
@@ -169,12 +170,12 @@ def test_a_slow_and_unreliable_store_is_survived(trouble: Trouble, tmp_path: Pat
     assert torch.equal(restored.shared["model"]["w"], state(2)["model"]["w"])
 
 
-def test_a_store_that_fails_for_good_leaves_the_last_good_one(trouble: Trouble, tmp_path: Path) -> None:
+def test_failed_saves_to_s3_leave_the_last_good_checkpoint(trouble: Trouble, tmp_path: Path) -> None:
     url = f"s3://bucket/{tmp_path.name}/failing"
     storage = RemoteStorage(
         url, tries=2, first_pause_s=0.01, options={"config_kwargs": {"retries": {"max_attempts": 1}}}
     )
-    saver = Saver(storage, alone(), keep_last=1)
+    saver = Saver(storage, alone(), TensorStaging(), keep_last=1)
     saver.save(1, state(1), {}, wait=True)
     for writes in (0, 1, 3):  # that still go through: two chunks and a part come before the manifest
         trouble.writes_left = writes

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from distributed import Trainer
 
 
-def test_a_run_over_a_url(tmp_path: Path) -> None:
+def test_run_saves_to_and_resumes_from_a_url(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(40, 4)
     data = TensorDataset(x, (x[:, 0] > 0).long())

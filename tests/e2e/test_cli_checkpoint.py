@@ -13,10 +13,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from distributed.checkpoint.chunks import chunk_name
-from distributed.checkpoint.exchange_import import import_weights
-from distributed.checkpoint.reading import load
-from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.exchange.importing import import_weights
+from distributed.checkpoint.restore.reading import load
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.chunks import chunk_name
 from distributed.core.env import WorkerEnv
 from distributed.runtime.session import Session
 from distributed.testing import run_ranks
@@ -36,7 +37,10 @@ def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def run(tmp_path: Path) -> Path:
     """A folder with a run directory of three checkpoints: the second changes one tensor, the third nothing."""
     saver = Saver(
-        str(tmp_path / "runs/a/checkpoints"), Session(WorkerEnv(), torch.device("cpu"), None), asynchronous=False
+        str(tmp_path / "runs/a/checkpoints"),
+        Session(WorkerEnv(), torch.device("cpu"), None),
+        TensorStaging(),
+        asynchronous=False,
     )
     embed = torch.randn(100, 8, dtype=torch.bfloat16)
     model = {"embed.weight": embed, "body.weight": torch.randn(600, 600), "head.weight": embed}
@@ -66,7 +70,7 @@ def damage(folder: Path, step: int, tensor: str) -> str:
     return chunk
 
 
-def test_ls_shows_what_each_checkpoint_added(run: Path) -> None:
+def test_ls_shows_bytes_added_by_each_checkpoint(run: Path) -> None:
     for place in ("runs/a", "runs/a/checkpoints", f"file://{run}/runs/a/checkpoints"):
         done = cli(run, "ls", place)
         assert done.returncode == 0, done.stderr
@@ -79,7 +83,7 @@ def test_ls_shows_what_each_checkpoint_added(run: Path) -> None:
     assert [row["sound"] for row in found] == [True, False, True]
 
 
-def test_inspect_tells_everything(run: Path) -> None:
+def test_inspect_shows_components_tensors_and_settings(run: Path) -> None:
     found = json.loads(cli(run, "inspect", "runs/a", "--json", "--tensors").stdout)
     assert (found["step"], found["world_size"], found["progress"]["samples_in_epoch"]) == (30, 1, 64)
     assert set(found["components"]) == {"model", "optimizer", "progress", "rank-0/rng"}
@@ -93,7 +97,7 @@ def test_inspect_tells_everything(run: Path) -> None:
         assert word in text
 
 
-def test_verify_names_the_chunk_and_its_tensors_and_exits_with_5(run: Path) -> None:
+def test_verify_names_damaged_chunk_and_tensors_and_exits_5(run: Path) -> None:
     assert cli(run, "verify", "runs/a").returncode == 0
     chunk = damage(run, 10, "model/body.weight")
     done = cli(run, "verify", "runs/a")
@@ -106,7 +110,7 @@ def test_verify_names_the_chunk_and_its_tensors_and_exits_with_5(run: Path) -> N
     assert cli(run, "verify", "runs/a/checkpoints/step-000010").returncode == 5
 
 
-def test_diff_tells_values_and_shared_bytes(run: Path) -> None:
+def test_diff_shows_changed_values_and_shared_bytes(run: Path) -> None:
     root = "runs/a/checkpoints"
     found = json.loads(cli(run, "diff", f"{root}/step-000010", f"{root}/step-000020", "--json").stdout)
     changed = {change["name"]: change for change in found["changed"]}
@@ -120,7 +124,7 @@ def test_diff_tells_values_and_shared_bytes(run: Path) -> None:
     assert "nothing differs" in cli(run, "diff", f"{root}/step-000030", "runs/a").stdout
 
 
-def test_weights_go_out_and_come_back(run: Path) -> None:
+def test_exported_weights_are_imported_bitwise_equal(run: Path) -> None:
     wanted = load(str(run / "runs/a/checkpoints/step-000030")).shared["model"]
     done = cli(run, "export", "runs/a", "--to", "out/", "--max-shard-size", "1MB")
     assert done.returncode == 0, done.stderr
@@ -140,7 +144,7 @@ def test_weights_go_out_and_come_back(run: Path) -> None:
         assert found["model"]["head.weight"] is found["model"]["embed.weight"]
 
 
-def test_a_folder_without_checkpoints_is_not_suggested(run: Path) -> None:
+def test_folder_without_checkpoints_is_not_suggested(run: Path) -> None:
     (run / "runs/bb/trials").mkdir(parents=True)
     assert "runs/bb" not in cli(run, "ls", "runs/b").stderr
     assert "runs/a" in cli(run, "ls", "runs/b").stderr
@@ -165,7 +169,9 @@ def test_a_folder_without_checkpoints_is_not_suggested(run: Path) -> None:
         (["import", "bomb.pt", "--to", "in"], 5, ["bomb.pt", "code", "state_dict"]),
     ],
 )
-def test_bad_input_is_told(run: Path, arguments: list[str], code: int, hints: list[str]) -> None:
+def test_bad_arguments_are_refused_and_nothing_is_written(
+    run: Path, arguments: list[str], code: int, hints: list[str]
+) -> None:
     (run / "plain.txt").write_text("hello")
     torch.save({"w": torch.ones(1), "f": os.getcwd}, run / "bomb.pt")
     before = sorted(path for path in run.rglob("*"))
@@ -176,7 +182,7 @@ def test_bad_input_is_told(run: Path, arguments: list[str], code: int, hints: li
     assert sorted(path for path in run.rglob("*")) == before, "nothing was written"
 
 
-def test_a_damaged_or_newer_checkpoint_is_told_by_every_verb(run: Path) -> None:
+def test_every_command_refuses_damaged_or_newer_checkpoint(run: Path) -> None:
     manifest = run / "runs/a/checkpoints/step-000030/manifest.json"
     document = json.loads(manifest.read_text())
     for text, hint in ((json.dumps(document | {"format": 99}), "upgrade"), ("{", "damaged")):
@@ -187,7 +193,7 @@ def test_a_damaged_or_newer_checkpoint_is_told_by_every_verb(run: Path) -> None:
             assert hint in done.stderr, words
 
 
-def test_a_terminal_sees_a_bar(run: Path) -> None:
+def test_verify_shows_progress_bar_on_terminal_only(run: Path) -> None:
     """Through a real pseudo-terminal; elsewhere stderr stays empty."""
     assert cli(run, "verify", "runs/a").stderr == ""
     leader, follower = pty.openpty()
@@ -215,18 +221,18 @@ def test_a_terminal_sees_a_bar(run: Path) -> None:
 
 _PEAK = """
 import resource, sys
-from distributed.checkpoint.exchange_catalog import open_one
-from distributed.checkpoint.exchange_export import export_checkpoint
+from distributed.checkpoint.exchange.catalog import open_one
+from distributed.checkpoint.exchange.export import export_checkpoint
 export_checkpoint(open_one(sys.argv[1]), sys.argv[2], sys.argv[3])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-def test_an_export_holds_little_of_the_model_in_memory(tmp_path: Path) -> None:
+def test_export_memory_is_bounded(tmp_path: Path) -> None:
     session = Session(WorkerEnv(), torch.device("cpu"), None)
     for name, count in (("small", 1), ("large", 10 * 2**20)):
         state = {f"w{i}": torch.randn(count) for i in range(4)}  # of the large one 160 MiB
-        Saver(str(tmp_path / name), session, asynchronous=False).save(1, {"model": state}, {})
+        Saver(str(tmp_path / name), session, TensorStaging(), asynchronous=False).save(1, {"model": state}, {})
 
     def peak(name: str, format: str) -> int:
         command = [sys.executable, "-c", _PEAK, str(tmp_path / name), str(tmp_path / f"{name}.{format}"), format]
@@ -239,7 +245,7 @@ def test_an_export_holds_little_of_the_model_in_memory(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
-def test_a_torch_checkpoint_that_ranks_wrote_in_shards_comes_in_whole(tmp_path: Path) -> None:
+def test_sharded_dcp_checkpoint_is_imported_whole(tmp_path: Path) -> None:
     def write(folder: str) -> None:
         import torch
         import torch.distributed.checkpoint as dcp

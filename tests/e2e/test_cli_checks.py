@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import platform
 import socket
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
+import distributed
+from distributed.core.config import DistributedConfig
+from distributed.core.run_config import RunConfig
 from distributed.launch.preflight import check_run_dir
 from tests.conftest import clean_environ, cli, fresh_cli
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +43,7 @@ from tests.conftest import clean_environ, cli, fresh_cli
         (["--script", "train.py", "--config", "no.yaml"], ["no.yaml"]),
     ],
 )
-def test_bad_input_is_told_before_anything_starts(unstarted, arguments, hints):
+def test_bad_arguments_are_refused_before_anything_starts(unstarted, arguments, hints):
     done = cli(unstarted, "train", *arguments)
     assert done.returncode == 2
     for hint in hints:
@@ -43,7 +52,7 @@ def test_bad_input_is_told_before_anything_starts(unstarted, arguments, hints):
     assert sorted(entry.name for entry in unstarted.iterdir()) == ["train.py"]
 
 
-def test_all_problems_are_told_at_once(unstarted):
+def test_all_problems_are_reported_at_once(unstarted):
     (unstarted / "run.yaml").write_text("epochs: 0\nbatchsize: 3\nseed: 1\nseed: 2\n")
     done = cli(unstarted, "train", "--script", "no.py", "--config", "run.yaml", "--backend", "x", "num_nodes=two")
     assert done.returncode == 2
@@ -51,7 +60,7 @@ def test_all_problems_are_told_at_once(unstarted):
         assert hint in done.stderr
 
 
-def test_a_port_in_use_and_a_used_run_directory_are_told_together(unstarted):
+def test_port_in_use_and_used_run_directory_reported_together(unstarted):
     (unstarted / "run").mkdir()
     (unstarted / "run" / "events.jsonl").touch()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -71,7 +80,7 @@ def test_a_port_in_use_and_a_used_run_directory_are_told_together(unstarted):
         ("latin.py", b"x = '\xe9'\n", ["latin.py:1"]),
     ],
 )
-def test_a_script_that_is_no_python_is_told_with_its_line(unstarted, name, content, hints):
+def test_script_that_is_not_python_is_refused_with_its_line(unstarted, name, content, hints):
     (unstarted / name).write_bytes(content)
     done = cli(unstarted, "train", "--script", name)
     assert done.returncode == 2
@@ -79,7 +88,7 @@ def test_a_script_that_is_no_python_is_told_with_its_line(unstarted, name, conte
     assert sorted(entry.name for entry in unstarted.iterdir()) == sorted([name, "train.py"])
 
 
-def test_what_a_launch_left_that_never_began_is_no_other_run(tmp_path):
+def test_files_of_launch_that_never_began_are_no_other_run(tmp_path):
     logs = tmp_path / "run" / "attempts" / "0"
     logs.mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text("{}")
@@ -97,7 +106,7 @@ def test_what_a_launch_left_that_never_began_is_no_other_run(tmp_path):
     assert check_run_dir(str(tmp_path / "model"), resume=False) != []
 
 
-def test_a_path_without_checkpoints_is_told_before_anything_starts(unstarted):
+def test_resume_path_without_checkpoint_is_refused_before_start(unstarted):
     (unstarted / "old" / "checkpoints" / "step-000004").mkdir(parents=True)
     for path, hint in (
         ("nowhere/step-000004", "does not exist"),
@@ -112,19 +121,19 @@ def test_a_path_without_checkpoints_is_told_before_anything_starts(unstarted):
     assert sorted(entry.name for entry in unstarted.iterdir()) == ["old", "train.py"]
 
 
-def test_a_dry_run_shows_all_and_does_nothing(unstarted):
+def test_dry_run_shows_rank_commands_and_writes_nothing(unstarted):
     done = cli(
         unstarted, "train", "--script", "train.py", "--num-gpus", "2", "--dry-run", "epochs=2", "--", "--x", "a b"
     )
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"RANK={rank} " in done.stdout
-    assert "distributed.launch.rank train.py --x 'a b'" in done.stdout
+    assert "distributed.launch.node.rank train.py --x 'a b'" in done.stdout
     assert "2 CPU processes" in done.stdout or "GPU" in done.stdout
     assert sorted(entry.name for entry in unstarted.iterdir()) == ["train.py"]
 
 
-def test_a_dry_run_of_several_nodes_needs_no_other_node(unstarted):
+def test_dry_run_of_several_nodes_needs_no_other_node(unstarted):
     several = ["--num-nodes", "2", "--gpus-per-node", "2", "--node-rank", "1", "--master-addr", "n0", "--device", "cpu"]
     done = cli(unstarted, "train", "--script", "train.py", "--dry-run", *several)
     assert done.returncode == 0, done.stderr
@@ -132,7 +141,7 @@ def test_a_dry_run_of_several_nodes_needs_no_other_node(unstarted):
     assert "n0:29400" in done.stdout
 
 
-def test_config_show_says_where_values_came_from(unstarted):
+def test_config_show_gives_source_of_each_value(unstarted):
     (unstarted / "run.yaml").write_text("# ours\nepochs: 3\nlearning_rate: 1e-2\nrun_dir: 2024\n")
     shown = cli(unstarted, "config", "show", "--config", "run.yaml", "epochs=5", "mixed_precision=true", "--json")
     settings = json.loads(shown.stdout)
@@ -150,6 +159,21 @@ def test_config_show_says_where_values_came_from(unstarted):
     ]
 
 
+def test_config_show_reads_the_settings_of_a_run(unstarted):
+    config = DistributedConfig(_sources={"epochs": "run.yaml:2", "seed": "command line"}, epochs=7, seed=1)
+    (unstarted / "past").mkdir()
+    RunConfig.of(config, ["train.py"]).write(unstarted / "past")
+    shown = cli(unstarted, "config", "show", "--run-dir", "past", "--given", "--json", "seed=2")
+    assert json.loads(shown.stdout) == {
+        "epochs": {"value": 7, "source": "run.yaml:2"},
+        "seed": {"value": 2, "source": "command line"},
+    }
+    (unstarted / "past" / "config.json").write_text('{"epochs": 7}')
+    refused = cli(unstarted, "config", "show", "--run-dir", "past")
+    assert refused.returncode == 2
+    assert "schema version" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
@@ -159,7 +183,7 @@ def test_config_show_says_where_values_came_from(unstarted):
         ("a: !!x 1", "run.yaml:1"),
     ],
 )
-def test_bad_files_of_settings(unstarted, text, hint):
+def test_bad_settings_file_is_refused(unstarted, text, hint):
     (unstarted / "run.yaml").write_text(text)
     done = cli(unstarted, "config", "show", "--config", "run.yaml")
     assert done.returncode == 2
@@ -167,7 +191,7 @@ def test_bad_files_of_settings(unstarted, text, hint):
     assert "Traceback" not in done.stderr
 
 
-def test_an_empty_file_of_settings_is_none(unstarted):
+def test_empty_settings_file_is_accepted(unstarted):
     (unstarted / "run.yaml").write_text("# nothing\n")
     assert cli(unstarted, "config", "show", "--config", "run.yaml", "--given").returncode == 0
 
@@ -181,7 +205,7 @@ def test_an_empty_file_of_settings_is_none(unstarted):
         ["train", "--script", "train.py", "--dry-run", "--num-gpus", "2"],
     ],
 )
-def test_no_torch_is_imported_to_answer(unstarted, arguments):
+def test_help_config_and_dry_run_import_no_torch(unstarted, arguments):
     program = (
         "import sys\nfrom distributed.cli.main import main\n"
         f"sys.argv = ['distributed', *{arguments!r}]\n"
@@ -199,8 +223,29 @@ def test_importing_the_package_imports_no_torch():
     subprocess.run([sys.executable, "-c", program], env=clean_environ(), check=True)
 
 
+def test_version_shows_python_and_torch_without_importing_torch():
+    program = (
+        "import sys\n"
+        "from distributed.cli.main import main\n"
+        "sys.argv = ['distributed', '--version']\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=clean_environ(), capture_output=True, text=True)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"distributed-training {declared}",
+        f"Python {platform.python_version()}",
+        f"torch {metadata.version('torch')}",
+    ]
+    assert distributed.__version__ == declared
+
+
 @pytest.mark.parametrize("way", [["-m", "distributed"], ["-m", "distributed.cli"]])
-def test_both_modules_are_the_command(way):
+def test_python_m_of_both_modules_runs_the_command(way):
     done = subprocess.run([sys.executable, *way, "--version"], env=clean_environ(), capture_output=True, text=True)
     assert done.stdout.startswith("distributed-training ")
 
@@ -216,7 +261,7 @@ def test_doctor_reports_the_machine(unstarted):
     assert all(finding["do"] for name, finding in found.items() if finding["state"] == "missing" and "extra" in name)
 
 
-def test_doctor_finds_dasks_package_and_a_broken_torch(unstarted):
+def test_doctor_reports_dask_distributed_and_broken_torch(unstarted):
     fake = unstarted / "site"
     (fake / "distributed-2024.1.0.dist-info").mkdir(parents=True)
     (fake / "distributed-2024.1.0.dist-info" / "METADATA").write_text(

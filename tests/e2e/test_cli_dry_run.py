@@ -79,7 +79,7 @@ def try_out(ranks: int, model: nn.Module | None = None, data: Any = None, **sett
     return found
 
 
-def test_llama_8b_over_1024_ranks(tmp_path):
+def test_dry_run_of_llama_8b_on_1024_ranks_shards_by_1024(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "train.py").write_text(LLAMA)
     done = train(tmp_path, "--dry-run=1024", "--backend", "fsdp")
@@ -98,7 +98,7 @@ def test_llama_8b_over_1024_ranks(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["train.py"], "nothing is written"
 
 
-def test_a_smaller_llama_of_which_ranks_share_each_layer(tmp_path):
+def test_dry_run_of_llama_with_tensor_parallel_shards_by_8(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "train.py").write_text(LLAMA.replace("num_hidden_layers=32", "num_hidden_layers=4"))
     done = train(tmp_path, "--dry-run=64", "--tensor-parallel", "8", "--gpus-per-node", "8")
@@ -131,7 +131,7 @@ WHOLE = sum(p.numel() for p in make_model(meta=True).parameters()) * 4
         (4, {"mixed_precision": "fp16", "activation_checkpointing": True}, 1, 1),
     ],
 )
-def test_a_step_on_a_mesh(ranks, settings, share, of_state):
+def test_dry_run_step_on_mesh_holds_its_shard(ranks, settings, share, of_state):
     found = try_out(ranks, **settings)
     assert found.plan.world_size == ranks
     assert (found.whole.parameters, found.whole.gradients, found.whole.optimizer) == (WHOLE, WHOLE, 2 * WHOLE)
@@ -140,7 +140,7 @@ def test_a_step_on_a_mesh(ranks, settings, share, of_state):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
-def test_a_pipeline_is_cut_and_its_step_is_said_to_be_left_out(schedule):
+def test_dry_run_of_pipeline_splits_it_and_skips_the_step(schedule):
     found = try_out(4, make_model(blocks=4), pipeline_parallel=2, pipeline_schedule=schedule)
     assert any("pipeline" in what for what in found.left_out)
     assert "one step" not in str(found)
@@ -150,13 +150,13 @@ def test_a_pipeline_is_cut_and_its_step_is_said_to_be_left_out(schedule):
     assert found.here.optimizer == pytest.approx(whole, rel=0.06)
 
 
-def test_what_is_not_known_is_not_guessed():
+def test_dry_run_reports_unknown_optimizer_state_as_unknown():
     found = try_out(8, pipeline_parallel=2, zero_stage=1)
     assert found.here.optimizer is None
     assert "not known" in str(found)
 
 
-def test_lora_trains_the_adapters_only():
+def test_dry_run_with_lora_has_gradients_of_adapters_only():
     pytest.importorskip("peft")
     found = try_out(4, backend="fsdp", lora=4)
     assert found.whole.parameters > WHOLE
@@ -165,7 +165,7 @@ def test_lora_trains_the_adapters_only():
 
 
 @pytest.mark.parametrize("sharding", ["none", "full"])
-def test_a_model_that_is_made_and_its_own_optimizer(sharding):
+def test_dry_run_takes_built_tied_model_and_its_optimizer(sharding):
     model = make_model(tied=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = try_out(4, model, optimizer=optimizer, sharding=sharding)
@@ -186,7 +186,7 @@ class Recurrent(nn.Module):
         return self.head(hidden[:, -1] * self.scale)
 
 
-def test_layers_with_state_of_their_own():
+def test_dry_run_takes_recurrent_layers_and_weighted_loss():
     data = TensorDataset(torch.randn(40, 1, 9), torch.randint(0, 2, (40,)))
     found = try_out(4, Recurrent(), data, loss_fn=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])))
     assert found.here.parameters == found.whole.parameters > 0
@@ -200,11 +200,11 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     "data", [DataLoader(Stream(), batch_size=4), DataLoader(make_data(), batch_size=4, num_workers=2), make_data(8)]
 )
-def test_any_data_gives_a_first_batch(data):
+def test_dry_run_reads_first_batch_of_any_data(data):
     assert try_out(32, data=data, backend="fsdp").here.gradients
 
 
-def test_what_a_dry_run_cannot_do_is_refused():
+def test_dry_run_refuses_bitwise_and_wrong_node_counts():
     with pytest.raises(PlanError, match="bitwise"):
         try_out(4, reproducible="bitwise")
     with pytest.raises(ConfigError, match="num_nodes=2 × gpus_per_node=4 is 8"):
@@ -222,7 +222,7 @@ def test_what_a_dry_run_cannot_do_is_refused():
         (["--dry-run=12", "--tensor-parallel", "8", "sharding=ful"], ["sharding='ful'"]),
     ],
 )
-def test_bad_input_is_told_before_the_script_runs(unstarted, arguments, hints):
+def test_bad_dry_run_arguments_are_refused(unstarted, arguments, hints):
     done = cli(unstarted, "train", "--script", "train.py", *arguments)
     assert done.returncode == 2
     for hint in hints:

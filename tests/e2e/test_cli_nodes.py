@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 from distributed.launch.ports import free_port
-
-ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+from tests.conftest import clean_environ
+from tests.e2e.survival import launching_python
 
 ALL_REDUCE = """
 import os, torch, torch.distributed as dist
@@ -55,13 +53,12 @@ def node(folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
     ]
     folder.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, "-m", "distributed.cli", "train", *arguments, *more],
+        [*launching_python(), "-m", "distributed.cli", "train", *arguments, *more],
         cwd=folder,
-        env=ENV,
+        env=clean_environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -73,7 +70,7 @@ def finish(*nodes: subprocess.Popen[str]) -> list[str]:
             running.kill()
 
 
-def test_nodes_agree_on_their_numbers_and_on_one_run_directory(tmp_path):
+def test_nodes_agree_on_node_ranks_and_one_run_directory(tmp_path):
     (tmp_path / "train.py").write_text(ALL_REDUCE)
     port = free_port()
     nodes = [node(tmp_path / name, port, "--gpus-per-node", "1") for name in "ab"]
@@ -86,7 +83,7 @@ def test_nodes_agree_on_their_numbers_and_on_one_run_directory(tmp_path):
     assert len({log.rpartition("/")[0] for log in logs}) == 1
 
 
-def test_the_numbers_that_are_given_are_kept_and_a_failure_ends_both_nodes(tmp_path):
+def test_given_node_ranks_are_kept_and_failure_ends_both_nodes(tmp_path):
     (tmp_path / "train.py").write_text(FAILS_ON_ONE)
     port = free_port()
     second = node(tmp_path / "second", port, "--gpus-per-node", "1", "--node-rank", "1", "--run-dir", "mine")
@@ -103,7 +100,7 @@ def test_the_numbers_that_are_given_are_kept_and_a_failure_ends_both_nodes(tmp_p
     assert "rank 0" not in on_first.partition("RankFailedError")[2]
 
 
-def test_a_script_that_fails_after_its_training_ends_both_nodes_and_is_not_started_again(tmp_path):
+def test_failure_after_training_ends_both_nodes_without_restart(tmp_path):
     (tmp_path / "train.py").write_text(FAILS_AFTERWARDS)
     port = free_port()
     nodes = [
@@ -131,7 +128,7 @@ def test_stopping_one_node_stops_both(tmp_path):
     assert [running.returncode for running in nodes] == [130, 130], shown
 
 
-def test_nodes_that_cannot_be_one_world_say_why(tmp_path):
+def test_nodes_with_different_rank_counts_are_refused(tmp_path):
     (tmp_path / "train.py").write_text("print('never')")
     port = free_port()
     nodes = [node(tmp_path / name, port, "--gpus-per-node", count) for name, count in (("a", "1"), ("b", "2"))]
@@ -141,7 +138,7 @@ def test_nodes_that_cannot_be_one_world_say_why(tmp_path):
     assert [running.returncode for running in nodes] == [3, 3]
 
 
-def test_a_node_whose_run_directory_holds_another_run_refuses_it(tmp_path):
+def test_node_with_run_directory_of_another_run_is_refused(tmp_path):
     (tmp_path / "train.py").write_text("print('never')")
     log = tmp_path / "b" / "mine" / "attempts" / "0" / "rank-1.log"
     log.parent.mkdir(parents=True)

@@ -50,7 +50,7 @@ Trainer(torch.nn.Linear(2, 2), batch_size=2).fit(TensorDataset(torch.zeros(4, 2)
         (["--tensor-parallel", "2", "tensor_parallel=2"], ["tensor_parallel", "twice"]),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(unstarted, arguments, hints):
+def test_impossible_mesh_settings_are_refused_before_start(unstarted, arguments, hints):
     done = cli(unstarted, "train", "--script", "train.py", *arguments)
     assert done.returncode == 2
     for hint in hints:
@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(unstarted, arguments, 
     assert sorted(entry.name for entry in unstarted.iterdir()) == ["train.py"]
 
 
-def test_all_that_is_wrong_with_a_mesh_is_told_at_once(unstarted):
+def test_all_mesh_problems_are_reported_at_once(unstarted):
     wrong = ["--num-gpus", "6", "--tensor-parallel", "4", "--zero-stage", "1", "--sharding", "full"]
     done = cli(unstarted, "train", "--script", "tran.py", *wrong, "pipeline_schedule=gpipe", "lora={rnk: 2}")
     assert done.returncode == 2
@@ -67,7 +67,7 @@ def test_all_that_is_wrong_with_a_mesh_is_told_at_once(unstarted):
         assert hint in done.stderr
 
 
-def test_options_are_the_settings_of_the_same_names(unstarted):
+def test_parallel_options_set_settings_of_the_same_names(unstarted):
     (unstarted / "train.py").write_text(SHOWS_CONFIG)
     options = {
         "backend": "fsdp",
@@ -97,13 +97,13 @@ def test_options_are_the_settings_of_the_same_names(unstarted):
     assert "cpu_offload=True" in script.stderr
 
 
-def test_a_mesh_is_shown_with_its_reason(unstarted):
+def test_dry_run_shows_mesh_with_its_reason(unstarted):
     done = cli(unstarted, "train", "--script", "train.py", "--dry-run", "--num-gpus", "8", "--tensor-parallel", "2")
     assert done.returncode == 0, done.stderr
-    assert "mesh dp_replicate=4 × tp=2: 4 copies of the model, 2 ranks for each layer" in done.stdout
+    assert "mesh dp_replicate=4 × tp=2: 4 replicas of the model, 2 ranks for each layer" in done.stdout
 
 
-def test_help_names_the_engines_that_there_are(unstarted):
+def test_train_help_lists_the_engines(unstarted):
     text = " ".join(cli(unstarted, "train", "--help", COLUMNS="200").stdout.split())
     assert "auto, pytorch-ddp, fsdp" in text
     assert "KEY=VALUE" in text

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.survival import wait_until
-
-ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+from distributed.core.run_config import GivenSetting, RunConfig
+from tests.conftest import clean_environ
+from tests.e2e.survival import launching_python, wait_until
 
 PLAIN_DDP = """
 import os, sys
@@ -35,6 +35,15 @@ print("on stderr", file=sys.stderr)
 dist.destroy_process_group()
 """
 
+UNLIKE = """
+import os, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from distributed import Trainer
+
+data = TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
+Trainer(nn.Linear(4, 2), batch_size=4 + int(os.environ["RANK"])).fit(data)
+"""
 FAILS_ON_ONE = """
 import torch, torch.distributed as dist
 
@@ -67,23 +76,23 @@ if __name__ == "__main__":
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "distributed.cli", "train", *arguments]
+    return [*launching_python(), "-m", "distributed.cli", "train", *arguments]
 
 
 def train(folder: Path, *arguments: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=folder, env=ENV, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command(*arguments), cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=timeout
+    )
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command(*arguments),
         cwd=folder,
-        env=ENV,
+        env=clean_environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # A shell's background job ignores Ctrl-C, and so would all that it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -104,7 +113,7 @@ def living(pids: Iterable[int]) -> list[int]:
     return alive
 
 
-def test_a_torch_script_that_knows_nothing_of_us(tmp_path):
+def test_plain_torch_ddp_script_runs_with_logs_per_rank(tmp_path):
     (tmp_path / "train.py").write_text(PLAIN_DDP)
     done = train(tmp_path, "--script", "train.py", "--num-gpus", "2", "--run-dir", "run", "epochs=3", "--", "--x", "1")
     assert done.returncode == 0, done.stderr
@@ -116,11 +125,12 @@ def test_a_torch_script_that_knows_nothing_of_us(tmp_path):
         log = (tmp_path / "run" / "attempts" / "0" / f"rank-{rank}.log").read_text().splitlines()
         assert said in log
         assert "on stderr" in log
-    record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert record["settings"]["epochs"] == {"value": 3, "source": "command line"}
+    record = RunConfig.read(tmp_path / "run")
+    assert (record.script, record.arguments) == ("train.py", ("--x", "1"))
+    assert record.settings["epochs"] == GivenSetting(3, "command line")
 
 
-def test_one_traceback_of_the_rank_that_failed_first(tmp_path):
+def test_only_the_first_failed_ranks_traceback_is_shown(tmp_path):
     (tmp_path / "train.py").write_text(FAILS_ON_ONE)
     done = train(tmp_path, "--script", "train.py", "--num-gpus", "2", "--run-dir", "run")
     assert done.returncode == 1
@@ -136,12 +146,12 @@ def test_one_traceback_of_the_rank_that_failed_first(tmp_path):
     assert [(event["event"], event["rank"]) for event in events] == [("RankFailed", 1)]
 
 
-def test_the_exit_code_is_that_of_the_ranks_error(tmp_path):
+def test_exit_code_is_that_of_the_ranks_error(tmp_path):
     (tmp_path / "train.py").write_text("from distributed.core.errors import DataError\nraise DataError('empty')\n")
     assert train(tmp_path, "--script", "train.py", "--num-gpus", "2").returncode == 2
 
 
-def test_a_rank_that_is_killed(tmp_path):
+def test_killed_rank_is_named_and_ends_the_others(tmp_path):
     (tmp_path / "train.py").write_text(RUNS_ON)
     running = start(tmp_path, "--script", "train.py", "--num-gpus", "2", "--run-dir", "run")
     pids = pids_of_ranks(tmp_path)
@@ -155,7 +165,7 @@ def test_a_rank_that_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopping_ends_all_ranks(tmp_path, number, code):
+def test_sigint_and_sigterm_end_all_ranks(tmp_path, number, code):
     (tmp_path / "train.py").write_text(RUNS_ON)
     running = start(tmp_path, "--script", "train.py", "--num-gpus", "2")
     pids = pids_of_ranks(tmp_path)
@@ -166,7 +176,7 @@ def test_stopping_ends_all_ranks(tmp_path, number, code):
     assert not living(pids)
 
 
-def test_ranks_get_one_ctrl_c_and_the_time_to_save(tmp_path):
+def test_ctrl_c_reaches_ranks_once_with_time_to_save(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, signal, time\n"
         "asked = []\n"
@@ -186,7 +196,7 @@ def test_ranks_get_one_ctrl_c_and_the_time_to_save(tmp_path):
     assert "[r1] saved after 1" in shown
 
 
-def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path):
+def test_second_ctrl_c_kills_ranks_that_ignore_the_first(tmp_path):
     ignoring = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + RUNS_ON
     (tmp_path / "train.py").write_text(ignoring)
     running = start(tmp_path, "--script", "train.py", "--num-gpus", "2")
@@ -202,7 +212,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path):
     assert not living(pids)
 
 
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
+def test_ranks_end_when_their_launcher_is_killed(tmp_path):
     (tmp_path / "train.py").write_text(RUNS_ON)
     running = start(tmp_path, "--script", "train.py", "--num-gpus", "2")
     pids = pids_of_ranks(tmp_path)
@@ -228,7 +238,14 @@ def test_settings_reach_the_ranks_with_their_sources(tmp_path):
     }
 
 
-def test_a_run_that_is_resumed_is_the_next_attempt(tmp_path):
+def test_rank_with_another_setting_is_refused_naming_it(tmp_path):
+    (tmp_path / "train.py").write_text(UNLIKE)
+    done = train(tmp_path, "--script", "train.py", "--num-gpus", "2", "--run-dir", "run")
+    assert done.returncode == 2, done.stderr
+    assert "rank 1 plans another batch than rank 0: it has batch_size 5, not 4" in done.stderr
+
+
+def test_resumed_run_is_the_next_attempt(tmp_path):
     (tmp_path / "train.py").write_text("print('here')")
     arguments = ["--script", "train.py", "--run-dir", "run"]
     assert train(tmp_path, *arguments).returncode == 0
@@ -239,19 +256,21 @@ def test_a_run_that_is_resumed_is_the_next_attempt(tmp_path):
     assert (tmp_path / "run" / "attempts" / "1" / "rank-0.log").read_text() == "here\n"
 
 
-def test_under_another_launcher_the_process_is_a_rank_itself(tmp_path):
+def test_train_under_another_launcher_becomes_a_rank(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os\nfrom distributed.core.env import overrides_in_env, worker_env\n"
         "print(worker_env().rank, worker_env().launcher, overrides_in_env())\n"
     )
     ours = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     arguments = command("--script", "train.py", "epochs=2")
-    done = subprocess.run(arguments, cwd=tmp_path, env=ENV | ours, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        arguments, cwd=tmp_path, env=clean_environ() | ours, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == '1 torchrun {"epochs": [2, "command line"]}\n', done.stderr
     assert not (tmp_path / "runs").exists()
 
 
-def test_failures_of_an_earlier_run_in_the_same_place_are_not_this_ones(tmp_path):
+def test_failure_of_earlier_run_is_not_taken_for_this_ones(tmp_path):
     program = (
         "import sys, time\n"
         "from distributed.launch.local import LocalLauncher\n"
@@ -263,5 +282,7 @@ def test_failures_of_an_earlier_run_in_the_same_place_are_not_this_ones(tmp_path
     )
     (tmp_path / "bad.py").write_text("import sys\nsys.exit(9)")
     (tmp_path / "good.py").write_text("import time\ntime.sleep(6)")
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=clean_environ(), capture_output=True, text=True
+    )
     assert done.stdout == "bad.py 9\n", done.stderr

@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 from distributed import PyTorchDDPTrainer
 from distributed.core.errors import PlanError
 from distributed.launch.ports import free_port
-from tests.conftest import clean_environ
+from tests.conftest import DATA, clean_environ, cli, fresh_cli
+from tests.warm_scripts import run_warm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "03-deepspeed"
 SCRIPT = str(EXAMPLE / "deepspeed_train.py")
@@ -42,21 +43,17 @@ def call(folder: Path, *command: str, **environ: str) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, **how)
 
 
-def train(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return call(folder, sys.executable, "-m", "distributed", "train", *words, **environ)
-
-
 def write(path: Path, content: Any) -> str:
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return str(path)
 
 
-def test_each_launcher_trains_the_example_alike(tmp_path: Path) -> None:
+def test_each_launcher_trains_the_example_to_the_same_loss(tmp_path: Path) -> None:
     small = ["--samples", "160", "--epochs", "1"]
     zero1, zero2 = (str(EXAMPLE / "configs" / f"zero{stage}_config.json") for stage in (1, 2))
     launchers = {
         "distributed": [
-            *(sys.executable, "-m", "distributed.cli", "train", "--script", SCRIPT, "--num-gpus", "2"),
+            *("train", "--script", SCRIPT, "--num-gpus", "2"),
             *("--deepspeed_config", zero1, "--run-dir", "distributed", "--", *small),
         ],
         "torchrun": [
@@ -70,7 +67,7 @@ def test_each_launcher_trains_the_example_alike(tmp_path: Path) -> None:
     }
     losses = {}
     for name, command in launchers.items():
-        done = call(tmp_path, *command)
+        done = cli(tmp_path, *command) if name == "distributed" else call(tmp_path, *command)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("loss on other text") == 1
         history = json.loads((tmp_path / name / "history.json").read_text())
@@ -79,9 +76,8 @@ def test_each_launcher_trains_the_example_alike(tmp_path: Path) -> None:
     assert list(losses.values()) == pytest.approx([losses["distributed"]] * 3, rel=1e-5)
 
 
-def test_the_trainer_takes_a_dict_and_deepspeeds_own_object(run_script: Any, tmp_path: Path) -> None:
-    done = run_script(
-        """
+def test_trainer_accepts_dict_and_deepspeed_config_object(tmp_path: Path) -> None:
+    text = """
         import json
         from deepspeed import DeepSpeedConfig
         from distributed import PyTorchDDPTrainer
@@ -94,8 +90,7 @@ def test_the_trainer_takes_a_dict_and_deepspeeds_own_object(run_script: Any, tmp
                     model=MyModel(), deepspeed_config=given, num_gpus=ranks, run_dir=name, max_steps=4, progress=False
                 ).fit(train_loader)
         """
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_warm(tmp_path, write(tmp_path / "script.py", DATA + textwrap.dedent(text)))
     for name, batch, ranks in (("dict", 16, 2), ("object", 8, 1)):
         plan = json.loads((tmp_path / name / "plan.json").read_text())
         assert (plan["strategy"], plan["batch"]["per_device"], plan["batch"]["ranks"]) == ("deepspeed", batch, ranks)
@@ -106,14 +101,14 @@ def test_the_trainer_takes_a_dict_and_deepspeeds_own_object(run_script: Any, tmp
         }
 
 
-def test_without_deepspeed_every_door_names_the_extra_and_starts_nothing(tmp_path: Path, run_script: Any) -> None:
+def test_missing_deepspeed_names_its_extra_before_start(tmp_path: Path, run_script: Any) -> None:
     hiding = tmp_path / "hiding"
     hiding.mkdir()
     write(hiding / "sitecustomize.py", HIDES_DEEPSPEED)
     script = write(tmp_path / "train.py", "raise SystemExit('started')")
     config = write(tmp_path / "ds.json", {"zero_optimization": {"stage": 2}})
     for words in (["--backend", "deepspeed"], ["--deepspeed-config", config]):
-        done = train(tmp_path, "--script", script, "--num-gpus", "2", *words, PYTHONPATH=str(hiding))
+        done = fresh_cli(tmp_path, "train", "--script", script, "--num-gpus", "2", *words, PYTHONPATH=str(hiding))
         assert done.returncode == 4
         assert INSTALL in done.stderr
         assert "started" not in done.stdout + done.stderr
@@ -129,7 +124,7 @@ def test_without_deepspeed_every_door_names_the_extra_and_starts_nothing(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_command_line_lists_all_contradictions_before_it_starts_anything(tmp_path: Path) -> None:
+def test_cli_lists_all_deepspeed_contradictions_before_start(tmp_path: Path) -> None:
     script = write(tmp_path / "train.py", "raise SystemExit('started')")
     content = {
         "train_micro_batch_size_per_gpu": 8,
@@ -140,7 +135,7 @@ def test_the_command_line_lists_all_contradictions_before_it_starts_anything(tmp
     }
     config = write(tmp_path / "ds.json", content)
     settings = ["zero_stage=3", "batch_size=4", "mixed_precision=fp16"]
-    done = train(tmp_path, "--script", script, "--num-gpus", "2", "--deepspeed-config", config, *settings)
+    done = cli(tmp_path, "train", "--script", script, "--num-gpus", "2", "--deepspeed-config", config, *settings)
     assert done.returncode == 2
     for expected in (
         "batch_size=4 (command line), but ds.json says train_micro_batch_size_per_gpu=8",
@@ -148,15 +143,15 @@ def test_the_command_line_lists_all_contradictions_before_it_starts_anything(tmp
         "mixed_precision='fp16' (command line), but ds.json says bf16.enabled=true",
         "overlap_comm?",
         "elasticity cannot be used here",
-        "train_batch_size=17 cannot be shared out",
+        "train_batch_size=17 cannot be split",
     ):
         assert expected in done.stderr
     for text, expected in (("{", "line 1, column 2"), ("[]", "not an object"), (None, "No such file")):
         broken = str(tmp_path / "none.json") if text is None else write(tmp_path / "broken.json", text)
-        done = train(tmp_path, "--script", script, "--deepspeed-config", broken)
+        done = cli(tmp_path, "train", "--script", script, "--deepspeed-config", broken)
         assert done.returncode == 2
         assert expected in done.stderr
-    done = train(tmp_path, "--script", script, "--backend", "deepspeed", "zero_stage=0", "mixed_precision=fp16")
+    done = cli(tmp_path, "train", "--script", script, "--backend", "deepspeed", "zero_stage=0", "mixed_precision=fp16")
     assert done.returncode == 2
     assert "nothing to shard" in done.stderr
     assert "mixed_precision='fp16' with backend='deepspeed'" in done.stderr
@@ -164,7 +159,7 @@ def test_the_command_line_lists_all_contradictions_before_it_starts_anything(tmp
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_configuration_that_contradicts_the_script_is_refused_by_its_ranks(tmp_path: Path) -> None:
+def test_ranks_refuse_deepspeed_config_against_script(tmp_path: Path) -> None:
     script = """
     import torch
     from torch import nn
@@ -175,7 +170,7 @@ def test_a_configuration_that_contradicts_the_script_is_refused_by_its_ranks(tmp
     """
     path = write(tmp_path / "train.py", textwrap.dedent(script))
     config = write(tmp_path / "ds.json", {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.5})
-    done = train(tmp_path, "--script", path, "--deepspeed-config", config)
+    done = cli(tmp_path, "train", "--script", path, "--deepspeed-config", config)
     assert done.returncode == 2
     assert "batch_size=4 (argument), but ds.json says train_micro_batch_size_per_gpu=8" in done.stderr
     assert "gradient_clipping=1.0 (argument), but ds.json says gradient_clipping=0.5" in done.stderr
@@ -191,9 +186,7 @@ def test_a_configuration_that_contradicts_the_script_is_refused_by_its_ranks(tmp
         ({}, "without offload_dir"),
     ],
 )
-def test_the_trainer_refuses_an_offload_folder_before_it_starts_anything(
-    settings: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
+def test_trainer_refuses_bad_offload_dir_before_start(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:
     (tmp_path / "a-file").write_text("")
     asked: dict[str, Any] = {"offload_optimizer": "nvme", "run_dir": str(tmp_path / "run")}
     if "deepspeed_config" not in settings:

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.warm_scripts import warm_torch
+
 FOLDER = Path(__file__).parents[2] / "examples" / "01-ddp-basics"
 DIGITS = 1797 - 1797 // 5  # for training
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "DISTRIBUTED_", "SLURM_", "OMPI_", "OMP_NUM_THREADS")
@@ -36,8 +38,11 @@ def run(folder: Path, *command: str, **variables: str) -> str:
     return done.stdout
 
 
-def python(folder: Path, script: str, *arguments: str, **variables: str) -> str:
-    return run(folder, sys.executable, str(FOLDER / script), *arguments, **variables)
+def python(folder: Path, *command: str, **variables: str) -> str:
+    """The same of `python *command`."""
+    done = warm_torch().run(folder, *command, environ=environ(**variables))
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def only_run(folder: Path) -> Path:
@@ -78,7 +83,7 @@ def write_mnist(folder: Path, *, samples: dict[str, int], side: int = 28) -> dic
 
 
 def test_mnist_learns_the_digits_on_two_ranks(tmp_path: Path) -> None:
-    printed = python(tmp_path, "ddp_mnist.py", "--num-gpus", "2", "--epochs", "3")
+    printed = python(tmp_path, str(FOLDER / "ddp_mnist.py"), "--num-gpus", "2", "--epochs", "3")
     history = history_of(only_run(tmp_path))
     assert history["world_size"] == 2
     assert [record["samples"] for record in history["epochs"]] == [DIGITS] * 3
@@ -98,12 +103,12 @@ def test_mnist_learns_the_digits_on_two_ranks(tmp_path: Path) -> None:
 )
 def test_mnist_joins_the_world_of_a_launcher(tmp_path: Path, launcher: list[str]) -> None:
     command = [str(FOLDER / "ddp_mnist.py") if word == "SCRIPT" else word for word in launcher]
-    printed = run(tmp_path, sys.executable, *command, "--epochs", "1")
+    printed = python(tmp_path, *command, "--epochs", "1")
     assert history_of(only_run(tmp_path))["world_size"] == 2
     assert printed.count("best accuracy") == 1
 
 
-def test_mnist_reads_its_own_files(tmp_path: Path) -> None:
+def test_mnist_idx_files_are_read_and_normalized(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     images = write_mnist(data, samples={"train": 70, "t10k": 21})
@@ -113,7 +118,7 @@ def test_mnist_reads_its_own_files(tmp_path: Path) -> None:
     mean, deviation = images["train"].astype(np.float64).mean(), images["train"].astype(np.float64).std(ddof=1)
     expected = torch.from_numpy((images["t10k"] - mean) / deviation).float().unsqueeze(1)
     torch.testing.assert_close(test.tensors[0], expected, rtol=1e-4, atol=1e-4)
-    python(tmp_path, "ddp_mnist.py", "--num-gpus", "1", "--epochs", "1", "--data-dir", str(data))
+    python(tmp_path, str(FOLDER / "ddp_mnist.py"), "--num-gpus", "1", "--epochs", "1", "--data-dir", str(data))
     assert history_of(only_run(tmp_path))["epochs"][0]["samples"] == 70
 
 
@@ -128,13 +133,13 @@ def test_damaged_and_missing_mnist_files_are_named(tmp_path: Path) -> None:
         digits.load_digits(str(tmp_path))
 
 
-def test_training_template_trains_resumes_and_leaves_its_traces(tmp_path: Path) -> None:
+def test_training_template_resumes_and_logs_to_all_dashboards(tmp_path: Path) -> None:
     settings = ["--num-gpus", "2", "--run-dir", "first"]
-    first = python(tmp_path, "ddp_training.py", *settings, "--epochs", "2", "--mixed-precision", "auto")
+    first = python(tmp_path, str(FOLDER / "ddp_training.py"), *settings, "--epochs", "2", "--mixed-precision", "auto")
     assert "mixed precision bf16" in first
     uri = f"sqlite:///{tmp_path / 'tracking.db'}"
     arguments = [*settings, "--epochs", "4", "--mixed-precision", "auto", "--resume", "--mlflow", "digits"]
-    python(tmp_path, "ddp_training.py", *arguments, MLFLOW_TRACKING_URI=uri)
+    python(tmp_path, str(FOLDER / "ddp_training.py"), *arguments, MLFLOW_TRACKING_URI=uri)
 
     run_dir = tmp_path / "first"
     history = history_of(run_dir)
@@ -153,16 +158,15 @@ def test_training_template_trains_resumes_and_leaves_its_traces(tmp_path: Path) 
         assert database.execute("select count(*) from metrics where key = 'val_top3'").fetchone()[0] == 2
 
 
-def test_training_template_refuses_to_resume_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "ddp_training.py"), "--resume"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, check=False)
+def test_training_template_refuses_resume_without_run_dir(tmp_path: Path) -> None:
+    done = warm_torch().run(tmp_path, str(FOLDER / "ddp_training.py"), "--resume", environ=environ())
     assert done.returncode == 2
     assert "--run-dir" in done.stderr
 
 
 def test_benchmark_prints_a_row_for_each_number_of_processes(tmp_path: Path) -> None:
     small = ["--steps", "2", "--repeats", "1", "--width", "16", "--batch-size", "8", "--json", "result.json"]
-    printed = python(tmp_path, "ddp_benchmark.py", "--processes", "1", "2", *small)
+    printed = python(tmp_path, str(FOLDER / "ddp_benchmark.py"), "--processes", "1", "2", *small)
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert [row["processes"] for row in rows] == [1, 2]
     assert [line.split()[0] for line in printed.splitlines()[1:]] == ["1", "2"]
@@ -170,12 +174,12 @@ def test_benchmark_prints_a_row_for_each_number_of_processes(tmp_path: Path) -> 
     assert rows[1]["efficiency"] == pytest.approx(rows[1]["speedup"] / 2)
 
 
-def test_launch_script_on_a_laptop(tmp_path: Path) -> None:
+def test_launch_script_trains_two_ranks_on_a_laptop(tmp_path: Path) -> None:
     run(tmp_path, str(FOLDER / "launch_ddp.sh"), "laptop", "2", "--", "--epochs", "1")
     assert history_of(only_run(tmp_path))["world_size"] == 2
 
 
-def test_launch_script_on_two_nodes(tmp_path: Path) -> None:
+def test_launch_script_trains_on_two_nodes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     command = [str(FOLDER / "launch_ddp.sh"), "nodes", "2", "1", "127.0.0.1", "--", "--epochs", "1"]
@@ -196,7 +200,7 @@ def test_launch_script_on_two_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["moon"], ["nodes", "2"], ["laptop", "2", "3"]])
-def test_launch_script_explains_itself(tmp_path: Path, words: list[str]) -> None:
+def test_launch_script_shows_usage_on_bad_arguments(tmp_path: Path, words: list[str]) -> None:
     done = subprocess.run(
         [str(FOLDER / "launch_ddp.sh"), *words], cwd=tmp_path, capture_output=True, text=True, check=False
     )

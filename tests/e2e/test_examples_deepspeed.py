@@ -6,27 +6,34 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import run_python
+from tests.warm_scripts import run_warm
 
 FOLDER = Path(__file__).parents[2] / "examples" / "03-deepspeed"
 CONFIGS = sorted((FOLDER / "configs").glob("*.json"))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_deepspeed_itself_takes_the_configurations(config: Path) -> None:
-    import deepspeed
+READ = """
+import json, sys
+import deepspeed
 
-    read = deepspeed.DeepSpeedConfig(str(config))
-    assert config.name == f"zero{int(read.zero_config.stage)}_config.json"
-    assert "auto" not in config.read_text()  # which DeepSpeed alone could not fill in
+print(json.dumps({path: int(deepspeed.DeepSpeedConfig(path).zero_config.stage) for path in sys.argv[1:]}))
+"""
 
 
-def test_training_writes_a_checkpoint_that_deepspeed_computes_with_as_plain_torch_does(tmp_path: Path) -> None:
+def test_deepspeed_accepts_the_example_configs(tmp_path: Path) -> None:
+    (tmp_path / "read.py").write_text(READ)
+    stages = json.loads(run_warm(tmp_path, "read.py", *map(str, CONFIGS)).splitlines()[-1])
+    assert len(stages) == len(CONFIGS) > 0
+    for config in CONFIGS:
+        assert config.name == f"zero{stages[str(config)]}_config.json"
+        assert "auto" not in config.read_text()  # which DeepSpeed alone could not fill in
+
+
+def test_deepspeed_inference_on_checkpoint_matches_plain_torch(tmp_path: Path) -> None:
     small = ["--samples", "320", "--epochs", "2", "--run-dir", "run"]
     config = str(FOLDER / "configs" / "zero3_config.json")
-    trained = run_python(
+    trained = run_warm(
         tmp_path, str(FOLDER / "deepspeed_train.py"), "--num-gpus", "2", "--deepspeed_config", config, *small
     )
     before, after = re.findall(r"loss on other text (\S+) to (\S+) in 20 steps", trained)[0]
@@ -35,10 +42,10 @@ def test_training_writes_a_checkpoint_that_deepspeed_computes_with_as_plain_torc
     assert (plan["strategy"], plan["shard"]["kind"], plan["precision"]["kind"]) == ("deepspeed", "full", "bf16")
 
     inference = [str(FOLDER / "deepspeed_inference.py"), "run/checkpoints", "--count", "8"]
-    alone = run_python(tmp_path, *inference)
+    alone = run_warm(tmp_path, *inference)
     assert "InferenceEngine on one rank" in alone
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    shared = run_python(tmp_path, *torchrun, *inference)
+    shared = run_warm(tmp_path, *torchrun, *inference)
     assert "DeepSpeedEngine on 2 ranks" in shared
     held = {tuple(int(n.replace(",", "")) for n in two) for two in re.findall(r"holds (\S+) of (\S+) bytes", shared)}
     ((part, whole),) = held
@@ -49,7 +56,7 @@ def test_training_writes_a_checkpoint_that_deepspeed_computes_with_as_plain_torc
     assert alone.splitlines()[-1] == shared.splitlines()[-1]  # the same text
 
 
-def test_offload_shows_where_the_state_is_and_trains_alike(tmp_path: Path) -> None:
+def test_offload_moves_optimizer_state_with_same_loss(tmp_path: Path) -> None:
     printed = run_python(tmp_path, str(FOLDER / "zero_offload.py"), "--steps", "2", "--offload-dir", str(tmp_path))
     sections = re.split(r"^(?:on the device|in host memory|in files):$", printed, flags=re.MULTILINE)[1:]
     assert len(sections) == 3

@@ -16,7 +16,7 @@ from distributed.core.events import event_kinds
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
-    ROOT / "README.md",
+    *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
@@ -39,7 +39,7 @@ def test_python_in_documents_runs_as_written(
 
 
 @pytest.mark.parametrize("page", ["settings", "engines"])
-def test_what_is_made_from_the_code_is_current(page: str) -> None:
+def test_generated_pages_are_current(page: str) -> None:
     before = (ROOT / f"docs/{page}.md").read_text()
     script = "import runpy, sys; sys.stdout.write(runpy.run_path(sys.argv[1])['render']())"
     command = [sys.executable, "-c", script, str(ROOT / f"docs/generate_{page}.py")]
@@ -59,16 +59,18 @@ def test_events_reference_names_every_kind_and_field() -> None:
     assert documented == {kind: set(fields) - {"time"} for kind, fields in event_kinds().items()}
 
 
-def test_architecture_shows_the_layers_that_are_enforced() -> None:
+def test_architecture_page_shows_the_enforced_layers() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    layered = [contract for contract in contracts if contract["type"] == "layers"]
+    (layers,) = (contract["layers"] for contract in layered if "containers" not in contract)
     enforced = [{name.strip().removeprefix("distributed.") for name in layer.split("|")} for layer in layers]
     rows = re.findall(r"^\| \d+ \| (.*?) \|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
-    assert [set(re.findall(r"`(\w+)`", row)) for row in rows] == enforced
+    shown = [{name.removesuffix(".py").replace("/", ".") for name in re.findall(r"`([^`]+)`", row)} for row in rows]
+    assert shown == enforced
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_in_documents_exist(document: Path) -> None:
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", document.read_text())]
     missing = [link for link in links if link and "://" not in link and not (document.parent / link).exists()]
     assert not missing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
 def run(cluster: RayNodes, folder: Path, script: str, *arguments: str) -> str:
     """Run a script of the examples in a folder and return what it printed; it must succeed."""
     entry = {name: value for name, value in cluster.environ.items() if name.startswith("RAY_")}
-    command = [sys.executable, str(FOLDER / script), "--address", cluster.address, *arguments]
+    command = [cluster.python, str(FOLDER / script), "--address", cluster.address, *arguments]
     done = subprocess.run(command, cwd=folder, env=clean_environ(**entry), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -52,7 +51,7 @@ def test_training_on_ray_data_uses_every_row(cluster: RayNodes, tmp_path: Path) 
     assert float(accuracy) > 0.8
 
 
-def test_a_search_trains_in_its_trials_and_names_the_best(cluster: RayNodes, tmp_path: Path) -> None:
+def test_ray_tune_example_names_the_best_trial(cluster: RayNodes, tmp_path: Path) -> None:
     printed = run(cluster, tmp_path, "ray_tune.py", "--num-samples", "2", "--epochs", "2")
     trials = re.findall(r"val_accuracy (\S+)  reports \d+  (\{.*\})$", printed, re.MULTILINE)
     assert len(trials) == 2

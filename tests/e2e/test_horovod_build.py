@@ -56,7 +56,7 @@ def bare_python(tmp_path: Path) -> str:
     return str(tmp_path / "venv/bin/python")
 
 
-def test_help_says_what_it_builds_and_where_it_keeps_it(tmp_path: Path) -> None:
+def test_horovod_build_help_shows_version_and_cache(tmp_path: Path) -> None:
     done = build(tmp_path, "--help")
     assert done.returncode == 0
     assert "0.28.1" in done.stdout
@@ -64,7 +64,7 @@ def test_help_says_what_it_builds_and_where_it_keeps_it(tmp_path: Path) -> None:
     assert "distributed-training/wheels" in done.stdout
 
 
-def test_wrong_words_and_a_python_without_torch(tmp_path: Path) -> None:
+def test_horovod_build_refuses_bad_arguments_or_missing_torch(tmp_path: Path) -> None:
     assert build(tmp_path, "--fast").returncode == 2
     assert build(tmp_path, "--python", sys.executable, "--mpi", "maybe").returncode == 2
     assert "no Python at" in build(tmp_path, "--python", "nowhere").stderr
@@ -72,7 +72,7 @@ def test_wrong_words_and_a_python_without_torch(tmp_path: Path) -> None:
     assert "has no torch" in build(tmp_path, "--python", str(tmp_path / "empty/bin/python")).stderr
 
 
-def test_without_mpi_or_a_compiler_it_names_the_packages(tmp_path: Path, bare_python: str) -> None:
+def test_horovod_build_names_missing_mpi_and_compiler_packages(tmp_path: Path, bare_python: str) -> None:
     asked = build(tmp_path, "--python", bare_python, "--mpi", "1")
     assert asked.returncode == 3
     assert "apt-get install libopenmpi-dev openmpi-bin" in asked.stderr
@@ -82,7 +82,7 @@ def test_without_mpi_or_a_compiler_it_names_the_packages(tmp_path: Path, bare_py
     assert not list((tmp_path / "cache").rglob("building.*")), "something half-made is left"
 
 
-def test_a_source_with_another_hash_is_refused(tmp_path: Path, bare_python: str) -> None:
+def test_horovod_source_with_another_hash_is_refused(tmp_path: Path, bare_python: str) -> None:
     """Also where the index that pip asks offers nothing else."""
     (tmp_path / "index").mkdir()
     (tmp_path / "index/horovod-0.28.1.tar.gz").write_bytes(b"not what was released")
@@ -120,7 +120,7 @@ HorovodTrainer(nn.Linear(4, 2), num_gpus=2, batch_size=4, run_dir="run").fit(dat
 """
 
 
-def test_a_run_without_horovod_names_the_command_before_anything_starts(tmp_path: Path) -> None:
+def test_missing_horovod_names_make_horovod_before_start(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
     (tmp_path / "train.py").write_text(TRAIN)
     environ = clean_environ(PYTHONPATH=str(tmp_path))

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-def test_each_of_two_ranks_is_lost(tmp_path: Path) -> None:
+def test_lost_horovod_ranks_resume_from_memory_with_same_bytes(tmp_path: Path) -> None:
     """Killed, and failing while its peer waits in Horovod; compared with a run of the same engine."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "hurt").mkdir()
@@ -24,7 +24,7 @@ def test_each_of_two_ranks_is_lost(tmp_path: Path) -> None:
         2,
         fault("training", rank=1, step=5),
         fault("training", rank=0, step=20),
-        fault("training", "raise", rank=1, step=30),
+        fault("training", "raise", rank=1, step=24),
         fault("evaluation", rank=0, step=3 * PER_EPOCH),
         backend="horovod",
         fusion_threshold_mb=1,
@@ -34,7 +34,7 @@ def test_each_of_two_ranks_is_lost(tmp_path: Path) -> None:
     assert "end of the script" in result.shown
 
 
-def test_with_a_cycle_time_set_a_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+def test_killed_rank_with_cycle_time_resumes_from_checkpoint(tmp_path: Path) -> None:
     """Horovod cannot be initialised again in a process where it is."""
     result = start(tmp_path, 2, fault("training", rank=1, step=18), backend="horovod", cycle_time_ms=2).end()
     assert result.code == 0, result.shown

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,13 +18,14 @@ def make(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_help_lists_every_target() -> None:
+def test_make_help_lists_every_target() -> None:
     targets = set(re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
     assert set(re.findall(r"^make ([\w-]+) ", make(ROOT, "help").stdout, re.MULTILINE)) == targets - {"help"}
 
 
+@pytest.mark.parametrize("target", ["test", "test-gpu"])
 @pytest.mark.parametrize(("code", "passes"), [(0, True), (1, False), (5, False)], ids=["pass", "fail", "none found"])
-def test_make_test_ends_as_pytest_does(tmp_path: Path, code: int, passes: bool) -> None:
+def test_make_test_passes_only_when_pytest_does(tmp_path: Path, target: str, code: int, passes: bool) -> None:
     """The real recipe with a stand-in for pytest."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "tests").mkdir()
@@ -33,7 +35,7 @@ def test_make_test_ends_as_pytest_does(tmp_path: Path, code: int, passes: bool) 
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/installed-all").touch()
     (tmp_path / "pytest.sh").write_text(f"echo ran; exit {code}\n")
-    done = make(tmp_path, "-o", ".venv/installed-all", "test", "PYTEST=sh pytest.sh")
+    done = make(tmp_path, "-o", ".venv/installed-all", target, "PYTEST=sh pytest.sh")
     assert (done.returncode == 0) == passes
     assert "ran" in done.stdout.splitlines()
 
@@ -47,7 +49,15 @@ def test_constraints_pin_torch_and_every_direct_dependency() -> None:
     assert names <= {name.lower() for name in pins}
 
 
-def test_system_tools_says_what_it_skips_where_it_cannot_install(tmp_path: Path) -> None:
+def test_workflow_tests_the_oldest_and_the_pinned_torch() -> None:
+    matrix = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["make"]["strategy"]["matrix"]
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (oldest,) = (name.removeprefix("torch>=") for name in dependencies if name.startswith("torch>="))
+    (pinned,) = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert matrix["torch"] == [f"{oldest}.0", pinned]
+
+
+def test_system_tools_lists_what_it_cannot_install(tmp_path: Path) -> None:
     bash = shutil.which("bash")
     assert bash is not None
     script = str(ROOT / "tests/system_tools.sh")

@@ -49,8 +49,8 @@ def places(*agents: Agent) -> list[tuple[int, int, list[str]]]:
     return [(said["place"]["node_rank"], said["place"]["world_size"], said["hosts"]) for said in met]
 
 
-def test_a_node_that_is_cut_off_notices_it_and_joins_again_when_the_link_heals(hosts, start):
-    first, second = start(0, **ELASTIC), start(1, **ELASTIC)
+def test_partitioned_node_rejoins_when_the_link_heals(hosts, start):
+    first, second = start(0, node_rank=0, **ELASTIC), start(1, node_rank=1, **ELASTIC)
     first.gather(), second.gather()
     assert places(first, second) == [(0, 2, ["h0", "h1"]), (1, 2, ["h0", "h1"])]
     hosts.cut(1)
@@ -72,8 +72,8 @@ def test_a_node_that_is_cut_off_notices_it_and_joins_again_when_the_link_heals(h
     assert [agent.until("left")["left"] for agent in (first, second)] == [None, None]
 
 
-def test_a_link_that_heals_before_it_is_noticed_only_costs_a_round(hosts, start):
-    first, second = start(0, **ELASTIC), start(1, **ELASTIC)
+def test_link_that_heals_early_costs_one_rendezvous_round(hosts, start):
+    first, second = start(0, node_rank=0, **ELASTIC), start(1, node_rank=1, **ELASTIC)
     first.gather(), second.gather()
     places(first, second)
     hosts.cut(1)
@@ -88,7 +88,7 @@ def test_a_link_that_heals_before_it_is_noticed_only_costs_a_round(hosts, start)
     assert places(first, second) == [(0, 2, ["h0", "h1"]), (1, 2, ["h0", "h1"])]
 
 
-def test_the_host_of_the_meeting_point_is_cut_off_and_keeps_the_only_world(hosts, start):
+def test_partitioned_rendezvous_host_keeps_the_only_world(hosts, start):
     agents = [start(number, **ELASTIC | {"num_nodes": 3}) for number in range(3)]
     for agent in agents:
         agent.gather()
@@ -112,8 +112,8 @@ def test_the_host_of_the_meeting_point_is_cut_off_and_keeps_the_only_world(hosts
     assert first.said[-1]["place"]["node_rank"] == 0
 
 
-def test_a_stranger_on_another_host_is_not_let_in_and_the_nodes_go_on(hosts, start):
-    first, second = start(0, num_nodes=2), start(1, num_nodes=2)
+def test_node_with_wrong_token_is_refused_and_run_continues(hosts, start):
+    first, second = start(0, num_nodes=2, node_rank=0), start(1, num_nodes=2, node_rank=1)
     first.gather(), second.gather()
     places(first, second)
     stranger = start(2, num_nodes=2, join_token="a token of another run", timeout_s=1.0).gather()
@@ -130,7 +130,7 @@ def test_a_stranger_on_another_host_is_not_let_in_and_the_nodes_go_on(hosts, sta
     assert places(first, second) == [(0, 2, ["h0", "h1"]), (1, 2, ["h0", "h1"])]
 
 
-def test_hosts_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+def test_leftover_hosts_of_killed_process_are_removed(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(
         "import os, signal\n"

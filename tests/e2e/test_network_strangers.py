@@ -9,7 +9,6 @@ import pickle
 import secrets
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,8 @@ import torch.distributed as dist
 
 from distributed.launch.ports import free_port
 from tests.conftest import clean_environ
+from tests.e2e.survival import launching_python, processes_with
+from tests.warm_python import SCRIPTS
 
 SCRIPT = """
 import os, time
@@ -65,7 +66,7 @@ class Evil:
 def begin(folder: Path, *arguments: str, **environ: str) -> subprocess.Popen[bytes]:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT.replace("{PLACE}", str(folder.parent)))
-    command = [sys.executable, "-m", "distributed.cli", "train", "--script", "train.py", "device=cpu"]
+    command = [*launching_python(), "-m", "distributed.cli", "train", "--script", "train.py", "device=cpu"]
     command += ["hang_timeout_s=300", *arguments]  # the ranks wait for the strangers to have tried
     environ = clean_environ(XDG_CACHE_HOME=str(folder.parent / "cache"), **environ)
     return subprocess.Popen(
@@ -81,12 +82,9 @@ def wait_until(look: Callable[[], Any], run: subprocess.Popen[bytes], folder: Pa
         time.sleep(0.05)
 
 
-def open_ports(*runs: subprocess.Popen[bytes]) -> list[tuple[str, int]]:
-    everyone = [
-        process
-        for run in runs
-        for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True))
-    ]
+def open_ports(*folders: Path) -> list[tuple[str, int]]:
+    """Of all processes that work in these folders."""
+    everyone = [psutil.Process(pid) for folder in folders for pid in processes_with(str(folder), folder)]
     found = [line.laddr for process in everyone for line in process.net_connections("tcp") if line.status == "LISTEN"]
     return sorted((address.ip, address.port) for address in set(found))
 
@@ -121,12 +119,12 @@ def steps_of(run_dir: Path) -> tuple[int, int]:
     return max(event.get("step", 0) for event in events), len(list((run_dir / "attempts").iterdir()))
 
 
-def test_strangers_on_one_machine_find_no_store(tmp_path: Path) -> None:
+def test_one_machine_run_listens_on_loopback_and_resists_attack(tmp_path: Path) -> None:
     folder, mark = tmp_path / "a", tmp_path / "mark"
     run = begin(folder, "--num-gpus", "2", "--run-dir", "run")
     try:
         wait_until(lambda: len(list(tmp_path.glob("training-*"))) == 2, run, folder)
-        ports = open_ports(run)
+        ports = open_ports(folder)
         assert {address for address, _ in ports} <= {"127.0.0.1", "::1"}
         for address in ports:
             attack(address, mark)
@@ -138,7 +136,7 @@ def test_strangers_on_one_machine_find_no_store(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_ranks_that_another_launcher_started_here_listen_on_no_network(tmp_path: Path) -> None:
+def test_ranks_of_another_launcher_listen_on_loopback_only(tmp_path: Path) -> None:
     """Torch's store has no lock, but is not open to other machines when all ranks are on this one."""
     (tmp_path / "train.py").write_text(SCRIPT.replace("{PLACE}", str(tmp_path)).replace("RANK", "OMPI_COMM_WORLD_RANK"))
     place = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
@@ -147,11 +145,11 @@ def test_ranks_that_another_launcher_started_here_listen_on_no_network(tmp_path:
         for rank in "01":
             told = clean_environ(OMPI_COMM_WORLD_RANK=rank, OMPI_COMM_WORLD_LOCAL_RANK=rank, **place)
             shown = (tmp_path / f"shown-{rank}").open("wb")
-            command = [sys.executable, "train.py"]
+            command = [*SCRIPTS.command, "train.py"]
             runs.append(subprocess.Popen(command, cwd=tmp_path, env=told, stdout=shown, stderr=subprocess.STDOUT))
         (tmp_path / "shown").symlink_to("shown-0")
         wait_until(lambda: len(list(tmp_path.glob("training-*"))) == 2, runs[0], tmp_path)
-        ports = open_ports(*runs)
+        ports = open_ports(tmp_path)
         assert ("127.0.0.1", int(place["MASTER_PORT"])) in ports
         assert not {"::", "0.0.0.0"} & {address for address, _ in ports}
         (tmp_path / "go on").touch()
@@ -161,7 +159,7 @@ def test_ranks_that_another_launcher_started_here_listen_on_no_network(tmp_path:
             run.kill()
 
 
-def test_strangers_at_the_meeting_point_of_nodes_are_not_let_in(tmp_path: Path) -> None:
+def test_rendezvous_refuses_attackers_and_leaves_no_token(tmp_path: Path) -> None:
     """Before the nodes have met, and while they train; the token is in no file of the run but its own."""
     port, mark, run_dir = free_port(), tmp_path / "mark", tmp_path / "run"
     where = ["--num-nodes", "2", "--gpus-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
@@ -173,8 +171,8 @@ def test_strangers_at_the_meeting_point_of_nodes_are_not_let_in(tmp_path: Path) 
         attack(("127.0.0.1", port), mark)
         second = begin(tmp_path / "b", *where, "--run-dir", str(run_dir))
         wait_until(lambda: len(list(tmp_path.glob("training-*"))) == 2, first, tmp_path / "a")
-        assert port in {number for _, number in open_ports(first)}
-        for address in open_ports(first, second):
+        assert port in {number for _, number in open_ports(tmp_path / "a")}
+        for address in open_ports(tmp_path / "a", tmp_path / "b"):
             attack(address, mark)
         (tmp_path / "go on").touch()
         assert (first.wait(90), second.wait(90)) == (0, 0), (tmp_path / "a" / "shown").read_text()

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,27 +18,44 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from distributed.checkpoint.reading import load
-from distributed.core.heartbeat import heartbeat_path, read_beat
-from distributed.data.ledger import check_ledgers
+from distributed.checkpoint.restore.reading import load
+from distributed.core.protocol.heartbeat import read_beat
+from distributed.core.run_dir import RunDir
+from distributed.data.checks.ledger import check_ledgers
+from tests.conftest import cli
 from tests.ray_clusters import RayNode, RayNodes
+from tests.ray_template import ray_template
 
+# A model that stands still after some calls, until it is let go: what happens then does not depend on how fast it is.
 SCRIPT = """
-import sys, time, torch
+import os, sys, time, torch
+from pathlib import Path
 from torch import nn
 from torch.utils.data import Dataset
 from distributed import {trainer}
 
 class Samples(Dataset):
-    def __init__(self, pause):
-        self.pause = pause
-
     def __len__(self):
         return 96
 
     def __getitem__(self, index):
-        time.sleep(self.pause)
         return torch.randn(8, generator=torch.Generator().manual_seed(index)), index % 3
+
+class Waits(nn.Module):
+    def __init__(self, most, until):
+        super().__init__()
+        self.calls, self.most, self.until = 0, most, until
+
+    def forward(self, x):
+        self.calls += 1
+        while self.most and self.calls > self.most and not self.is_let_go():
+            time.sleep(0.02)
+        if self.most:
+            time.sleep(0.2)  # enough steps are left when it is asked to stop
+        return x
+
+    def is_let_go(self):
+        return Path(self.until).exists() or os.environ["WORLD_SIZE"] == self.until
 
 class Broken(nn.Module):
     def forward(self, x):
@@ -48,13 +64,12 @@ class Broken(nn.Module):
 if __name__ == "__main__":
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 3))
-    if "broken" in sys.argv:
-        model.append(Broken())
+    model.append(Broken() if sys.argv[1] == "broken" else Waits(int(sys.argv[1]), sys.argv[2]))
     settings = dict(batch_size=4, epochs=2, checkpoint_frequency="4 steps", log_every_n_steps=4)
     settings |= dict(lr=0.01, hidden=16) if "{trainer}" == "RayTrainer" else dict(learning_rate=0.01)
-    settings |= dict(word.split("=") for word in sys.argv[2:] if "=" in word)
+    settings |= dict(word.split("=") for word in sys.argv[3:])
     trainer = {trainer}(model, settings)
-    history = trainer.fit(Samples(float(sys.argv[1])))
+    history = trainer.fit(Samples())
     print("steps", history.steps, flush=True)
     if "{trainer}" == "RayTrainer":
         print("accuracy", trainer.best_accuracy, "result", trainer.result.metrics, trainer.result.checkpoint.path)
@@ -76,41 +91,48 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.nodes = folder, RayNodes(folder, head_cpus=1)
-        self.node: RayNode | None = self.nodes.join(cpus=1)
+        self.node: RayNode | None = None
 
-    def start(self, run_dir: str, *words: str, pause: float = 0.06, ranks: int = 2) -> subprocess.Popen[str]:
-        settings = [word for word in words if word != "broken"]
-        rest = ["--", str(pause), *(word for word in words if word == "broken")]
+    def with_node(self) -> Cluster:
+        if self.node is None:
+            self.node = self.nodes.join(cpus=1)
+        return self
+
+    def without_node(self) -> Cluster:
+        if self.node is not None:
+            self.node.kill()
+            self.node = None
+        return self
+
+    def start(self, run_dir: str, *settings: str, script: str = "0 -", ranks: int = 2) -> subprocess.Popen[str]:
         command = ["train", "--script", "train.py", "--num-gpus", str(ranks), "--backend", "ray", "--run-dir", run_dir]
-        command += ["--address", self.nodes.address, *settings, *rest]
+        command += ["--address", self.nodes.address, *settings, "--", *script.split()]
         return self.driver("-m", "distributed.cli", *command)
 
     def driver(self, *command: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            [sys.executable, *command], cwd=self.folder, env=self.nodes.environ, stdout=pipe, stderr=pipe, text=True
+            [self.nodes.python, *command], cwd=self.folder, env=self.nodes.environ, stdout=pipe, stderr=pipe, text=True
         )
-
-    def replace_node(self) -> None:
-        assert self.node is not None
-        self.node.kill()
-        self.node = self.nodes.join(cpus=1)
 
 
 @pytest.fixture(scope="module")
-def cluster(folder: Path) -> Iterator[Cluster]:
-    cluster = Cluster(folder)
-    yield cluster
-    cluster.nodes.close()
+def head(folder: Path) -> Iterator[Cluster]:
+    head = Cluster(folder)
+    yield head
+    head.nodes.close()
+
+
+@pytest.fixture
+def cluster(head: Cluster) -> Cluster:
+    return head.with_node()
 
 
 @pytest.fixture(scope="module")
 def local(folder: Path) -> dict[str, torch.Tensor]:
     """The state after the same run on two processes of this machine."""
     command = ["train", "--script", "train.py", "--num-gpus", "2", "--backend", "pytorch-ddp", "--run-dir", "local"]
-    done = subprocess.run(
-        [sys.executable, "-m", "distributed.cli", *command, "--", "0"], cwd=folder, capture_output=True, text=True
-    )
+    done = cli(folder, *command, "--", "0", "-")
     assert done.returncode == 0, done.stderr
     return state(folder / "local")
 
@@ -144,10 +166,11 @@ def until(is_so: Callable[[], Any], driver: subprocess.Popen[str] | None = None)
     raise AssertionError("it did not come to pass")
 
 
-def reaches(run_dir: Path, attempt: int, step: int, driver: subprocess.Popen[str]) -> None:
-    """Wait until rank 0 of an attempt has finished so many steps of the run."""
-    path = heartbeat_path(run_dir / "attempts" / str(attempt), 0)
-    until(lambda: (beat := read_beat(path)) is not None and beat.step >= step, driver)
+def saves(run_dir: Path, attempt: int, step: int, driver: subprocess.Popen[str]) -> None:
+    """Wait until an attempt has made a step more than those of a checkpoint that is there."""
+    path, checkpoint = RunDir(run_dir).attempt(attempt).heartbeat(0), run_dir / "checkpoints" / f"step-{step:06d}"
+    until(lambda: (beat := read_beat(path)) is not None and beat.step > step, driver)
+    until((checkpoint / "manifest.json").exists, driver)
 
 
 def places(run_dir: Path, attempt: int) -> list[dict[str, Any]]:
@@ -159,11 +182,28 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == kind]
 
 
-def test_ranks_that_ray_places_train_as_those_of_this_machine(
+def test_ray_node_that_joins_grows_the_world(head: Cluster, folder: Path) -> None:
+    # Before the test that kills a driver: Ray counts the places of its run as taken for three minutes more.
+    cluster = head.without_node()
+    run_dir = folder / "grown"
+    # On one rank a step has two calls, and it waits after the fifth step for a second rank.
+    driver = cluster.start("grown", "min_gpus=1", "sample_ledger=true", script="10 2")
+    saves(run_dir, 0, 4, driver)
+    cluster.with_node()
+    told = finish(driver)
+    started = events(run_dir, "RunStarted")
+    assert [event["world_size"] for event in started] == [1, 2]
+    assert {event["global_batch"] for event in started} == {8}
+    assert [event["cause"] for event in events(run_dir, "AttemptEnded")] == ["resize"]
+    assert f"done at step {STEPS}" in told
+    assert check_ledgers(run_dir / "ledger", SAMPLES).is_exact
+
+
+def test_ray_ranks_train_to_the_bytes_of_local_ranks(
     cluster: Cluster, folder: Path, local: dict[str, torch.Tensor]
 ) -> None:
     settings = ["num_gpus=2", f"address={cluster.nodes.address}", "run_dir=placed"]
-    told = finish(cluster.driver("train_ray.py", "0", *settings))
+    told = finish(cluster.driver("train_ray.py", "0", "-", *settings))
     assert_same_bytes(state(folder / "placed"), local)
     assert f"steps {STEPS}" in told
     assert "hidden not used" in told
@@ -180,49 +220,46 @@ def test_ranks_that_ray_places_train_as_those_of_this_machine(
     assert float(held[1]) == pytest.approx(sum(tensor.abs().sum().item() for tensor in of_ray.values()))
 
 
-def test_a_killed_worker_and_a_killed_node_change_no_byte(
+def test_killed_worker_node_and_driver_change_no_byte(
     cluster: Cluster, folder: Path, local: dict[str, torch.Tensor]
 ) -> None:
-    run_dir = folder / "killed"
-    driver = cluster.start("killed")
-    reaches(run_dir, 0, 6, driver)
+    """Each world makes five steps, one more than a checkpoint's; then the next thing happens to it."""
+    run_dir, five = folder / "killed", "5 go"
+    driver = cluster.start("killed", script=five)
+    saves(run_dir, 0, 4, driver)
     os.kill(places(run_dir, 0)[1]["pid"], signal.SIGKILL)
-    reaches(run_dir, 1, 14, driver)
-    cluster.replace_node()
-    told = finish(driver)
-    assert_same_bytes(state(run_dir), local)
-    assert [event["cause"] for event in events(run_dir, "AttemptEnded")] == ["machine", "machine"]
-    first, second = [event["step"] for event in events(run_dir, "Recovered")]
-    assert (first % 4, second % 4) == (0, 0)
-    assert 0 < first < second
-    assert events(run_dir, "AttemptEnded")[0]["rank"] == 1
-    assert all(event["passed"] is not False for event in events(run_dir, "ResumeCompared"))
-    assert "3 attempts, done at step 24" in told
-
-
-def test_a_run_that_is_stopped_and_one_whose_driver_is_killed_go_on_where_they_were(
-    cluster: Cluster, folder: Path, local: dict[str, torch.Tensor]
-) -> None:
-    run_dir = folder / "stopped"
-    driver = cluster.start("stopped")
-    reaches(run_dir, 0, 5, driver)
+    saves(run_dir, 1, 8, driver)
+    cluster.without_node().with_node()
+    saves(run_dir, 2, 12, driver)
     driver.send_signal(signal.SIGINT)
-    assert "asked to stop and save" in finish(driver, exit_code=130)
+    assert driver.stderr is not None
+    told = ""
+    while "asked to stop and save" not in told:
+        line = driver.stderr.readline()
+        assert line, told
+        told += line
+    (folder / "go").touch()
+    assert "3 attempts, stopped at step 1" in finish(driver, exit_code=130)
     assert json.loads((run_dir / "history.json").read_text())["interrupted"]
+    assert [event["cause"] for event in events(run_dir, "AttemptEnded")] == ["machine", "machine"]
+    assert [event["step"] for event in events(run_dir, "Recovered")] == [4, 8]
+    assert events(run_dir, "AttemptEnded")[0]["rank"] == 1
 
-    driver = cluster.start("stopped", "resume_from_checkpoint=true")
-    reaches(run_dir, 1, 14, driver)
-    ranks = [place["pid"] for place in places(run_dir, 1)]
+    (folder / "go").unlink()
+    driver = cluster.start("killed", "resume_from_checkpoint=true", script=five)
+    saves(run_dir, 3, 16, driver)
+    ranks = [place["pid"] for place in places(run_dir, 3)]
     driver.kill()
     driver.communicate()
     until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))
 
-    finish(cluster.start("stopped", "resume_from_checkpoint=true", pause=0))
+    finish(cluster.start("killed", "resume_from_checkpoint=true"))
     assert_same_bytes(state(run_dir), local)
+    assert all(event["passed"] is not False for event in events(run_dir, "ResumeCompared"))
 
 
-def test_a_mistake_of_the_script_ends_the_run_at_once(cluster: Cluster, folder: Path) -> None:
-    told = finish(cluster.start("broken", "broken", pause=0), exit_code=1)
+def test_script_error_ends_the_ray_run_without_restart(cluster: Cluster, folder: Path) -> None:
+    told = finish(cluster.start("broken", script="broken"), exit_code=1)
     assert "ValueError: a mistake of the script" in told
     assert str(folder / "broken" / "attempts" / "0" / "rank-") in told
     assert not (folder / "broken" / "attempts" / "1").exists()
@@ -230,32 +267,16 @@ def test_a_mistake_of_the_script_ends_the_run_at_once(cluster: Cluster, folder: 
 
 
 def test_more_ranks_than_the_cluster_has_are_refused(cluster: Cluster, folder: Path) -> None:
-    told = finish(cluster.start("many", ranks=5, pause=0), exit_code=3)
-    assert "5 CPUs asked for, and the Ray cluster has 2" in told
+    told = finish(cluster.start("many", ranks=5), exit_code=3)
+    assert "5 CPUs are needed, and the Ray cluster has 2" in told
     assert "num_gpus=2" in told
 
 
-def test_a_node_that_joins_is_used(cluster: Cluster, folder: Path) -> None:
-    assert cluster.node is not None
-    cluster.node.kill()
-    run_dir = folder / "grown"
-    driver = cluster.start("grown", "min_gpus=1", "sample_ledger=true", pause=0.15)
-    reaches(run_dir, 0, 3, driver)
-    cluster.node = cluster.nodes.join(cpus=1)
-    told = finish(driver)
-    started = events(run_dir, "RunStarted")
-    assert [event["world_size"] for event in started] == [1, 2]
-    assert {event["global_batch"] for event in started} == {8}
-    assert [event["cause"] for event in events(run_dir, "AttemptEnded")] == ["resize"]
-    assert f"done at step {STEPS}" in told
-    assert check_ledgers(run_dir / "ledger", SAMPLES).is_exact
-
-
-def test_a_cluster_that_wants_a_token_is_not_taken_for_one_that_does_not_answer(cluster: Cluster, folder: Path) -> None:
-    command = ["train", "--script", "train.py", "--num-gpus", "2", "--address", cluster.nodes.address, "--", "0"]
+def test_missing_ray_token_is_reported_as_refused_access(cluster: Cluster, folder: Path) -> None:
+    command = ["train", "--script", "train.py", "--num-gpus", "2", "--address", cluster.nodes.address, "--", "0", "-"]
     environ = {name: value for name, value in cluster.nodes.environ.items() if name != "RAY_AUTH_TOKEN"}
     done = subprocess.run(
-        [sys.executable, "-m", "distributed.cli", *command],
+        [cluster.nodes.python, "-m", "distributed.cli", *command],
         cwd=folder,
         env=environ | {"HOME": str(folder)},
         capture_output=True,
@@ -267,7 +288,7 @@ def test_a_cluster_that_wants_a_token_is_not_taken_for_one_that_does_not_answer(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{dead}", "ray://127.0.0.1:{dead}", "127.0.0.1:{silent}", "auto"])
-def test_an_address_that_does_not_answer_is_told_with_what_was_tried(folder: Path, address: str) -> None:
+def test_unanswered_ray_address_is_reported(folder: Path, address: str) -> None:
     with socket.socket() as dead, socket.socket() as silent:
         dead.bind(("127.0.0.1", 0))
         silent.bind(("127.0.0.1", 0))
@@ -276,7 +297,7 @@ def test_an_address_that_does_not_answer_is_told_with_what_was_tried(folder: Pat
         command = ["train", "--script", "train.py", "--num-gpus", "2", "--address", where, "--run-dir", "unanswered"]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         done = subprocess.run(
-            [sys.executable, "-m", "distributed.cli", *command, "--", "0"],
+            [ray_template().python, "-m", "distributed.cli", *command, "--", "0", "-"],
             cwd=folder,
             env=environ | {"RAY_TMPDIR": str(folder)},
             capture_output=True,

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distributed.data.ledger import check_ledgers
-from tests.conftest import clean_environ
+from distributed.data.checks.ledger import check_ledgers
+from tests.ray_clusters import RayNodes
 
 ROWS = 203
-QUICK = {  # Ray starts no process before there is work for it
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_enable_worker_prestart": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 
 COMMON = f"""
 import hashlib
@@ -124,7 +117,8 @@ def no_room():
             del os.environ[name]
 
 
-ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+address, python = sys.argv[1:]
+ray.init(address=address, log_to_driver=False)
 x, labels = table()
 rows = RayRows(dataset(), columns=("x", "label"))
 found = {
@@ -136,8 +130,8 @@ found = {
     "beside": train(rows, "pytorch-ddp", "beside"),
 }
 COMPUTED.unlink()
-command = [sys.executable, "-m", "distributed.cli", "train", "--script", "in_ranks.py", "--backend", "ray"]
-command += ["--address", ray.get_runtime_context().gcs_address, "--num-gpus", "2", "--device", "cpu"]
+command = [python, "-m", "distributed.cli", "train", "--script", "in_ranks.py", "--backend", "ray"]
+command += ["--address", address, "--num-gpus", "2", "--device", "cpu"]
 ended = subprocess.run([*command, "--run-dir", "script"], capture_output=True, text=True)
 found |= {"script": ended.returncode, "said": ended.stdout + ended.stderr}
 found["computed in ranks"] = computed()
@@ -147,7 +141,7 @@ found["refused"] = {
     "workers": refusal(lambda: read_source(DataLoader(rows, batch_size=8, num_workers=2), "train_loader")),
     "not of Ray": refusal(lambda: RayRows([1, 2])),
 }
-holder = ray.remote(num_cpus=4)(type("Holder", (), {"is_there": lambda self: True})).remote()
+holder = ray.remote(num_cpus=3)(type("Holder", (), {"is_there": lambda self: True})).remote()
 ray.get(holder.is_there.remote())
 found["refused"]["no room"] = refusal(no_room)
 Path("found.json").write_text(json.dumps(found))
@@ -168,49 +162,52 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
-    """All runs, on one cluster that ends with the script that started it."""
+    """All runs, on one cluster: two ranks, and a CPU beside them to compute on."""
     (folder / "driver.py").write_text(COMMON + DRIVER)
     (folder / "in_ranks.py").write_text(COMMON + IN_RANKS)
-    command = [sys.executable, "driver.py"]
-    environ = clean_environ(**QUICK)
-    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=580)
+    nodes = RayNodes(folder, head_cpus=3)
+    try:
+        command = [nodes.python, "driver.py", nodes.address, nodes.python]
+        ended = subprocess.run(command, cwd=folder, env=nodes.environ, capture_output=True, text=True, timeout=580)
+    finally:
+        nodes.close()
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
 
-def test_the_dataset_is_computed_once_and_its_rows_keep_their_order(found: dict[str, Any]) -> None:
+def test_ray_dataset_is_computed_once_in_row_order(found: dict[str, Any]) -> None:
     assert found["computed"] == list(range(ROWS))
     assert found["in order"]
 
 
-def test_ranks_that_ray_placed_train_to_the_bytes_of_data_in_memory_though_one_is_killed(found: dict[str, Any]) -> None:
+def test_ray_data_with_killed_rank_matches_bytes_of_memory_data(found: dict[str, Any]) -> None:
     assert found["died"], "a rank was killed"
     assert found["ray"]["steps"] == found["memory"]["steps"] == 26
     assert found["ray"]["bytes"] == found["memory"]["bytes"]
     assert found["ray"]["loss"] == found["memory"]["loss"]
 
 
-def test_every_row_is_used_once_an_epoch_though_a_rank_was_killed(found: dict[str, Any], folder: Path) -> None:
+def test_killed_rank_leaves_every_row_used_once_an_epoch(found: dict[str, Any], folder: Path) -> None:
     report = check_ledgers(folder / "ray" / "ledger", ROWS)
     assert report.is_exact, str(report)
     assert report.samples == 2 * ROWS
 
 
-def test_ranks_that_ray_did_not_place_read_the_same_rows(found: dict[str, Any]) -> None:
+def test_local_ranks_read_the_same_ray_data_rows(found: dict[str, Any]) -> None:
     assert found["beside"]["bytes"] == found["memory"]["bytes"]
 
 
-def test_ranks_that_run_the_script_share_one_computation(found: dict[str, Any]) -> None:
+def test_ranks_running_the_script_compute_ray_dataset_once(found: dict[str, Any]) -> None:
     assert found["script"] == 0, found["said"]
     assert found["computed in ranks"] == list(range(ROWS))
 
 
-def test_without_columns_a_sample_has_its_values_by_name(found: dict[str, Any]) -> None:
+def test_ray_sample_without_columns_is_a_dict_by_name(found: dict[str, Any]) -> None:
     assert found["named"] == {"x": [8], "label": []}
 
 
-def test_what_cannot_work_is_refused_with_its_reason(found: dict[str, Any]) -> None:
+def test_unusable_ray_data_is_refused_with_its_reason(found: dict[str, Any]) -> None:
     refused = found["refused"]
     assert "'colour'" in refused["column"]
     assert "x, label" in refused["column"]

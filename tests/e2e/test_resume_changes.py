@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from distributed import Trainer
 from distributed.core.errors import CheckpointError, TaskError
-from distributed.data.ledger import check_ledgers
+from distributed.data.checks.ledger import check_ledgers
 
 
 def problem() -> TensorDataset:
@@ -73,7 +73,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(a, b)
 
 
-def test_state_of_the_loss_and_loose_buffers_survive_a_resume(tmp_path: Path) -> None:
+def test_loss_state_and_nonpersistent_buffers_survive_a_resume(tmp_path: Path) -> None:
     every = {"epochs": 2, "checkpoint_frequency": "12 steps"}
     whole = train(tmp_path / "whole", 16, **every)
     train(tmp_path / "cut", 12, **every)
@@ -90,7 +90,7 @@ def test_state_of_the_loss_and_loose_buffers_survive_a_resume(tmp_path: Path) ->
     assert "nonpersistent/model/table" not in saved, "it has not changed"
 
 
-def test_a_certificate_of_no_steps_proves_nothing(tmp_path: Path) -> None:
+def test_certificate_over_no_steps_is_neither_pass_nor_fail(tmp_path: Path) -> None:
     train(tmp_path, 4)
     train(tmp_path, 6, resume=True)
     (verdict,) = told(tmp_path, "ResumeCompared")
@@ -99,14 +99,14 @@ def test_a_certificate_of_no_steps_proves_nothing(tmp_path: Path) -> None:
     assert "no step after it was recorded" in verdict["text"]
 
 
-def test_a_run_that_ends_early_says_how_much_was_compared(tmp_path: Path) -> None:
+def test_certificate_of_shorter_run_counts_compared_steps(tmp_path: Path) -> None:
     train(tmp_path / "a", 8, checkpoint_frequency="4 steps")
     train(tmp_path / "b", 5, resume=str(tmp_path / "a/checkpoints/step-000004"))
     (verdict,) = told(tmp_path / "b", "ResumeCompared")
     assert (verdict["passed"], verdict["steps"]) == (True, 1)
 
 
-def test_a_run_says_what_it_goes_on_from_or_that_there_is_nothing(tmp_path: Path) -> None:
+def test_run_reports_its_resume_point_or_nothing_to_resume(tmp_path: Path) -> None:
     train(tmp_path, 2, resume=True)
     train(tmp_path, 4, resume=True)
     first, second = (event["decisions"] for event in told(tmp_path, "RunStarted"))
@@ -131,7 +131,7 @@ class Drawn(Dataset):
         return self.values[index] + os.urandom(1)[0] / 1000, self.values[index, :1]
 
 
-def test_other_values_of_as_many_samples_are_refused_unless_allowed(tmp_path: Path) -> None:
+def test_resume_with_other_data_values_is_refused_unless_allowed(tmp_path: Path) -> None:
     data = Drawn(0)
     train(tmp_path, 8, data=data, epochs=2)
     assert any(data.cache), "the cache is filled, and is not compared"
@@ -143,7 +143,7 @@ def test_other_values_of_as_many_samples_are_refused_unless_allowed(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("change", "name"), [({"seed": 1}, "seed"), ({"shuffle": False}, "shuffle")])
-def test_another_order_is_refused_within_an_epoch_unless_allowed(tmp_path: Path, change: Any, name: str) -> None:
+def test_resume_with_other_order_in_epoch_needs_allow_change(tmp_path: Path, change: Any, name: str) -> None:
     train(tmp_path, 4)
     with pytest.raises(CheckpointError, match=f"allow_change={name}"):
         train(tmp_path, None, resume=True, **change)
@@ -155,7 +155,7 @@ def test_another_order_is_refused_within_an_epoch_unless_allowed(tmp_path: Path,
     assert not check_ledgers(tmp_path / "ledger", 64).is_exact, "as the user was told"
 
 
-def test_another_seed_between_epochs_is_told(tmp_path: Path) -> None:
+def test_resume_with_other_seed_between_epochs_warns(tmp_path: Path) -> None:
     train(tmp_path, None)
     train(tmp_path, None, resume=True, seed=1, epochs=2)
     assert any("seed 0 → 1" in event["message"] for event in told(tmp_path, "Warned"))
@@ -172,7 +172,7 @@ def grouped(model: Warmed, *, reverse: bool = False) -> torch.optim.SGD:
     return torch.optim.SGD(groups[::-1] if reverse else groups, lr=0.01, momentum=0.9)
 
 
-def test_reordered_groups_go_on_as_the_same_run(tmp_path: Path) -> None:
+def test_resume_with_reordered_param_groups_is_the_same_run(tmp_path: Path) -> None:
     falling = {"lr_schedule": "linear", "epochs": 2, "checkpoint_frequency": "4 steps"}
     whole = train(tmp_path / "whole", 8, make=grouped, **falling)
     path = str(tmp_path / "whole/checkpoints/step-000004")
@@ -182,7 +182,7 @@ def test_reordered_groups_go_on_as_the_same_run(tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
 
-def test_another_optimizer_is_refused_or_begins_anew(tmp_path: Path) -> None:
+def test_resume_with_other_optimizer_is_refused_or_starts_fresh(tmp_path: Path) -> None:
     adam = {"make": lambda model: torch.optim.Adam(model.parameters(), lr=0.01)}
     train(tmp_path, 4, **adam)
     for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop):
@@ -195,7 +195,7 @@ def test_another_optimizer_is_refused_or_begins_anew(tmp_path: Path) -> None:
     assert trainer._task.optimizer.param_groups[0]["lr"] == 0.02
 
 
-def test_another_loss_is_refused_and_other_values_of_it_are_told(tmp_path: Path) -> None:
+def test_resume_with_other_loss_is_refused_other_weights_warn(tmp_path: Path) -> None:
     classes = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
 
     def fit(name: str, loss: nn.Module, **more: Any) -> None:
@@ -214,7 +214,7 @@ def test_another_loss_is_refused_and_other_values_of_it_are_told(tmp_path: Path)
     assert "label_smoothing of the loss 0.0 → 0.1" in said
 
 
-def test_a_loss_with_parameters_to_train_is_refused() -> None:
+def test_loss_with_trainable_parameters_is_refused() -> None:
     loss = nn.Sequential(nn.Linear(1, 1), nn.Flatten(0))
-    with pytest.raises(TaskError, match="ask for a gradient: 0"):
+    with pytest.raises(TaskError, match="requires_grad=True: 0"):
         Trainer(nn.Linear(4, 1), loss_fn=loss, num_gpus=1, batch_size=8).fit(problem())

@@ -19,17 +19,17 @@ from distributed.testing import run_ranks
 from tests.conftest import clean_environ
 
 
-def test_histories_of_kills_end_with_the_same_bytes(tmp_path: Path) -> None:
+def test_randomly_killed_runs_end_with_same_bytes(tmp_path: Path) -> None:
     """Of each rank alone and of both at once, with and without data loader workers; many more are in `make soak`."""
     script = Path(__file__).with_name("kill_histories.py")
-    command = [sys.executable, str(script), str(tmp_path / "kills"), "--histories", "6"]
+    command = [sys.executable, str(script), str(tmp_path / "kills"), "--histories", "4"]
     result = subprocess.run(
         command, env=clean_environ(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=280
     )
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 6, result.stderr
+    assert len(rows) == 4, result.stderr
     assert [row for row in rows if not row["same"]] == []
-    assert sum(row["kills"] for row in rows) >= 8
+    assert sum(row["kills"] for row in rows) >= 6
     assert all(row["exactly once"] == "True" for row in rows)
 
 
@@ -72,9 +72,9 @@ def resumed_run(folder: str, ranks: int, bug: str = "") -> tuple[bool, list[dict
 
 def seed_bug(name: str) -> None:
     """Breaks the resume in one place, in this process only."""
-    from distributed.data.loader import TrainLoader
+    from distributed.data.loading.loader import TrainLoader
     from distributed.runtime.session import Session
-    from distributed.strategies.torch_mesh import TorchMesh
+    from distributed.strategies.replicated import Replicated
 
     if name == "rng of one rank":
         seed_step = Session.seed_step
@@ -83,9 +83,9 @@ def seed_bug(name: str) -> None:
         epoch = TrainLoader.epoch
         TrainLoader.epoch = lambda self, number, first=0: epoch(self, number, first + (first > 0))  # type: ignore[method-assign]
     elif name in ("scaler not restored", "optimizer step count"):
-        load = TorchMesh.load_state
+        load = Replicated.load_state
 
-        def load_wrongly(self: TorchMesh, tree: dict[str, Any]) -> None:
+        def load_wrongly(self: Replicated, tree: dict[str, Any]) -> None:
             if name == "scaler not restored":
                 tree = {key: value for key, value in tree.items() if key != "scaler"}
             load(self, tree)
@@ -93,7 +93,7 @@ def seed_bug(name: str) -> None:
                 for held in self.optimizer.state.values():
                     held["step"] += 1
 
-        TorchMesh.load_state = load_wrongly  # type: ignore[method-assign]
+        Replicated.load_state = load_wrongly  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -113,18 +113,18 @@ def test_a_resumed_run_passes_its_certificate(ranks: int, tmp_path: Path) -> Non
         ("optimizer step count", "optimizer"),
     ],
 )
-def test_the_certificate_names_what_a_broken_resume_lost(bug: str, component: str, tmp_path: Path) -> None:
+def test_certificate_names_what_a_broken_resume_lost(bug: str, component: str, tmp_path: Path) -> None:
     for same, found in run_ranks(resumed_run, 2, str(tmp_path), 2, bug):
         assert not same or bug == "scaler not restored"
         assert [verdict["component"] for verdict in found] == [component], found
         assert "FAIL" in found[0]["text"]
 
 
-def test_resume_refuses_what_would_be_another_run(tmp_path: Path) -> None:
+def test_resume_refuses_other_data_batch_or_unwritable_dir(tmp_path: Path) -> None:
     folder = str(tmp_path)
     make_trainer(folder, 1, run_dir=f"{folder}/a", max_steps=4).fit(DataLoader(problem(), shuffle=True))
     again = {"resume_from_checkpoint": True}
-    with pytest.raises(CheckpointError, match="knows 90 samples an epoch, this data has 91"):
+    with pytest.raises(CheckpointError, match="has 90 samples an epoch, this data has 91"):
         make_trainer(folder, 1, run_dir=f"{folder}/b", **again).fit(DataLoader(problem(91), shuffle=True))
     with pytest.raises(CheckpointError, match="stands 12 samples into an epoch, and batches are of 5"):
         make_trainer(folder, 1, run_dir=f"{folder}/c", batch_size=5, **again).fit(DataLoader(problem(), shuffle=True))
@@ -134,7 +134,7 @@ def test_resume_refuses_what_would_be_another_run(tmp_path: Path) -> None:
         make_trainer(folder, 1, run_dir=f"{folder}/d", checkpoint_dir=str(unwritable / "x")).fit(problem())
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_reported_and_older_one_resumed(tmp_path: Path) -> None:
     folder = str(tmp_path)
     make_trainer(folder, 1, run_dir=f"{folder}/a", checkpoint_frequency="5 steps", max_steps=20).fit(problem())
     (tmp_path / "checkpoints" / "step-000020" / "manifest.json").write_bytes(b"{}")
@@ -182,7 +182,7 @@ def plateau_run(folder: str) -> list[bool]:
     return [torch.equal(whole, train("cut-again", resume_from_checkpoint=True)), True]
 
 
-def test_a_scheduler_that_watches_the_loss_survives_a_resume(tmp_path: Path) -> None:
+def test_plateau_scheduler_survives_a_resume(tmp_path: Path) -> None:
     assert run_ranks(plateau_run, 2, str(tmp_path)) == [[True, True]] * 2
 
 
@@ -214,5 +214,5 @@ def unsynced_run(folder: str) -> list[Any]:
     return [same, [verdict["passed"] for verdict in verdicts(again.history.run_dir)]]
 
 
-def test_buffers_that_differ_between_ranks_are_rank_0s(tmp_path: Path) -> None:
+def test_buffers_that_differ_between_ranks_resume_as_rank_0s(tmp_path: Path) -> None:
     assert run_ranks(unsynced_run, 2, str(tmp_path)) == [[True, [True]]] * 2

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from distributed import Trainer
-from distributed.data.ledger import check_ledgers, read_ledger
+from distributed.data.checks.ledger import check_ledgers, read_ledger
 
 SAMPLES, EPOCHS = 48, 3
 
@@ -46,7 +46,7 @@ class Killed(nn.Module):
         return self.layer(x)
 
 
-def test_a_samplers_orders_outlive_the_rank_that_drew_them(tmp_path: Path) -> None:
+def test_sampler_order_survives_the_killed_rank(tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(SAMPLES, 2), torch.randn(SAMPLES, 1))
     run: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "progress": False, "device": "cpu", "num_gpus": 2}
     model = Killed(str(tmp_path / "killed"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 from tests.conftest import clean_environ
+from tests.template import SOCKET
+from tests.warm_scripts import warm_tensorflow
 
 CASES = Path(__file__).with_name("tensorflow_cases.py")
 COMMAND = """
@@ -27,6 +30,13 @@ assert "torch" not in sys.modules, "the command imported torch"
 """
 EXACT = ("whole", "everything", "batchnorm", "legacy")
 MANY = ("mirrored", "multi_worker")
+CASES_OF_ALL = (*EXACT, "resumed", "bf16", "fp16")
+# Which case is trained by which replicas: each by some; by all of them in `make soak`.
+TRAINED = {
+    "one": (*EXACT, "bf16", "fp16"),
+    "mirrored": ("everything", "batchnorm", "resumed", "bf16"),
+    "multi_worker": (*EXACT, "fp16"),
+}
 
 
 def train(folder: Path, replicas: int, strategy: str, *cases: str) -> Path:
@@ -37,7 +47,7 @@ def train(folder: Path, replicas: int, strategy: str, *cases: str) -> Path:
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, "train", *where, *settings, "--", str(folder), str(replicas), *cases],
         cwd=folder,
-        env=clean_environ(),
+        env=clean_environ(**{SOCKET: warm_tensorflow().socket}),
         capture_output=True,
         text=True,
         timeout=500,
@@ -46,11 +56,32 @@ def train(folder: Path, replicas: int, strategy: str, *cases: str) -> Path:
     return folder
 
 
+class Worlds:
+    """Where each world has written what it came to; all of its cases are trained in one launch."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __call__(self, world: str, case: str) -> Path:
+        is_usual = case in TRAINED[world]
+        folder = self._root / (world if is_usual else f"{world}-more")
+        if not folder.exists():
+            cases = TRAINED[world] if is_usual else [name for name in CASES_OF_ALL if name not in TRAINED[world]]
+            replicas, strategy = (1, "auto") if world == "one" else (2, world)
+            train(folder, replicas, strategy, *cases)
+        return folder
+
+
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("worlds")
-    one = train(root / "one", 1, "auto", *EXACT, "mixed")
-    return {"one": one} | {kind: train(root / kind, 2, kind, *EXACT, "resumed", "mixed") for kind in MANY}
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    return Worlds(tmp_path_factory.mktemp("worlds"))
+
+
+def each(cases: tuple[str, ...], worlds: tuple[str, ...] = MANY) -> pytest.MarkDecorator:
+    pairs = [(case, world) for case in cases for world in worlds]
+    rest = {pair for pair in pairs if pair[0] not in TRAINED[pair[1]]}
+    params = [pytest.param(*pair, marks=pytest.mark.soak if pair in rest else ()) for pair in pairs]
+    return pytest.mark.parametrize(("case", "world"), params)
 
 
 def weights(folder: Path, case: str) -> list[Any]:
@@ -72,10 +103,9 @@ def losses(folder: Path, case: str) -> list[float]:
     return [event["loss"] for event in events(folder, case, "StepEnded")]
 
 
-@pytest.mark.parametrize("world", MANY)
-@pytest.mark.parametrize("case", EXACT)
-def test_two_replicas_train_what_one_process_trains(case: str, world: str, worlds: dict[str, Path]) -> None:
-    one, two = worlds["one"], worlds[world]
+@each(EXACT)
+def test_two_replicas_match_one_process(case: str, world: str, folder_of: Worlds) -> None:
+    one, two = folder_of("one", case), folder_of(world, case)
     assert history(one, case)["steps"] == history(two, case)["steps"] >= 20
     assert history(two, case)["world_size"] == 2
     for alone, shared in zip(weights(one, case), weights(two, case), strict=True):
@@ -86,28 +116,31 @@ def test_two_replicas_train_what_one_process_trains(case: str, world: str, world
         assert shared["samples"] == alone["samples"]
 
 
-def test_it_learns(worlds: dict[str, Path]) -> None:
+def test_keras_models_learn(folder_of: Worlds) -> None:
     for case in EXACT:
-        first, *_, last = [record["metrics"]["loss"] for record in history(worlds["one"], case)["epochs"]]
+        first, *_, last = [record["metrics"]["loss"] for record in history(folder_of("one", case), case)["epochs"]]
         assert last < 0.7 * first, case
 
 
-def test_gradients_are_clipped_and_their_norm_is_told(worlds: dict[str, Path]) -> None:
-    norms = [event["gradient_norm"] for event in events(worlds["mirrored"], "everything", "StepEnded")]
-    assert max(norms) > 0.5  # that is where they are clipped, after the norm is taken
-    assert all(event["gradient_norm"] is None for event in events(worlds["mirrored"], "whole", "StepEnded"))
+def test_gradient_norm_is_reported_when_clipping(folder_of: Worlds) -> None:
+    for world in MANY:
+        folder = folder_of(world, "everything")
+        norms = [event["gradient_norm"] for event in events(folder, "everything", "StepEnded")]
+        assert max(norms) > 0.5  # that is where they are clipped, after the norm is taken
+        assert all(event["gradient_norm"] is None for event in events(folder, "batchnorm", "StepEnded"))
 
 
-def test_the_learning_rate_warms_up_and_falls(worlds: dict[str, Path]) -> None:
-    rates = [event["learning_rate"] for event in events(worlds["multi_worker"], "everything", "StepEnded")]
+def test_learning_rate_warms_up_and_decays(folder_of: Worlds) -> None:
+    folder = folder_of("multi_worker", "everything")
+    rates = [event["learning_rate"] for event in events(folder, "everything", "StepEnded")]
     assert rates[:2] == pytest.approx([0.1 * 2 / 3, 0.1])
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert rates[-1] < 0.01
 
 
-@pytest.mark.parametrize("world", MANY)
-def test_a_run_that_stops_and_goes_on_ends_with_the_same_bytes(world: str, worlds: dict[str, Path]) -> None:
-    folder = worlds[world]
+@each(("resumed",))
+def test_stopped_and_resumed_run_ends_with_same_bytes(case: str, world: str, folder_of: Worlds) -> None:
+    folder = folder_of(world, case)
     assert history(folder, "stopped")["steps"] == 11  # in the middle of an epoch of seven
     assert events(folder, "resumed", "RunStarted")[0]["first_step"] == 11
     for whole, resumed in zip(weights(folder, "undisturbed"), weights(folder, "resumed"), strict=True):
@@ -117,39 +150,38 @@ def test_a_run_that_stops_and_goes_on_ends_with_the_same_bytes(world: str, world
     assert whole == resumed
 
 
-@pytest.mark.parametrize("world", ["one", *MANY])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_learns_with_parameters_in_fp32(precision: str, world: str, worlds: dict[str, Path]) -> None:
-    folder = worlds[world]
-    found = losses(folder, precision)
+@each(("bf16", "fp16"), ("one", *MANY))
+def test_mixed_precision_learns_with_parameters_in_fp32(case: str, world: str, folder_of: Worlds) -> None:
+    folder = folder_of(world, case)
+    found = losses(folder, case)
     assert np.mean(found[-5:]) < 0.7 * np.mean(found[:5])
-    assert all(array.dtype == np.float32 for array in weights(folder, precision))
-    assert found != losses(folder, "whole")
-    for alone, shared in zip(weights(worlds["one"], precision), weights(folder, precision), strict=True):
+    assert all(array.dtype == np.float32 for array in weights(folder, case))
+    assert found != losses(folder_of("one", "whole"), "whole")
+    for alone, shared in zip(weights(folder_of("one", case), case), weights(folder, case), strict=True):
         np.testing.assert_allclose(shared, alone, rtol=0, atol=0.03)
 
 
-def test_a_loss_scale_that_is_too_high_is_halved(worlds: dict[str, Path]) -> None:
-    state = load(history(worlds["mirrored"], "fp16")["checkpoint"], ranks=()).shared
+def test_overflowing_loss_scale_is_halved_and_step_skipped(folder_of: Worlds) -> None:
+    state = load(history(folder_of("multi_worker", "fp16"), "fp16")["checkpoint"], ranks=()).shared
     assert 0 < float(state["scaler"]["scale"]) < 2.0**20
     assert int(state["optimizer"]["iteration"]) < 28  # steps that overflowed were left out
 
 
-def test_torch_is_imported_in_no_process(worlds: dict[str, Path]) -> None:
+def test_torch_is_imported_in_no_process(folder_of: Worlds) -> None:
     """In the process of the command neither: it would have said so."""
-    for folder in worlds.values():
-        for found in folder.glob("*.json"):
+    for world, cases in TRAINED.items():
+        for found in folder_of(world, cases[0]).glob("*.json"):
             assert json.loads(found.read_text())["torch"] is False, found
 
 
-def test_steps_leave_no_threads_behind(worlds: dict[str, Path]) -> None:
-    """A collective with a timeout would keep one until the timeout is over: a thousand in these two hundred steps."""
-    last = json.loads((worlds["multi_worker"] / "fp16.json").read_text())
-    assert last["threads"] < 400
+def test_steps_leave_no_threads_behind(folder_of: Worlds) -> None:
+    """A collective with a timeout would keep one until the timeout is over: hundreds in these hundred steps."""
+    last = json.loads((folder_of("multi_worker", "fp16") / "fp16.json").read_text())
+    assert last["threads"] < 200
 
 
-def test_events_tell_the_run_and_tensorboard_shows_it(worlds: dict[str, Path]) -> None:
-    folder = worlds["multi_worker"]
+def test_events_and_tensorboard_record_the_run(folder_of: Worlds) -> None:
+    folder = folder_of("multi_worker", "whole")
     lines = (folder / "run" / "events.jsonl").read_text().splitlines()
     kinds = [json.loads(line)["event"] for line in lines]
     assert kinds[0] == "RunStarted"
@@ -284,18 +316,15 @@ json.dump(found, open("found.json", "w"))
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A plain script, which starts its processes itself, and what it is refused."""
     folder = tmp_path_factory.mktemp("alone")
-    (folder / "train.py").write_text(ALONE)
-    environ = clean_environ(PYTHONPATH=str(CASES.parent))
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, env=environ, capture_output=True, text=True, timeout=400
-    )
+    shutil.copy(CASES, folder)
+    done = warm_tensorflow().run_code(folder, ALONE, environ=clean_environ())
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (folder / "bad").exists()  # nothing was begun where that could be seen before
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 
 
-def test_fit_starts_processes_itself_and_brings_the_weights_home(alone: dict[str, Any]) -> None:
+def test_fit_starts_processes_and_returns_their_weights(alone: dict[str, Any]) -> None:
     """A dataset of the script is sent to them; a strategy of the script trains in it; one replica as well."""
     assert alone["step"] == 6
     for way in ("here", "alone"):
@@ -304,7 +333,7 @@ def test_fit_starts_processes_itself_and_brings_the_weights_home(alone: dict[str
     assert alone["imported torch"] is False
 
 
-def test_each_replica_drops_out_others(alone: dict[str, Any]) -> None:
+def test_replicas_have_different_dropout_seeds(alone: dict[str, Any]) -> None:
     (one, drawn), (other, drawn_too) = alone["seeds"]
     assert one != other
     assert drawn == drawn_too == 3  # once a step
@@ -338,7 +367,7 @@ def test_bad_input_is_refused_with_what_to_do(case: str, words: tuple[str, ...],
         assert word in alone[case], alone[case]
 
 
-def test_without_tensorflow_the_extra_is_named(tmp_path: Path) -> None:
+def test_missing_tensorflow_names_its_extra(tmp_path: Path) -> None:
     code = """
     import sys
 

@@ -81,7 +81,7 @@ def train(config):
 """
 
 
-def test_halving_stops_bad_trials_after_the_steps_of_their_rung(tmp_path):
+def test_halving_stops_bad_trials_at_their_rung(tmp_path):
     told = search(tmp_path, HALVING)
     spent = {int(path.name.partition("-")[2]): len(path.read_text()) for path in tmp_path.glob("steps-*")}
     assert spent == {0: 9, 5: 1, 1: 1, 7: 1, 9: 1, 3: 1, 8: 1, 6: 1}
@@ -103,7 +103,7 @@ def train(config):
 """
 
 
-def test_a_population_exploits_and_perturbs(tmp_path):
+def test_population_exploits_and_perturbs(tmp_path):
     told = search(tmp_path, POPULATION)
     trials = told["trials"]
     assert all(trial["status"] == "done" and trial["history"][-1]["step"] == 8 for trial in trials.values())
@@ -149,7 +149,7 @@ def train(config):
 """
 
 
-def test_a_trial_that_fails_does_not_end_the_others_and_one_that_can_go_on_does_from_its_checkpoint(tmp_path):
+def test_failed_trial_ends_alone_or_resumes_from_its_checkpoint(tmp_path):
     told = search(tmp_path, FAILURES)
     by_x = {trial["params"]["x"]: trial for trial in told["trials"].values()}
     assert {x: trial["status"] for x, trial in by_x.items()} == {
@@ -185,7 +185,7 @@ def train(config):
 """
 
 
-def test_a_search_that_is_killed_and_resumed_finishes_only_what_was_left(tmp_path):
+def test_killed_search_resumes_only_unfinished_trials(tmp_path):
     program = write_program(tmp_path, KILLED)
     driver = subprocess.Popen([PYTHON, program, "told.json"], cwd=tmp_path, env=ENV)
     held = tmp_path / "runs" / "trials" / "0003" / "checkpoints" / "000003"
@@ -215,7 +215,7 @@ def train(config):
 """
 
 
-def test_a_parameter_that_is_never_read_ends_the_search_at_its_first_end(tmp_path):
+def test_unread_parameter_ends_search_after_the_first_trials(tmp_path):
     told = search(tmp_path, MISREAD)
     assert "learning_rte, which train never reads" in told["error"]
     assert "did you mean learning_rate?" in told["error"]
@@ -233,7 +233,7 @@ def test_a_parameter_that_is_never_read_ends_the_search_at_its_first_end(tmp_pat
         ('train = lambda config: config["x"]', "does not say which is best"),
     ],
 )
-def test_what_cannot_be_searched_is_said(tmp_path, change, part):
+def test_impossible_search_is_refused_with_its_reason(tmp_path, change, part):
     body = """
 OPTIONS = {"search_space": {"x": {"uniform": [0, 1]}}, "num_gpus": 1, "run_dir": "runs"}
 SAMPLES = 3
@@ -257,7 +257,7 @@ def train(config):
 """
 
 
-def test_ctrl_c_ends_all_trials_and_keeps_what_was_done(tmp_path):
+def test_ctrl_c_ends_all_trials_and_keeps_their_results(tmp_path):
     program = write_program(tmp_path, INTERRUPTED)
     driver = subprocess.Popen([PYTHON, program, "told.json"], cwd=tmp_path, env=ENV, stderr=subprocess.DEVNULL)
     wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2, 60)
@@ -312,7 +312,7 @@ def events(trial: dict, run: str, kind: str) -> list[dict]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
-def test_a_trial_of_two_ranks_reports_its_epochs_and_ends_in_order_when_it_is_stopped(tmp_path):
+def test_stopped_trial_of_two_ranks_ends_with_a_checkpoint(tmp_path):
     (trial,) = trained(tmp_path, "ranks").values()
     assert trial["status"] == "done"
     assert [report["step"] for report in trial["history"]] == [1, 2]
@@ -323,7 +323,7 @@ def test_a_trial_of_two_ranks_reports_its_epochs_and_ends_in_order_when_it_is_st
     assert Path(ended["model_path"], "manifest.json").exists()
 
 
-def test_a_population_of_trainers_takes_over_checkpoints_and_goes_on_at_its_own_rate(tmp_path):
+def test_population_of_trainers_resumes_the_best_checkpoint(tmp_path):
     good, heir = trained(tmp_path, "population").values()
     assert heir["lineage"][0]["source"] == good["id"]
     rate = heir["params"]["lr"]
@@ -361,7 +361,7 @@ def train(config):
 """
 
 
-def test_what_a_trial_leaves_running_is_ended_even_where_it_does_not_want_to(tmp_path):
+def test_process_left_by_a_trial_is_killed(tmp_path):
     told = search(tmp_path, LEFT)
     assert told["trials"]["0000"]["status"] == "done"
     assert not runs(int((tmp_path / "left").read_text()))

@@ -57,7 +57,7 @@ def train(rank: int, ranks: int, port: int, precision: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_processes_that_share_a_gpu_train_the_same_bytes(precision: str, tmp_path: Path) -> None:
+def test_bitwise_ranks_sharing_a_gpu_have_the_same_bytes(precision: str, tmp_path: Path) -> None:
     found: dict[int, set[str]] = {}
     for ranks in (1, 2, 4):
         more = [str(ranks), str(free_port()), precision, str(tmp_path)]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from distributed import Trainer
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 from distributed.core.errors import DistributedError
 from tests.conftest import clean_environ
 
@@ -101,7 +101,7 @@ def test_captured_and_eager_runs_end_with_the_same_weights(kind: str, tmp_path: 
         assert torch.allclose(captured[name], value, atol=tolerance, rtol=tolerance), name
 
 
-def test_batches_that_a_loader_reads_are_captured_too(tmp_path: Path) -> None:
+def test_steps_with_loader_batches_are_captured(tmp_path: Path) -> None:
     """Not from tensors of a dataset that lies on the device, but copied for each step."""
 
     def loader() -> Any:
@@ -271,7 +271,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_what_cannot_be_captured_is_told_and_trains_as_ever(reason: str, tmp_path: Path) -> None:
+def test_uncapturable_step_is_reported_and_trains_eagerly(reason: str, tmp_path: Path) -> None:
     make, settings, expected = REASONS[reason]
     settings = {"optimizer": sgd, "capture": True} | settings
     kind = settings.pop("data", "")
@@ -292,7 +292,7 @@ def test_what_cannot_be_captured_is_told_and_trains_as_ever(reason: str, tmp_pat
         assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in eager.items())
 
 
-def test_a_warmup_in_an_object_is_called_in_every_step(tmp_path: Path) -> None:
+def test_warm_up_counter_in_an_object_advances_every_step(tmp_path: Path) -> None:
     model = Odd("object")
     fit(tmp_path, model, capture="auto", optimizer=sgd)
     assert model.warmup.calls == 64
@@ -319,7 +319,7 @@ def moving(move: Callable[[int], None]) -> Callable[[torch.optim.Optimizer], Any
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
 
-def test_what_changes_between_epochs_is_captured_again(tmp_path: Path) -> None:
+def test_change_between_epochs_is_captured_again(tmp_path: Path) -> None:
     found: dict[bool, dict[str, Any]] = {}
     for capture in (False, True):
         model = Moved()
@@ -331,14 +331,14 @@ def test_what_changes_between_epochs_is_captured_again(tmp_path: Path) -> None:
     assert all(torch.allclose(found[True][name], value, atol=1e-5) for name, value in found[False].items())
 
 
-def test_what_changes_between_steps_is_not_captured(tmp_path: Path) -> None:
+def test_change_between_steps_prevents_capture(tmp_path: Path) -> None:
     model = Moved()
     scheduler = moving(lambda count: setattr(model, "beta", 1.0 + count / 100))
     _, _, said = fit(tmp_path, model, capture=True, optimizer=sgd, scheduler=scheduler, scheduler_interval="step")
     assert any("between two steps" in line and "model.beta changes" in line for line in said), said
 
 
-def test_a_graph_that_goes_stale_unseen_stops_the_run(tmp_path: Path) -> None:
+def test_graph_that_goes_stale_unseen_stops_the_run(tmp_path: Path) -> None:
     """After 100 steps the model does something else, because of what nobody sees: neither goes on nor is saved."""
     model = Moved()
     scheduler = moving(lambda count: setattr(model.hidden, "value", count))
@@ -367,7 +367,7 @@ trainer.fit(DataLoader(rows(), shuffle=True))
 """
 
 
-def test_a_captured_run_that_is_killed_and_resumed_is_exact(tmp_path: Path) -> None:
+def test_killed_captured_run_resumes_with_same_bytes(tmp_path: Path) -> None:
     def start(name: str, number: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", SCRIPT, str(tmp_path / name), str(number)]
         return subprocess.Popen(command, env=clean_environ())

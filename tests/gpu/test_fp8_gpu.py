@@ -12,14 +12,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from distributed import PyTorchDDPTrainer
-from distributed.bench.gpt import Gpt, Size
-from distributed.bench.models import text_rows
+from distributed.bench.workloads.gpt import Gpt, Size
+from distributed.bench.workloads.models import text_rows
 from distributed.core.env import WorkerEnv
 from distributed.core.plan import BatchPlan, OptimizerPlan, Plan, PrecisionPlan
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
-from distributed.strategies.block_compile import compile_blocks
-from distributed.strategies.float8 import float8_linear, use_float8
+from distributed.strategies.model.block_compile import compile_blocks
+from distributed.strategies.speed.float8 import float8_linear, use_float8
 from distributed.strategies.torch_mesh import TorchMesh
 from distributed.train.task import Task
 
@@ -58,7 +58,7 @@ def losses_of(precision: str, *, compiled: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_linear_layers_train_as_in_bf16(compiled: bool) -> None:
+def test_fp8_linear_layers_reach_the_loss_of_bf16(compiled: bool) -> None:
     ends = {}
     for precision in ("bf16", "fp8"):
         losses = losses_of(precision, compiled=compiled)
@@ -69,7 +69,7 @@ def test_linear_layers_train_as_in_bf16(compiled: bool) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_layer_and_its_gradients_are_near_those_of_fp32(compiled: bool, bias: bool) -> None:
+def test_fp8_layer_and_gradients_are_close_to_fp32(compiled: bool, bias: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(1024, 4096, bias=bias, device="cuda")
     x = torch.randn(4, 512, 1024, device="cuda", requires_grad=True)
@@ -87,7 +87,7 @@ def test_a_layer_and_its_gradients_are_near_those_of_fp32(compiled: bool, bias: 
 
 
 @pytest.mark.parametrize("rows", [2048 + 8, 1024])
-def test_rows_that_do_not_fit_run_in_bf16(rows: int) -> None:
+def test_fp8_layer_runs_unsuited_rows_in_bf16(rows: int) -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(2048, 2048, device="cuda"))
     x, fits = torch.randn(rows, 2048, device="cuda"), torch.randn(2048, 2048, device="cuda")
@@ -109,7 +109,7 @@ def digits(samples: int) -> TensorDataset:
     return TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
 
 
-def test_a_step_never_waits_for_the_device() -> None:
+def test_fp8_step_never_synchronizes_with_the_device() -> None:
     """torch raises on every synchronization while the debug mode is on."""
     session = Session.open(WorkerEnv(), device="cuda", collectives="nccl", timeout_s=60)
     plan = Plan(
@@ -119,9 +119,9 @@ def test_a_step_never_waits_for_the_device() -> None:
         precision=PrecisionPlan("fp8"),
         optimizer=OptimizerPlan(clip_norm=1.0),
     )
-    strategy, model = TorchMesh(), wide()
-    strategy.setup(Task(model), plan, session)
-    assert "1 of 3 linear layers (2)" in strategy.notes[0]
+    strategy, model = TorchMesh(plan), wide()
+    strategy.setup(Task(model), session)
+    assert "1 of 3 linear layers (2)" in str(strategy.decisions[0])
     x, y = digits(2048).tensors
     micro = [Microbatch((x.pin_memory(), y.pin_memory()), 0.5, 2048)] * 2
     losses = [strategy.train_step(micro).loss for _ in range(3)]
@@ -136,7 +136,7 @@ def test_a_step_never_waits_for_the_device() -> None:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_forward_and_backward_can_be_captured_and_see_new_weights() -> None:
+def test_captured_fp8_forward_and_backward_see_new_weights() -> None:
     torch.manual_seed(0)
     weight = torch.randn(2048, 2048, device="cuda", requires_grad=True)
     x = torch.randn(2048, 2048, device="cuda")
@@ -163,7 +163,7 @@ def test_forward_and_backward_can_be_captured_and_see_new_weights() -> None:
     assert error(gradient, torch.autograd.grad(expected, weight)[0]) < 1e-2
 
 
-def test_numbers_that_8_bits_hold_give_exact_products() -> None:
+def test_fp8_products_of_representable_numbers_are_exact() -> None:
     """Of numbers that 8 bits hold exactly, every product is exact, whatever the order of sums."""
     x = torch.randint(-4, 5, (2048, 256), device="cuda").float().requires_grad_()
     weight = torch.randint(-4, 5, (512, 256), device="cuda").float().requires_grad_()
@@ -175,7 +175,7 @@ def test_numbers_that_8_bits_hold_give_exact_products() -> None:
     assert torch.equal(found[1], gradient.t() @ x)
 
 
-def test_a_fit_in_fp8_learns(tmp_path: Path) -> None:
+def test_fit_in_fp8_learns(tmp_path: Path) -> None:
     trainer = PyTorchDDPTrainer(
         wide(),
         num_gpus=1,

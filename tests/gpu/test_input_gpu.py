@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from distributed import Trainer
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
-from distributed.data.loader import TrainLoader
-from distributed.data.prefetch import Prefetch
-from distributed.data.rows import RowBatch, RowLoader, Rows
+from distributed.data.loading.loader import TrainLoader
+from distributed.data.loading.prefetch import Prefetch
+from distributed.data.loading.rows import RowBatch, RowLoader, Rows
+from distributed.data.loading.transfer import to_device
 from distributed.data.source import Source
-from distributed.data.transfer import to_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GPU = torch.device("cuda", 0)
@@ -47,7 +47,7 @@ def same(moved: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("batch", [BatchPlan(64), BatchPlan(8, 3, 2)])
 @pytest.mark.parametrize("dataset", [tensors(), Subset(tensors(), [*range(250, 10, -1), -1])], ids=["all", "subset"])
-def test_batches_gathered_on_the_device_are_those_of_a_data_loader(batch: BatchPlan, dataset: Any) -> None:
+def test_batches_gathered_on_device_equal_a_data_loaders(batch: BatchPlan, dataset: Any) -> None:
     source = Source(dataset, shuffle=True)
     rows = rows_of(source)
     assert all(tensor.is_cuda and len(tensor) == len(dataset) for tensor in rows.tensors)
@@ -61,7 +61,7 @@ def test_batches_gathered_on_the_device_are_those_of_a_data_loader(batch: BatchP
         assert loader.indices == sampled.indices
 
 
-def test_indices_of_an_epoch_lie_in_one_tensor() -> None:
+def test_row_indices_of_an_epoch_share_one_tensor() -> None:
     source = Source(tensors(), shuffle=True)
     batches = [
         step.microbatches[0].batch for step in RowLoader(source, rows_of(source), BatchPlan(64), 0, seed=1).epoch(0)
@@ -69,7 +69,7 @@ def test_indices_of_an_epoch_lie_in_one_tensor() -> None:
     assert len({batch.index.untyped_storage().data_ptr() for batch in batches}) == 1
 
 
-def test_an_epoch_of_rows_never_waits_for_the_device() -> None:
+def test_epoch_of_rows_never_synchronizes_with_the_device() -> None:
     """torch raises on every synchronization while the debug mode is on."""
     source = Source(tensors(), shuffle=True)
     loader = RowLoader(source, rows_of(source), BatchPlan(64), 0, seed=1)
@@ -82,7 +82,7 @@ def test_an_epoch_of_rows_never_waits_for_the_device() -> None:
     assert sorted(i for batch in moved for i in batch[-1].tolist()) == list(range(LENGTH))
 
 
-def test_a_batch_is_gathered_in_a_captured_graph() -> None:
+def test_row_batch_can_be_gathered_in_a_captured_graph() -> None:
     source = Source(tensors(), shuffle=True)
     batches = [
         step.microbatches[0].batch for step in RowLoader(source, rows_of(source), BatchPlan(64), 0, seed=1).epoch(0)
@@ -108,14 +108,14 @@ def test_rows_that_are_too_large_stay_in_pinned_memory(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1000, free[1]))
     source = Source(Subset(tensors(), range(5, 205)), shuffle=True)
     rows = rows_of(source)
-    assert not rows.is_ahead
+    assert not rows.is_on_device
     loader, sampled = RowLoader(source, rows, BatchPlan(64), 0, seed=1), TrainLoader(source, BatchPlan(64), 0, seed=1)
     assert all(tensor.is_pinned() for tensor in next(loader.epoch(0)).microbatches[0].batch)
     for step, expected in zip(Prefetch(loader, GPU).epoch(0), sampled.epoch(0), strict=True):
         assert same(step.microbatches[0].batch, expected.microbatches[0].batch)
 
 
-def test_tensors_that_are_on_the_device_already_are_used_there() -> None:
+def test_tensors_already_on_the_device_are_used_in_place() -> None:
     x = torch.randn(LENGTH, 4, device=GPU)
     source = Source(Subset(TensorDataset(x), range(100, 200)), shuffle=True)
     rows = rows_of(source)
@@ -135,7 +135,7 @@ class Large(Dataset[Any]):
         return {"x": torch.full((16384,), float(index)), "n": index}
 
 
-def test_a_prefetched_batch_is_whole_when_its_step_begins_and_until_it_ends() -> None:
+def test_prefetched_batch_stays_intact_during_its_step() -> None:
     """Under memory that is used again at once, with a device that lags far behind the host."""
     source = Source(Large(), shuffle=True, num_workers=2, pin_memory=True)
     prefetch = Prefetch(TrainLoader(source, BatchPlan(16), 0, seed=1, pin_memory=True), GPU)
@@ -182,7 +182,7 @@ class OneByOne(Dataset[Any]):
         return self.data[index]
 
 
-def test_runs_end_with_the_same_weights_whichever_way_the_data_comes(tmp_path: Path) -> None:
+def test_every_input_path_gives_the_same_weights(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(LENGTH, 32, generator=generator)
     data = TensorDataset(x, (x[:, 0] > 0).long())
@@ -195,7 +195,7 @@ def test_runs_end_with_the_same_weights_whichever_way_the_data_comes(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("on_device", "state_bytes", "free", "is_ahead"),
+    ("on_device", "state_bytes", "free", "is_on_device"),
     [
         ("auto", 0, 50_000, True),
         ("auto", 0, 30_000, False),
@@ -205,17 +205,17 @@ def test_runs_end_with_the_same_weights_whichever_way_the_data_comes(tmp_path: P
         ("off", 0, 50_000, False),
     ],
 )
-def test_rows_take_of_the_free_memory_what_they_may(
-    monkeypatch: pytest.MonkeyPatch, on_device: str, state_bytes: int, free: int, is_ahead: bool
+def test_rows_are_placed_on_device_within_memory_limits(
+    monkeypatch: pytest.MonkeyPatch, on_device: str, state_bytes: int, free: int, is_on_device: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 100_000))
     rows = Rows.of(Source(TensorDataset(torch.zeros(1000))), GPU, on_device, state_bytes)  # 4000 bytes
     assert rows is not None
-    assert rows.is_ahead == is_ahead
+    assert rows.is_on_device == is_on_device
     assert (rows.placing is None) == (on_device == "off")
 
 
-def test_where_the_data_went_is_among_the_decisions_and_can_be_changed(tmp_path: Path) -> None:
+def test_data_placement_is_a_decision_and_can_be_overridden(tmp_path: Path) -> None:
     x = torch.randn(LENGTH, 32, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), shuffle=True)
     found = {}
@@ -229,6 +229,6 @@ def test_where_the_data_went_is_among_the_decisions_and_can_be_changed(tmp_path:
     assert found["auto"] == found["on"] == found["off"]
 
 
-def test_data_that_is_not_tensors_is_refused_where_it_was_told_to_go_to_the_device(tmp_path: Path) -> None:
+def test_data_on_device_refuses_data_that_is_no_tensors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="data_on_device=True"):
         trained(tmp_path, "refused", DataLoader(OneByOne(tensors())), data_on_device=True)

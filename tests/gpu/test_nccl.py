@@ -43,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> TrainedCases:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_one_process(name: str, trained: TrainedCases, alone: TrainedCases) -> None:
+def test_losses_on_nccl_match_one_process(name: str, trained: TrainedCases, alone: TrainedCases) -> None:
     found, plain = trained[name], alone[name.partition("/")[2]]
     tolerance = 0.02 if name.endswith("bf16") else 1e-4
     assert found.losses == pytest.approx(plain.losses, rel=tolerance)
@@ -70,6 +70,6 @@ def centered(folder: str) -> str:
     return ""
 
 
-def test_ranks_that_differ_are_found_at_the_next_look(tmp_path: Path) -> None:
+def test_ranks_that_differ_are_found_at_the_next_replica_check(tmp_path: Path) -> None:
     for told in run_ranks(centered, 2, str(tmp_path), device="cuda"):
         assert "after step 1: buffer center" in told

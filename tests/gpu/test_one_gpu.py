@@ -17,7 +17,7 @@ from distributed import PyTorchDDPTrainer
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import NonFiniteLossError
 from distributed.core.plan import BatchPlan, OptimizerPlan, Plan, PrecisionPlan
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.strategies.torch_mesh import TorchMesh
 from distributed.train.task import Task
@@ -38,7 +38,7 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize("precision", [False, True, "bf16", "fp16"])
-def test_fit_on_the_gpu(precision: Any, tmp_path: Path) -> None:
+def test_fit_on_a_gpu_learns_in_each_precision(precision: Any, tmp_path: Path) -> None:
     trainer = PyTorchDDPTrainer(
         model(),
         num_gpus=1,
@@ -59,7 +59,7 @@ def test_fit_on_the_gpu(precision: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_never_waits_for_the_device(precision: str) -> None:
+def test_step_never_synchronizes_with_the_device(precision: str) -> None:
     """torch raises on every synchronization while the debug mode is on."""
     session = Session.open(WorkerEnv(), device="cuda", collectives="nccl", timeout_s=60)
     plan = Plan(
@@ -69,8 +69,8 @@ def test_a_step_never_waits_for_the_device(precision: str) -> None:
         precision=PrecisionPlan(precision),
         optimizer=OptimizerPlan(clip_norm=1.0),
     )
-    strategy = TorchMesh()
-    strategy.setup(Task(model()), plan, session)
+    strategy = TorchMesh(plan)
+    strategy.setup(Task(model()), session)
     x, y = digits(64).tensors
     micro = [Microbatch((x.pin_memory(), y.pin_memory()), 0.5, 64)] * 2
     losses = [strategy.train_step(micro).loss for _ in range(3)]
@@ -83,7 +83,7 @@ def test_a_step_never_waits_for_the_device(precision: str) -> None:
     assert values[-1] < values[0]
 
 
-def test_the_command_line_on_a_gpu(tmp_path: Path) -> None:
+def test_train_command_trains_on_a_gpu(tmp_path: Path) -> None:
     script = """
 from distributed import Trainer
 history = Trainer(MyModel(), epochs=2).fit(train_loader, val_loader)
@@ -95,7 +95,7 @@ print("world", history.world_size, history.steps)
     assert "world 1 28" in result.stdout, result.stdout + result.stderr
 
 
-def test_more_gpus_than_there_are(tmp_path: Path) -> None:
+def test_more_gpus_than_the_node_has_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('never')")
     command = [sys.executable, "-m", "distributed", "train", "--num-gpus", "99", "--script", "train.py"]
     result = subprocess.run(command, cwd=tmp_path, env=clean_environ(), capture_output=True, text=True, timeout=180)
@@ -104,7 +104,7 @@ def test_more_gpus_than_there_are(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs"))
 
 
-def test_a_nan_on_the_gpu_names_its_step_at_the_next_log(tmp_path: Path) -> None:
+def test_nan_on_the_gpu_is_named_with_its_step_at_the_next_log(tmp_path: Path) -> None:
     data = digits(640)
     data.tensors[0][200] = float("nan")
     trainer = PyTorchDDPTrainer(

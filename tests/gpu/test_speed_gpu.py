@@ -18,11 +18,11 @@ from torch.utils.data import TensorDataset
 from distributed import Trainer
 from distributed.core.env import WorkerEnv
 from distributed.core.plan import BatchPlan, MemoryPlan, OptimizerPlan, Plan, PrecisionPlan, SpeedPlan
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
-from distributed.strategies.device_settings import device_settings
-from distributed.strategies.fused import why_not_fused
-from distributed.strategies.torch_mesh import TorchMesh
+from distributed.strategies.replicated import Replicated
+from distributed.strategies.speed.device_settings import device_settings
+from distributed.strategies.speed.fused import why_not_fused
 from distributed.train.task import Task
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -78,7 +78,7 @@ def pictures(samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 @contextmanager
 def training(
     module: nn.Module, speed: SpeedPlan, precision: str = "bf16", memory: MemoryPlan | None = None, **task: Any
-) -> Iterator[TorchMesh]:
+) -> Iterator[Replicated]:
     session = Session.open(WorkerEnv(), device="cuda", collectives="nccl", timeout_s=60)
     session.seed(0)
     plan = Plan(
@@ -90,20 +90,20 @@ def training(
         memory=memory or MemoryPlan(),
         speed=speed,
     )
-    strategy = TorchMesh()
-    strategy.setup(Task(module, nn.CrossEntropyLoss(), **task), plan, session)
+    strategy = Replicated(plan)
+    strategy.setup(Task(module, nn.CrossEntropyLoss(), **task), session)
     try:
         yield strategy
     finally:
         strategy.close()
 
 
-def steps(strategy: TorchMesh, batch: tuple[torch.Tensor, torch.Tensor], count: int) -> list[float]:
+def steps(strategy: Replicated, batch: tuple[torch.Tensor, torch.Tensor], count: int) -> list[float]:
     micro = Microbatch(tuple(tensor.cuda() for tensor in batch), 1.0, len(batch[0]))
     return [float(strategy.train_step([micro]).loss) for _ in range(count)]
 
 
-def test_tf32_is_on_while_a_run_lasts() -> None:
+def test_tf32_is_on_only_during_a_run() -> None:
     torch.manual_seed(0)
     a = torch.randn(512, 512, device="cuda")
     exact = (a.double() @ a.double()).float()
@@ -117,7 +117,7 @@ def test_tf32_is_on_while_a_run_lasts() -> None:
     assert error() == before
 
 
-def test_segments_grow_while_a_run_lasts() -> None:
+def test_expandable_segments_are_on_only_during_a_run() -> None:
     def grows() -> bool:
         torch.cuda.empty_cache()
         more = torch.cuda.memory_reserved() + 2**20  # than fits into what other tests have left
@@ -146,7 +146,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_fused_kernels_take_the_same_steps(kind: str, precision: str) -> None:
+def test_fused_optimizers_take_the_same_steps(kind: str, precision: str) -> None:
     losses = {}
     for fused in (False, True):
         module = Attending()
@@ -169,7 +169,7 @@ def test_parameters_on_two_devices_are_not_fused() -> None:
 
 @pytest.mark.parametrize("make", [Attending, Convolving])
 @pytest.mark.parametrize("kind", ["compensated", "stochastic"])
-def test_parameters_in_bf16_learn_as_in_fp32(kind: str, make: Any) -> None:
+def test_bf16_parameters_learn_as_fp32_do(kind: str, make: Any) -> None:
     batch = words() if make is Attending else pictures()
     losses = {}
     for parameters in ("fp32", kind):
@@ -185,7 +185,7 @@ def test_parameters_in_bf16_learn_as_in_fp32(kind: str, make: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["compensated", "stochastic"])
-def test_a_step_with_parameters_in_bf16_never_waits_for_the_device(kind: str) -> None:
+def test_step_with_bf16_parameters_never_synchronizes(kind: str) -> None:
     with training(Attending(), SpeedPlan(parameters=kind, fused_optimizer=True)) as strategy:
         micro = Microbatch(tuple(tensor.cuda() for tensor in words()), 1.0, 8)
         for _ in range(3):
@@ -199,10 +199,11 @@ def test_a_step_with_parameters_in_bf16_never_waits_for_the_device(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", ["compensated", "stochastic"])
-def test_a_graph_holds_the_step_and_draws_new_numbers_at_every_replay(kind: str) -> None:
+def test_captured_bf16_step_draws_new_rounding_at_every_replay(kind: str) -> None:
     micro = Microbatch(tuple(tensor.cuda() for tensor in words()), 1.0, 8)
-    ended = {}
-    for captured in (False, True):
+    ended = []
+    for seed, captured in enumerate((False, False, True)):
+        torch.cuda.manual_seed(seed)
         with training(Attending(), SpeedPlan(parameters=kind, fused_optimizer=True)) as strategy:
             for group in strategy.optimizer.param_groups:
                 group["capturable"] = True
@@ -218,14 +219,15 @@ def test_a_graph_holds_the_step_and_draws_new_numbers_at_every_replay(kind: str)
                     strategy.step([micro], False)
             for _ in range(5):
                 graph.replay() if captured else strategy.step([micro], False)
-            ended[captured] = {name: value.clone() for name, value in strategy.state()["model"].items()}
+            ended.append({name: value.clone() for name, value in strategy.state()["model"].items()})
     start = Attending().cuda().state_dict()
-    for name, value in ended[True].items():
-        whole = (ended[False][name] - start[name]).norm()
-        assert (value - ended[False][name]).norm() <= 0.1 * whole, name
+    eager, again, replayed = ended
+    for name, value in replayed.items():
+        whole, noise = (eager[name] - start[name]).norm(), (eager[name] - again[name]).norm()  # of rounding by chance
+        assert (value - eager[name]).norm() <= 0.1 * whole + 2 * noise, name
 
 
-def test_a_captured_run_with_parameters_in_bf16_ends_as_an_eager_one(tmp_path: Path) -> None:
+def test_captured_run_with_bf16_parameters_matches_eager(tmp_path: Path) -> None:
     ended = []
     for capture in (True, False):
         module = Attending()
@@ -252,7 +254,7 @@ def _note_format(formats: list[bool], layer: nn.Module, inputs: Any, output: tor
     formats.append(output.is_contiguous(memory_format=torch.channels_last))
 
 
-def test_convolutions_run_with_channels_last_and_checkpoints_do_not_show_it() -> None:
+def test_channels_last_is_used_but_not_seen_in_checkpoints() -> None:
     losses, trees = {}, {}
     for last in (False, True):
         module = Convolving()

@@ -27,18 +27,18 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_trains_what_the_plain_way_trains(way: str, plain: Trained, tmp_path: Path) -> None:
+def test_memory_savings_match_plain_training(way: str, plain: Trained, tmp_path: Path) -> None:
     found = train("one", tmp_path / "run", device="cuda", **WAYS[way])
     assert found.losses == pytest.approx(plain.losses, rel=1e-4)
     assert found.validation == pytest.approx(plain.validation, rel=1e-4)
 
 
-def test_a_model_without_memory_and_adapters(tmp_path: Path) -> None:
+def test_meta_device_model_with_lora_learns(tmp_path: Path) -> None:
     found = train("one", tmp_path / "run", make_model(meta=True), device="cuda", lora=4)
     assert found.losses[-1] < found.losses[0]
 
 
-def test_bf16_with_offload(plain: Trained, tmp_path: Path) -> None:
+def test_fsdp_bf16_with_cpu_offload_learns(plain: Trained, tmp_path: Path) -> None:
     how = {"backend": "fsdp", "cpu_offload": True, "gradient_clipping": 1.0, "mixed_precision": "bf16"}
     found = train("one", tmp_path / "run", device="cuda", **how)
     assert found.losses[0] == pytest.approx(plain.losses[0], rel=0.02)

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed import Trainer
-from distributed.checkpoint.restoring import restore
+from distributed.checkpoint.restore.restoring import restore
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import TaskError
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, LoraPlan, MemoryPlan, OptimizerPlan, Plan, PrecisionPlan, SpeedPlan
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
-from distributed.strategies.low_parameters import LowParameters, round_at_random
-from distributed.strategies.torch_mesh import TorchMesh
+from distributed.strategies.replicated import Replicated
+from distributed.strategies.speed.bf16_parameters import LowParameters, round_at_random
 from distributed.testing import run_ranks
 from distributed.train.task import Task
 from tests.meshes import make_data, make_model, save_state
@@ -31,7 +31,7 @@ LOW = KINDS[1:]
 
 
 @contextmanager
-def training(kind: str, module: nn.Module | None = None, **task: Any) -> Iterator[TorchMesh]:
+def training(kind: str, module: nn.Module | None = None, **task: Any) -> Iterator[Replicated]:
     """One process with bf16 autocast, as each kind of parameters has it."""
     session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
     session.seed(0)
@@ -44,15 +44,15 @@ def training(kind: str, module: nn.Module | None = None, **task: Any) -> Iterato
         speed=SpeedPlan(parameters=kind),
         memory=task.pop("memory", MemoryPlan()),
     )
-    strategy = TorchMesh()
-    strategy.setup(Task(module or make_model(), nn.CrossEntropyLoss(), **task), plan, session)
+    strategy = Replicated(plan)
+    strategy.setup(Task(module or make_model(), nn.CrossEntropyLoss(), **task), session)
     try:
         yield strategy
     finally:
         strategy.close()
 
 
-def steps(strategy: TorchMesh, first: int, last: int) -> list[float]:
+def steps(strategy: Replicated, first: int, last: int) -> list[float]:
     ids, targets = make_data(80).tensors
     found = []
     for step in range(first, last):
@@ -61,7 +61,7 @@ def steps(strategy: TorchMesh, first: int, last: int) -> list[float]:
     return found
 
 
-def weights(strategy: TorchMesh) -> dict[str, torch.Tensor]:
+def weights(strategy: Replicated) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in strategy.state()["model"].items()}
 
 
@@ -71,7 +71,7 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_losses_are_those_of_parameters_in_fp32() -> None:
+def test_bf16_parameters_learn_as_fp32_do() -> None:
     found = {}
     for kind in KINDS:
         with training(kind) as strategy:
@@ -83,7 +83,7 @@ def test_losses_are_those_of_parameters_in_fp32() -> None:
         assert found[kind] == pytest.approx(found["fp32"], abs=0.03)
 
 
-def test_the_model_is_given_back_in_fp32_with_the_parameters_that_it_had() -> None:
+def test_model_is_restored_in_fp32_with_its_own_parameters() -> None:
     for kind in LOW:
         module = make_model(tied=True)
         before = dict(module.named_parameters())
@@ -115,7 +115,7 @@ class Failing(nn.Module):
 
 
 @pytest.mark.parametrize("kind", LOW)
-def test_the_model_is_given_back_after_a_failure(kind: str) -> None:
+def test_model_is_restored_after_a_failure(kind: str) -> None:
     module, micro = Failing(), Microbatch((torch.ones(2, 4), torch.tensor([0, 1])), 1.0, 2)
     own = module.layer.weight
     with training(kind, module) as strategy:
@@ -142,18 +142,18 @@ def moved(kind: str, rate: float, count: int) -> torch.Tensor:
         return strategy.state()["model"]["weight"] - 1
 
 
-def test_no_small_step_is_lost_with_the_rest_kept_aside() -> None:
+def test_compensated_bf16_loses_no_small_step() -> None:
     found = moved("compensated", 1e-4, 100)
     assert torch.allclose(found, torch.full_like(found, 0.01), rtol=1e-3)
 
 
-def test_small_steps_count_on_average_when_rounded_at_random() -> None:
+def test_stochastic_rounding_keeps_small_steps_on_average() -> None:
     found = moved("stochastic", 1e-4, 100)
     assert found.mean().item() == pytest.approx(0.01, rel=0.1)  # of 4096 weights: 5 deviations or so
     assert torch.equal(found + 1, (found + 1).bfloat16().float())
 
 
-def test_rounding_at_random_keeps_the_mean_and_what_cannot_be_rounded() -> None:
+def test_stochastic_rounding_keeps_mean_and_special_values() -> None:
     torch.manual_seed(0)
     for value in (1.0 + 2**-10, -3.1415927, 1e-30, 65000.1):
         found = torch.full((100_000,), value)
@@ -169,7 +169,7 @@ def test_rounding_at_random_keeps_the_mean_and_what_cannot_be_rounded() -> None:
 
 
 @pytest.mark.parametrize("source", KINDS)
-def test_checkpoints_hold_fp32_and_load_under_every_kind(source: str, tmp_path: Path) -> None:
+def test_bf16_checkpoints_hold_fp32_and_load_under_every_kind(source: str, tmp_path: Path) -> None:
     with training(source) as strategy:
         steps(strategy, 0, 3)
         saved = weights(strategy)
@@ -181,7 +181,9 @@ def test_checkpoints_hold_fp32_and_load_under_every_kind(source: str, tmp_path: 
     assert {value.dtype for value in saved.values()} == {torch.float32}
     for kind in KINDS:
         with training(kind) as strategy:
-            found = restore(str(tmp_path), True, strategy._session, expected=strategy.state(), boxes=strategy.boxes)
+            found = restore(
+                str(tmp_path), True, strategy._session, expected=strategy.state(), boxes=strategy.shard_ranges
+            )
             assert found is not None
             assert not found.report.missing
             strategy.load_state(found.shared)
@@ -196,7 +198,7 @@ def test_checkpoints_hold_fp32_and_load_under_every_kind(source: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", LOW)
-def test_a_resumed_run_has_the_same_bytes(kind: str, tmp_path: Path) -> None:
+def test_resumed_bf16_run_has_same_bytes(kind: str, tmp_path: Path) -> None:
     def run(folder: str, **more: Any) -> Path:
         options = {"batch_size": 8, "learning_rate": 0.01, "bf16_parameters": kind, "num_gpus": 1, "progress": False}
         trainer = Trainer(
@@ -223,7 +225,6 @@ def train_on_ranks(kinds: tuple[str, ...]) -> dict[str, Any]:
     env = worker_env()
     assert env is not None
     session = Session.open(env, device="cpu", collectives="gloo", timeout_s=60)
-    session.data_rank = session.stream = env.rank
     ids, targets = make_data(80).tensors
     found = {}
     for kind in kinds:
@@ -238,8 +239,8 @@ def train_on_ranks(kinds: tuple[str, ...]) -> dict[str, Any]:
             optimizer=OptimizerPlan(learning_rate=0.01, clip_norm=1.0),
             speed=SpeedPlan(parameters=kind),
         )
-        strategy = TorchMesh()
-        strategy.setup(Task(module, nn.CrossEntropyLoss()), plan, session)
+        strategy = Replicated(plan)
+        strategy.setup(Task(module, nn.CrossEntropyLoss()), session)
         losses = []
         for step in range(10):
             session.seed_step(0, step)
@@ -254,7 +255,7 @@ def train_on_ranks(kinds: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def test_two_ranks_stay_the_same_and_learn_as_one_does() -> None:
+def test_two_bf16_ranks_stay_equal_and_match_one_process() -> None:
     first, second = run_ranks(train_on_ranks, 2, KINDS)
     with training("fp32") as strategy:
         alone = steps(strategy, 0, 10)
@@ -273,7 +274,7 @@ def test_adapters_train_beside_frozen_layers_in_bf16() -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_gradient_that_goes_past_the_model_is_refused() -> None:
+def test_gradient_of_the_original_fp32_parameter_is_refused() -> None:
     module = nn.Linear(2, 2)
     own = module.weight
     low = LowParameters(module, rounds=False)
@@ -282,7 +283,7 @@ def test_a_gradient_that_goes_past_the_model_is_refused() -> None:
         low.take_gradients()
 
 
-def test_a_recurrent_layer_computes_with_what_its_list_of_weights_holds() -> None:
+def test_lstm_flat_weights_become_bf16_and_are_restored() -> None:
     layer = nn.LSTM(4, 4)
     low = LowParameters(layer, rounds=False)
     assert all(weight.dtype == torch.bfloat16 for weight in layer._flat_weights)
@@ -291,7 +292,7 @@ def test_a_recurrent_layer_computes_with_what_its_list_of_weights_holds() -> Non
 
 
 @pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_gradient_that_would_not_be_called_is_refused(name: str) -> None:
+def test_gradient_hook_on_a_replaced_parameter_is_refused(name: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     own = module[0].weight
     getattr(module[1].weight, name)(lambda _: None)  # its parameters stay in their places
@@ -305,7 +306,7 @@ def test_a_hook_on_a_gradient_that_would_not_be_called_is_refused(name: str) -> 
 
 
 @pytest.mark.parametrize("kind", LOW)
-def test_an_optimizer_may_have_only_some_of_the_parameters(kind: str) -> None:
+def test_optimizer_over_some_parameters_moves_only_those(kind: str) -> None:
     module = make_model()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     optimizer = torch.optim.SGD(module.head.parameters(), lr=0.1)

@@ -187,31 +187,33 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_the_bytes_are_those_of_one_process(name: str, ranks: int, by_ranks: dict[int, dict[str, Any]]) -> None:
+def test_bitwise_ranks_have_the_bytes_of_one_process(
+    name: str, ranks: int, by_ranks: dict[int, dict[str, Any]]
+) -> None:
     (one, one_losses), (many, many_losses) = by_ranks[1][name], by_ranks[ranks][name]
     assert many == one
     assert many_losses == one_losses, "the reported loss is a sum in the same order"
     assert one_losses[1] != one_losses[0]
 
 
-def test_the_normal_mode_has_other_bytes(by_ranks: dict[int, dict[str, Any]]) -> None:
+def test_normal_mode_bytes_depend_on_world_size(by_ranks: dict[int, dict[str, Any]]) -> None:
     """Else the test above could not fail."""
     assert len({by_ranks[ranks]["normal mode"][0] for ranks in (1, 2, 4)}) == 3
 
 
-def test_a_run_that_changes_its_size_ends_with_the_bytes_of_one_that_does_not(by_ranks: dict[int, Any]) -> None:
+def test_resized_bitwise_run_ends_with_same_bytes(by_ranks: dict[int, Any]) -> None:
     """1 → 2 → 4 → 2 ranks, with bf16, dropout and augmentation."""
     assert by_ranks[2]["changing"] == by_ranks[1]["whole"]
 
 
-def test_resumed_in_the_middle_of_an_epoch_with_workers_that_augment(tmp_path: Path) -> None:
+def test_resume_in_mid_epoch_with_augmenting_workers_is_exact(tmp_path: Path) -> None:
     folder, case = str(tmp_path), "data_loader_workers"
     whole = train_leg(folder, "whole", 1, case)
     train_leg(folder, "cut", 1, case, max_steps=7)
     assert train_leg(folder, "cut", 1, case) == whole
 
 
-def test_another_cut_is_refused_on_resume(tmp_path: Path) -> None:
+def test_resume_with_other_virtual_ranks_or_batch_is_refused(tmp_path: Path) -> None:
     folder = str(tmp_path)
     train_leg(folder, "cut", 1, max_steps=5)
     with pytest.raises(CheckpointError, match="virtual_ranks=8, now 4"):
@@ -220,7 +222,7 @@ def test_another_cut_is_refused_on_resume(tmp_path: Path) -> None:
         train_leg(folder, "cut", 1, batch_size=16)
 
 
-def test_unused_parameters_are_left_alone_and_counters_advance_once_a_step(tmp_path: Path) -> None:
+def test_unused_parameters_stay_and_counters_count_steps(tmp_path: Path) -> None:
     model = train(CASES["unused_parameters"], 1, str(tmp_path))[2]
     fresh = make_model("branches")
     assert torch.equal(model.never.weight, fresh.never.weight), "weight decay would show that it had a gradient"
@@ -231,7 +233,7 @@ def test_unused_parameters_are_left_alone_and_counters_advance_once_a_step(tmp_p
     assert 0.05 < model.mean.mean() < 0.3, "of noise with a mean of 0.15"
 
 
-def test_batchnorm_ends_with_the_mean_over_virtual_ranks(tmp_path: Path) -> None:
+def test_batchnorm_statistics_are_means_over_virtual_ranks(tmp_path: Path) -> None:
     """One step, against torch's layer called by hand on each leaf."""
 
     class Whole(Dataset):
@@ -253,14 +255,14 @@ def test_batchnorm_ends_with_the_mean_over_virtual_ranks(tmp_path: Path) -> None
     assert int(model[0].num_batches_tracked) == 1
 
 
-def test_the_result_is_that_of_the_normal_mode_up_to_rounding(tmp_path: Path) -> None:
+def test_bitwise_loss_is_close_to_normal_mode(tmp_path: Path) -> None:
     case = Case("wide")
     bitwise = train(case, 1, f"{tmp_path}/bitwise", epochs=1)
     normal = train(case, 1, f"{tmp_path}/normal", epochs=1, reproducible="off")
     assert bitwise[1] == pytest.approx(normal[1], rel=0.02)  # the augmentation differs
 
 
-def test_threads_and_kernels_are_put_back(tmp_path: Path) -> None:
+def test_bitwise_run_restores_threads_and_determinism_flags(tmp_path: Path) -> None:
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     inside: list[tuple[int, bool]] = []
 
@@ -285,7 +287,9 @@ def test_threads_and_kernels_are_put_back(tmp_path: Path) -> None:
         ({"batch_size": 8, "model": "batchnorm"}, PlanError, "virtual_ranks=4 or fewer"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], error: type[Exception], says: str, tmp_path: Path) -> None:
+def test_impossible_bitwise_settings_are_refused(
+    settings: dict[str, Any], error: type[Exception], says: str, tmp_path: Path
+) -> None:
     options = {"num_gpus": 1, "batch_size": 24, "reproducible": "bitwise", "run_dir": str(tmp_path / "run")} | settings
     with pytest.raises(error, match=says):
         Trainer(make_model(options.pop("model", "dropout")), **options).fit(Noisy())

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
-from distributed.checkpoint.exchange_catalog import open_one
-from distributed.checkpoint.exchange_import import import_weights
-from distributed.checkpoint.exchange_inert import Inert, InertFile, Stored
-from distributed.checkpoint.reading import load, verify
+from distributed.checkpoint.exchange.catalog import open_one
+from distributed.checkpoint.exchange.importing import import_weights
+from distributed.checkpoint.exchange.safe_unpickle import Inert, InertFile, Stored
+from distributed.checkpoint.restore.reading import load, verify
 from distributed.core.errors import CheckpointError, ConfigError
 from distributed.testing import run_ranks
 from tests import deepspeed_folders
@@ -83,7 +83,7 @@ def assert_same_bytes(found: dict[str, torch.Tensor], wanted: dict[str, torch.Te
 
 
 @pytest.mark.parametrize("name", [*WITH_ZERO, *(f"{name}-universal" for name in UNIVERSAL)])
-def test_weights_and_optimizer_are_those_that_the_engine_held(name: str, folders: Path, tmp_path: Path) -> None:
+def test_imported_weights_and_optimizer_match_the_engines(name: str, folders: Path, tmp_path: Path) -> None:
     done = import_weights(str(folders / name), str(tmp_path))
     assert done.path.endswith("step-000000"), "a run that goes on from it counts its own steps"
     assert done.with_optimizer
@@ -115,7 +115,7 @@ def test_weights_and_optimizer_are_those_that_the_engine_held(name: str, folders
     assert groups[0]["betas"] == (0.9, 0.999)
 
 
-def test_without_zero_the_weights_come_alone_and_that_is_said(folders: Path, tmp_path: Path) -> None:
+def test_import_of_stage_0_has_weights_only_with_a_note(folders: Path, tmp_path: Path) -> None:
     done = import_weights(str(folders / "stage0"), str(tmp_path))
     assert not done.with_optimizer
     assert "names" in done.note
@@ -125,7 +125,7 @@ def test_without_zero_the_weights_come_alone_and_that_is_said(folders: Path, tmp
     assert state["model"]["head.weight"] is state["model"]["embed.weight"]
 
 
-def test_what_is_asked_for_comes_in(folders: Path, tmp_path: Path) -> None:
+def test_import_options_select_tag_step_and_prefix(folders: Path, tmp_path: Path) -> None:
     """One save of several, another step, the weights alone, other names."""
     alone = import_weights(str(folders / "stage2" / TAG), str(tmp_path), step=7, weights_only=True)
     assert alone.path.endswith("step-000007")
@@ -146,7 +146,7 @@ def test_what_is_asked_for_comes_in(folders: Path, tmp_path: Path) -> None:
         open_one(str(folders / "stage3"))
 
 
-def test_the_commands_work_without_deepspeed(folders: Path, tmp_path: Path) -> None:
+def test_checkpoint_commands_work_without_deepspeed(folders: Path, tmp_path: Path) -> None:
     script = """if True:
         import sys
         sys.modules["deepspeed"] = None  # any import of it fails
@@ -189,7 +189,7 @@ def train_on(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, dict[st
     return trained
 
 
-def test_training_goes_on_as_deepspeed_would_have(folders: Path, tmp_path: Path) -> None:
+def test_training_from_import_continues_as_deepspeed_does(folders: Path, tmp_path: Path) -> None:
     cases: dict[str, dict[str, Any]] = {}
     for name, settings in (("stage1", {}), ("stage2", {"backend": "fsdp"}), ("stage3", {"backend": "fsdp"})):
         done = import_weights(str(folders / name), str(tmp_path / name))
@@ -202,7 +202,7 @@ def test_training_goes_on_as_deepspeed_would_have(folders: Path, tmp_path: Path)
         assert (tmp_path / f"run-{name}/checkpoints/step-{MORE_STEPS:06d}").is_dir()
 
 
-def test_missing_files_are_named(copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_missing_deepspeed_files_are_named(copy: Callable[[str], Path], tmp_path: Path) -> None:
     cases = [
         ("stage1", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         ("stage2-bf16", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
@@ -227,14 +227,14 @@ def test_missing_files_are_named(copy: Callable[[str], Path], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("stage", ["stage2", "stage3"])
-def test_parts_that_do_not_belong_together_are_refused(stage: str, folders: Path, tmp_path: Path) -> None:
+def test_shards_of_different_saves_are_refused(stage: str, folders: Path, tmp_path: Path) -> None:
     for kind, why in (("world", "differing numbers of ranks"), ("short", "elements"), ("step", "different saves")):
         with pytest.raises(CheckpointError, match=why):
             import_weights(str(folders / f"{stage}-bad-{kind}"), str(tmp_path))
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_a_rank_too_many_or_twice_or_of_another_kind_is_refused(copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_extra_duplicate_or_unsupported_rank_files_are_refused(copy: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copy("stage1") / TAG
     part = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     for name, why in (
@@ -249,9 +249,7 @@ def test_a_rank_too_many_or_twice_or_of_another_kind_is_refused(copy: Callable[[
         (folder / name).unlink()
 
 
-def test_a_latest_that_leads_nowhere_or_out_of_the_folder_is_refused(
-    copy: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_latest_file_to_missing_or_outside_folder_is_refused(copy: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copy("stage2")
     (folder / "latest").write_text("global_step99")
     with pytest.raises(CheckpointError, match="global_step99") as caught:
@@ -271,7 +269,7 @@ class Evil:
         return self._call
 
 
-def test_no_pickle_in_the_files_is_run(copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_malicious_pickle_is_never_run(copy: Callable[[str], Path], tmp_path: Path) -> None:
     """Beside the weights it has no effect; in their place it is refused."""
     mark = tmp_path / "mark"
     evils = [
@@ -309,7 +307,7 @@ def test_no_pickle_in_the_files_is_run(copy: Callable[[str], Path], tmp_path: Pa
     assert mark.exists(), "the last of them does run where it is let"
 
 
-def test_files_that_lie_about_their_tensors_are_refused(tmp_path: Path) -> None:
+def test_files_with_false_tensor_metadata_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
 
     def rebuilt(offset: Any, shape: Any, stride: Any) -> Evil:
@@ -350,14 +348,14 @@ def test_files_that_lie_about_their_tensors_are_refused(tmp_path: Path) -> None:
         InertFile(path)
 
 
-def test_a_pickle_cannot_make_python_reserve_memory(tmp_path: Path) -> None:
+def test_pickle_with_huge_memo_index_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
         archive.writestr("a/data.pkl", b"\x80\x02]r\xff\xff\xff\x7f.")  # an empty list with the number 2**31 - 1
     with pytest.raises(CheckpointError, match="numbers 2147483647 things"):
         InertFile(tmp_path / "a.pt")
 
 
-def test_a_stand_in_keeps_what_it_is_given_and_nothing_else(tmp_path: Path) -> None:
+def test_safe_unpickle_keeps_unknown_objects_as_inert_data(tmp_path: Path) -> None:
     torch.save({"p": Path("x"), "m": nn.Linear(2, 2), "n": nn.Parameter(torch.ones(2))}, tmp_path / "a.pt")
     tree = InertFile(tmp_path / "a.pt").tree
     assert isinstance(tree["p"], Inert)

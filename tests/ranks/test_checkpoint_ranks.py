@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.chunks import chunk_name
-from distributed.checkpoint.local import LocalStorage
-from distributed.checkpoint.reading import load, verify
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.tensors import digest_components
+from distributed.checkpoint.format.tensors import digest_components
+from distributed.checkpoint.restore.reading import load, verify
+from distributed.checkpoint.restore.restoring import restore
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.chunks import chunk_name
+from distributed.checkpoint.storage.local import LocalStorage
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
@@ -38,7 +39,7 @@ def own(rank: int, step: int) -> dict[str, Any]:
 
 def save_twice(root: str) -> dict[str, Any]:
     mine, passed, saved = session(), Counter[str](), []
-    saver = Saver(root, mine, at=lambda point: passed.update([point]), on_saved=saved.append)
+    saver = Saver(root, mine, TensorStaging(), at=lambda point: passed.update([point]), on_saved=saved.append)
     for step in (1, 2):
         saver.save(step, state(step), own(mine.rank, step), {"step": step})
     return {
@@ -64,7 +65,7 @@ def read(root: str) -> dict[str, Any]:
     return result
 
 
-def test_each_rank_writes_its_part_and_any_number_of_ranks_reads_it(tmp_path: Path) -> None:
+def test_checkpoint_of_three_ranks_loads_at_any_world_size(tmp_path: Path) -> None:
     root = str(tmp_path)
     results = run_ranks(save_twice, 3, root)
     assert {result["path"] for result in results} == {f"{root}/step-000002"}
@@ -81,7 +82,9 @@ def test_each_rank_writes_its_part_and_any_number_of_ranks_reads_it(tmp_path: Pa
     assert [loaded.own[rank]["rng"]["words"][0].item() for rank in range(3)] == [0, 1, 2]
     assert LocalStorage(tmp_path).list("parts") == []
 
-    alone = Saver(str(tmp_path / "alone"), Session(WorkerEnv(), torch.device("cpu"), None), asynchronous=False)
+    alone = Saver(
+        str(tmp_path / "alone"), Session(WorkerEnv(), torch.device("cpu"), None), TensorStaging(), asynchronous=False
+    )
     alone.save(2, state(2), own(0, 2))
     single = load(str(tmp_path / "alone" / "step-000002")).manifest
     assert single.shared == loaded.manifest.shared, "any number of ranks makes the same chunks"
@@ -105,7 +108,7 @@ def fail_on_rank_1(root: str) -> list[str]:
         if broken["now"] and mine.rank == 1 and point.startswith("unnamed: chunks"):
             raise OSError(5, "Input/output error")
 
-    saver = Saver(LocalStorage(root, at=fail), mine)
+    saver = Saver(LocalStorage(root, at=fail), mine, TensorStaging())
     heard: list[str] = []
     for step in (1, 2, 3, 4):
         broken["now"] = step == 2
@@ -123,7 +126,7 @@ def fail_on_rank_1(root: str) -> list[str]:
     return heard
 
 
-def test_a_failure_on_one_rank_is_raised_on_all_and_the_next_save_works(tmp_path: Path) -> None:
+def test_failed_save_on_one_rank_raises_on_all_then_recovers(tmp_path: Path) -> None:
     first, second = run_ranks(fail_on_rank_1, 2, str(tmp_path))
     assert first == second
     assert "Input/output error" in first[1]
@@ -154,7 +157,7 @@ class LateDisk(LocalStorage):
 
 def save_late(root: str, looks: int) -> str:
     mine = session()
-    saver = Saver(LateDisk(root, looks) if mine.is_main else root, mine)
+    saver = Saver(LateDisk(root, looks) if mine.is_main else root, mine, TensorStaging())
     saver._publisher.visible_s = 1.0
     saver.save(1, {"model": {"w": torch.arange(2e6), "v": torch.ones(2_000_000)}}, own(mine.rank, 1))
     try:
@@ -163,10 +166,11 @@ def save_late(root: str, looks: int) -> str:
         return str(error)
 
 
-def test_files_that_show_late_are_waited_for_and_then_named(tmp_path: Path) -> None:
+def test_save_waits_for_late_files_then_names_the_rank(tmp_path: Path) -> None:
     for told in run_ranks(save_late, 2, str(tmp_path / "late"), 3):
         assert told == str(tmp_path / "late" / "step-000001")
     assert not verify(str(tmp_path / "late" / "step-000001")).problems
     for told in run_ranks(save_late, 2, str(tmp_path / "apart"), 10**9):
         assert told.startswith("rank 1 on ")
         assert "does not see it after" in told
+    assert not list((tmp_path / "apart").glob("step-*")), "there is no manifest before its chunks"

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.reading import load, verify
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.restore.reading import load, verify
+from distributed.checkpoint.restore.restoring import restore
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
 from distributed.core.env import worker_env
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box, Portion, whole_box, within
 from distributed.runtime.session import Session
+from distributed.runtime.tensor_shard import Box, TensorShard, whole_box, within
 from distributed.testing import run_ranks
-from distributed.train.digest import digest
+from distributed.train.checks.digest import digest
 
 
 def session() -> Session:
@@ -54,16 +55,16 @@ def boxes_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[
     return (whole_box(shape),) if name in ("copied", "step") or rank == ranks - 1 else ()
 
 
-def portion(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> Portion:
+def portion(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> TensorShard:
     shape = tuple(tensor.shape)
     boxes = boxes_of(name, shape, rank, ranks)
     pieces = tuple((box, tensor[within(box, whole_box(shape))]) for box in boxes)
-    return Portion(shape, tensor.dtype, pieces, stores=name not in ("copied", "step") or rank == 0)
+    return TensorShard(shape, tensor.dtype, pieces, stores=name not in ("copied", "step") or rank == 0)
 
 
 def save(root: str) -> list[str]:
     mine, heard = session(), []
-    saver = Saver(root, mine)
+    saver = Saver(root, mine, TensorStaging())
     for step in (1, 2, 3):
         held = {name: portion(name, tensor, mine.rank, mine.world_size) for name, tensor in whole(step).items()}
         if step == 2:
@@ -113,7 +114,7 @@ def read(root: str) -> dict[str, Any]:
     }
 
 
-def test_four_ranks_save_their_parts_three_read_others_and_one_reads_all(tmp_path: Path) -> None:
+def test_shards_saved_by_four_ranks_load_on_three_and_one(tmp_path: Path) -> None:
     root = str(tmp_path)
     results = run_ranks(save, 4, root)
     assert all(heard == results[0] for heard in results)

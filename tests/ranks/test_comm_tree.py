@@ -65,12 +65,12 @@ def expected(size: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_one_process_adds_as_the_recursion_does(size: str) -> None:
+def test_tree_sum_in_one_process_matches_recursion(size: str) -> None:
     assert sum_with(alone(), SIZES[size]) == expected(SIZES[size])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_add_as_the_recursion_does(ranks: int) -> None:
+def test_tree_sum_over_ranks_matches_recursion(ranks: int) -> None:
     sum_leaves, sizes, environment = sum_with, SIZES, worker_env
 
     def sums() -> dict[str, list[bytes]]:
@@ -83,7 +83,7 @@ def test_processes_add_as_the_recursion_does(ranks: int) -> None:
     assert run_ranks(sums, ranks) == [wanted] * ranks
 
 
-def test_another_order_has_other_bytes() -> None:
+def test_sum_in_another_order_has_other_bytes() -> None:
     """Else the tests above could not fail."""
     size = SIZES["small"]
     like = [t for t in make_leaf(0, size) if t is not None]
@@ -94,16 +94,17 @@ def test_another_order_has_other_bytes() -> None:
     torch.testing.assert_close(total[0], plain_tree(make_leaves(size), like)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_zeros_have_one_sign_wherever_a_leaf_is_empty() -> None:
+def test_tree_sum_of_negative_zero_and_nothing_is_positive_zero() -> None:
     tree = TreeSum("test", FlatLayout([torch.zeros(1)]), alone())
-    for leaves in ([torch.tensor([-0.0])], None), (None, [torch.tensor([-0.0])]), ([None], [torch.tensor([-0.0])]):
+    zero = [torch.tensor([-0.0])]
+    for leaves in (zero, None), (None, zero), ([None], zero), (zero, [None]):
         for leaf in leaves:
             tree.add(leaf)
         (total,) = tree.total()
         assert not bool(torch.signbit(total)), "-0.0 + 0.0 is 0.0"
 
 
-def test_a_sum_that_was_not_finished_leaves_nothing_behind() -> None:
+def test_discarded_tree_sum_leaves_nothing_behind() -> None:
     tree = TreeSum("test", FlatLayout([torch.zeros(1)]), alone())
     for _ in range(3):
         tree.add([torch.ones(1)])
@@ -113,7 +114,7 @@ def test_a_sum_that_was_not_finished_leaves_nothing_behind() -> None:
     assert tree.total()[0].item() == 4
 
 
-def test_a_layout_keeps_every_dtype_and_shape_apart() -> None:
+def test_flat_layout_views_do_not_overlap() -> None:
     like = [torch.zeros(3, dtype=torch.int8), torch.zeros(2, 2), torch.zeros(0), torch.zeros((), dtype=torch.int64)]
     flat = FlatLayout([*like, torch.zeros(5, dtype=torch.int8)]).new()
     for number, view in enumerate(flat.views):

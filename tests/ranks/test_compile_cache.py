@@ -1,4 +1,4 @@
-"""Compiled code is kept: a second process of the same run compiles nothing."""
+"""Compiled blocks train as plain ones do, and their code is kept: a second process of the same run compiles nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distributed.core.plan import BatchPlan, MemoryPlan, Plan
-from distributed.strategies.compile_cache import compile_cache, compile_folder
+from distributed.strategies.model.compile_cache import compile_cache, compile_folder
 from tests.conftest import run_python
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -34,13 +34,18 @@ class Model(nn.Module):
             x = layer(x)
         return x
 
-torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 8))
-trainer = Trainer(
-    Model(), compile=True, compile_cache=sys.argv[1] or None, num_gpus=1, batch_size=4, max_steps=2, progress=False,
-    run_dir=sys.argv[2], wrap_blocks=["layers.0"],
-)
-trainer.fit(data)
+
+def trained(**compiling):
+    torch.manual_seed(0)
+    settings = dict(num_gpus=1, batch_size=4, max_steps=2, progress=False)
+    trainer = Trainer(Model(), **settings, **compiling)
+    trainer.fit(data)
+    return list(trainer.model.parameters())
+
+plain = trained(run_dir=sys.argv[2] + "-plain")
+compiled = trained(compile=True, compile_cache=sys.argv[1], run_dir=sys.argv[2], wrap_blocks=["layers.0"])
+assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(compiled, plain, strict=True))
 found = {kind: dict(counters[kind]) for kind in ("inductor", "aot_autograd")}
 print(json.dumps(found | {"folder": os.environ.get("TORCHINDUCTOR_CACHE_DIR")}))
 """
@@ -51,7 +56,7 @@ def plan(**memory: object) -> Plan:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+def test_second_process_compiles_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def counted(run: str) -> dict[str, Any]:
@@ -68,20 +73,20 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert not second["inductor"].get("fxgraph_cache_miss")
 
 
-def test_it_lies_where_the_user_says_or_in_the_users_cache(tmp_path: Path) -> None:
+def test_compile_cache_is_in_given_or_user_cache_folder(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     version = f"torch-{torch.__version__}"
     assert compile_folder(plan(), environ) == tmp_path / "distributed-training" / "compile" / version
     assert compile_folder(plan(compile_cache=str(tmp_path / "own")), environ) == tmp_path / "own" / version
 
 
-def test_a_folder_in_the_environment_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_cache_of_the_environment_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path / "mine"))
     with compile_cache(plan(compile_cache=str(tmp_path / "other"))):
         assert os.environ[FOLDER] == str(tmp_path / "mine")
 
 
-def test_the_default_that_torch_wrote_itself_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_default_cache_dir_is_replaced_for_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.setenv(FOLDER, default_cache_dir())
@@ -90,7 +95,7 @@ def test_the_default_that_torch_wrote_itself_is_not_the_users(tmp_path: Path, mo
     assert os.environ[FOLDER] == default_cache_dir()
 
 
-def test_without_compile_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_without_compile_sets_no_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
     with compile_cache(Plan(run_dir="", batch=BatchPlan(1))):
         assert FOLDER not in os.environ

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from distributed.core.errors import PlanError
-from distributed.strategies.context_parallel import ContextParallel
-from distributed.strategies.recompute import recompute
+from distributed.strategies.context.context_parallel import ContextParallel
+from distributed.strategies.model.recompute import recompute
 from distributed.testing import run_ranks
+from tests.meshes import joined
 
 LENGTH, WIDTH, HEADS, WORDS = 16, 32, 4, 64
 
@@ -149,7 +150,7 @@ def compare(make: Callable[[], nn.Module], recomputed: str = "", positions: int 
     names = list(model.state_dict())
     if recomputed:
         recompute(model, recomputed)
-    parallel = ContextParallel(model, dist.group.WORLD)
+    parallel = ContextParallel(model, dist.group.WORLD, joined())
     assert list(model.state_dict()) == names
     parallel.verify(lambda: model(tokens(9)[:, :-1]), positions=positions)
     assert model.training
@@ -169,7 +170,7 @@ def compare_sharded(recomputed: str, kind: str = "", positions: int = 256) -> di
     model = Written(kind)
     alone = copy.deepcopy(model)
     recompute(model, recomputed)
-    parallel = ContextParallel(model, dist.group.WORLD)
+    parallel = ContextParallel(model, dist.group.WORLD, joined())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in [*model.layers, model]:
         fully_shard(block, mesh=mesh)
@@ -217,7 +218,7 @@ def later_batches() -> dict[str, Any]:
     for first in (WIDTH, LENGTH):
         torch.manual_seed(0)
         model = Sorts()
-        alone, parallel = copy.deepcopy(model), ContextParallel(model, dist.group.WORLD)
+        alone, parallel = copy.deepcopy(model), ContextParallel(model, dist.group.WORLD, joined())
         lengths: list[int] = []
         model.layers[1].qkv.register_forward_pre_hook(lambda _, given, to=lengths: to.append(given[0].shape[1]))
         parallel.verify(lambda model=model, first=first: model(tokens(9, first)[:, :-1]), positions=4)
@@ -235,7 +236,7 @@ def later_batches() -> dict[str, Any]:
 def refuse(make: Callable[[], nn.Module], length: int = LENGTH, positions: int = 256) -> str:
     torch.manual_seed(0)
     model = make()
-    parallel = ContextParallel(model, dist.group.WORLD)
+    parallel = ContextParallel(model, dist.group.WORLD, joined())
     try:
         parallel.verify(lambda: model(tokens(9, length)[:, :-1]).mean(), positions=positions)
     except PlanError as error:
@@ -274,7 +275,7 @@ def on_two_ranks() -> tuple[dict[str, dict[str, float]], dict[str, str]]:
         "no stack": "",
     }
     try:
-        ContextParallel(nn.Linear(2, 2), dist.group.WORLD)
+        ContextParallel(nn.Linear(2, 2), dist.group.WORLD, joined())
     except PlanError as error:
         wrong["no stack"] = str(error)
     return same, wrong
@@ -284,7 +285,7 @@ def close_enough(differences: dict[str, float]) -> bool:
     return all(value < 1e-5 for value in differences.values())
 
 
-def test_two_ranks_train_as_one_or_refuse() -> None:
+def test_two_context_ranks_match_one_process_or_refuse() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     for same, wrong in run_ranks(on_two_ranks, 2):
         assert all(map(close_enough, same.values())), same
@@ -292,7 +293,7 @@ def test_two_ranks_train_as_one_or_refuse() -> None:
         assert "15 positions" in wrong["15 positions"]
 
 
-def test_later_batches_are_cut_as_the_one_that_was_verified() -> None:
+def test_later_batches_are_sharded_like_the_verified_one() -> None:
     for found in run_ranks(later_batches, 2):
         refused = found.pop("another argument")
         assert "'gain'" in refused
@@ -300,6 +301,6 @@ def test_later_batches_are_cut_as_the_one_that_was_verified() -> None:
         assert close_enough(found), found
 
 
-def test_four_ranks_train_as_one() -> None:
+def test_four_context_ranks_match_one_process() -> None:
     for same in run_ranks(lambda: {"written": compare(Written), "encoder": compare(Encoder)}, 4):
         assert all(map(close_enough, same.values())), same

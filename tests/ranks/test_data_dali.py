@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from distributed import Trainer
 from distributed.core.errors import DataError, PlanError
 from distributed.core.plan import BatchPlan
-from distributed.data.dali import DaliBatches
-from distributed.data.loader import EvalLoader, StreamLoader
+from distributed.data.loading.dali import DaliBatches
+from distributed.data.loading.loader import EvalLoader, StreamLoader
 from distributed.data.source import read_source
 from distributed.testing import run_ranks
 
@@ -62,7 +62,7 @@ def samples(step: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("auto_reset", [False, True, "yes"])
-def test_batches_are_used_as_they_come_in_every_epoch(auto_reset: bool | str) -> None:
+def test_dali_batches_are_used_unchanged_in_every_epoch(auto_reset: bool | str) -> None:
     iterator = DALIGenericIterator(torch.arange(10), 4, auto_reset)
     train = loader(iterator)
     for _ in range(3):
@@ -73,16 +73,16 @@ def test_batches_are_used_as_they_come_in_every_epoch(auto_reset: bool | str) ->
     assert iterator.epochs == 3
 
 
-def test_micro_batches_of_a_step_keep_their_contents() -> None:
+def test_dali_micro_batches_of_a_step_keep_their_contents() -> None:
     steps = list(loader(DALIGenericIterator(torch.arange(10), 2), accumulation=2).epoch(0))
     assert [samples(step) for step in steps] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_a_resumed_run_passes_over_what_it_has_had() -> None:
+def test_resumed_dali_epoch_skips_used_batches() -> None:
     assert [samples(step) for step in loader(DALIGenericIterator(torch.arange(10), 4)).epoch(0, 2)] == [[8, 9]]
 
 
-def test_an_epoch_that_was_left_is_read_to_its_end_before_the_next() -> None:
+def test_unfinished_dali_epoch_is_drained_before_the_next() -> None:
     train = loader(DALIGenericIterator(torch.arange(10), 4))
     left = train.epoch(0)
     next(left)
@@ -90,7 +90,7 @@ def test_an_epoch_that_was_left_is_read_to_its_end_before_the_next() -> None:
     assert [samples(step) for step in train.epoch(1)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_columns_make_inputs_and_a_target() -> None:
+def test_dali_columns_select_inputs_and_target() -> None:
     source = read_source(DaliBatches(DALIGenericIterator(torch.arange(5), 4), columns=("data", "label")), "val_loader")
     found = [(data[:, 0].tolist(), label.tolist(), size) for (data, label), size in EvalLoader(source, 4, 0, 1)]
     assert found == [([0, 1, 2, 3], [0, 1, 0, 1], 4), ([4], [0], 1)]
@@ -98,7 +98,7 @@ def test_columns_make_inputs_and_a_target() -> None:
         next(DaliBatches(DALIGenericIterator(torch.arange(5), 4), columns=("image",)).batches())
 
 
-def test_what_cannot_hold_is_refused() -> None:
+def test_unusable_dali_sources_are_refused() -> None:
     one = DaliBatches(DALIGenericIterator(torch.arange(5), 4))
     with pytest.raises(DataError, match="batches of 4"):
         one.check(BatchPlan(8), "dataset")
@@ -126,7 +126,7 @@ def fit(folder: str, iterator: Any, **settings: Any) -> Any:
     return trainer.fit(data), trainer
 
 
-def test_a_trainer_takes_it_and_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_trainer_resumes_dali_data_in_mid_epoch(tmp_path: Path) -> None:
     def iterator() -> Any:
         return DALIGenericIterator(torch.arange(22), 4)
 
@@ -138,7 +138,7 @@ def test_a_trainer_takes_it_and_goes_on_in_the_middle_of_an_epoch(tmp_path: Path
     assert torch.equal(whole.model.weight, again.model.weight)
 
 
-def test_the_same_bytes_at_any_number_of_ranks_are_not_promised_of_it(tmp_path: Path) -> None:
+def test_bitwise_with_dali_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="stream"):
         fit(f"{tmp_path}/run", DALIGenericIterator(torch.arange(22), 4), reproducible="bitwise")
 
@@ -150,7 +150,7 @@ def sharded(folder: str) -> tuple[int, int, list[float]]:
     return history.steps, history.samples, trainer.model.weight.flatten().tolist()
 
 
-def test_every_rank_reads_its_own_shard(tmp_path: Path) -> None:
+def test_every_rank_reads_its_own_dali_shard(tmp_path: Path) -> None:
     first, second = run_ranks(sharded, 2, f"{tmp_path}/run")
     assert first == second
     assert first[:2] == (6, 40), "three steps an epoch, as many as the larger shard has, and every sample once"

@@ -1,19 +1,21 @@
 """Checkpoints of DeepSpeed: any ZeRO stage, DDP, FSDP2 and one process load what any other saved, bytes equal.
 
-Each trains a few steps and saves. Then each loads all of these, saves what it holds without a step in between, and
-goes on: where it is the one that had saved, to the same bytes as without the interruption.
+Each trains a few steps and saves. Then one process loads all of these, each loads its own and another one, saves what
+it holds without a step in between, and goes on: where it is the one that had saved, to the same bytes as without the
+interruption. Every pair is in `make soak`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from distributed.checkpoint.reading import load
-from distributed.checkpoint.tree import flatten
+from distributed.checkpoint.format.tree import flatten
+from distributed.checkpoint.restore.reading import load
 from distributed.testing import run_ranks
 from tests.zero import Rank, make_tied, make_wide, train_unused
 
@@ -21,6 +23,7 @@ STEPS, MORE = 3, 2
 PAIR = ["plain", "fsdp", "z1", "z2", "z3", "z3_cpu", "z2_bf16"]
 ALONE = ["plain", "z2", "z3"]
 SETTINGS = {"learning_rate": 0.01, "lr_schedule": "cosine"}
+Pairs = list[tuple[str, str]]  # source and target
 
 
 def train_and_save(kinds: list[str], root: str, suffix: str) -> None:
@@ -33,10 +36,10 @@ def train_and_save(kinds: list[str], root: str, suffix: str) -> None:
         rank.strategy.close()
 
 
-def load_and_save(kinds: list[str], root: str, suffix: str, sources: list[str]) -> dict[tuple[str, str], float]:
+def load_and_save(kinds: list[str], root: str, suffix: str, pairs: Pairs) -> dict[tuple[str, str], float]:
     losses = {}
     for kind in kinds:
-        for source in sources:
+        for source in [source for source, target in pairs if target == f"{kind}{suffix}"]:
             rank = Rank(kind, make_tied(), **SETTINGS)
             rank.load(f"{root}/{source}")
             rank.save(f"{root}/{source}-{kind}{suffix}", STEPS)
@@ -50,15 +53,50 @@ def load_and_save(kinds: list[str], root: str, suffix: str, sources: list[str]) 
 
 SOURCES = [*(f"{kind}-2" for kind in PAIR), "z3-1"]
 TARGETS = [*(f"{kind}-2" for kind in PAIR), *(f"{kind}-1" for kind in ALONE)]
+ALL = [(source, target) for source in SOURCES for target in TARGETS]
+USUAL = [
+    (source, target)
+    for source, target in ALL
+    if target in ("plain-1", source, TARGETS[SOURCES.index(source) - 1]) or (source, target) == ("z2-2", "z2-1")
+]
+USUAL += [("z3-1", "z3-2"), ("z3-2", "z3-1")]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Where the checkpoints are, and by source and target the loss of the step after a load."""
+
+    root: Path
+    losses: dict[tuple[str, str], float]
+
+
+def save_and_load(root: str, pairs: Pairs, disk: str) -> dict[tuple[str, str], float]:
+    train_and_save(PAIR, root, "-2")
+    if disk:
+        move_on_disk(disk)
+    return load_and_save(PAIR, root, "-2", pairs)
+
+
+def move(root: Path, pairs: Pairs, disk: str = "") -> Moved:
+    """Two ranks do all of theirs in one pair of processes. None is done here: DeepSpeed sets variables."""
+    run_ranks(train_and_save, 1, ["z3"], str(root), "-1")
+    losses = run_ranks(save_and_load, 2, str(root), pairs, disk)[0]
+    return Moved(root, losses | run_ranks(load_and_save, 1, ALONE, str(root), "-1", pairs)[0])
 
 
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], float]]:
-    root = tmp_path_factory.mktemp("moved")
-    run_ranks(train_and_save, 2, PAIR, str(root), "-2")
-    train_and_save(["z3"], str(root), "-1")
-    losses = run_ranks(load_and_save, 2, PAIR, str(root), "-2", SOURCES)[0]
-    return root, losses | load_and_save(ALONE, str(root), "-1", SOURCES)
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory, disk: Path) -> Moved:
+    return move(tmp_path_factory.mktemp("moved"), USUAL, str(disk))
+
+
+@pytest.fixture(scope="module")
+def moved_to_all(tmp_path_factory: pytest.TempPathFactory) -> Moved:
+    return move(tmp_path_factory.mktemp("all"), ALL)
 
 
 def tree_of(folder: Path, step: int = STEPS) -> dict[str, Any]:
@@ -73,26 +111,39 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("source", SOURCES)
-def test_what_one_saved_another_loads(source: str, target: str, moved: Any) -> None:
-    root, losses = moved
-    assert_same(tree_of(root / source), tree_of(root / f"{source}-{target}"))
+def assert_loaded(source: str, target: str, moved: Moved) -> None:
+    assert_same(tree_of(moved.root / source), tree_of(moved.root / f"{source}-{target}"))
     tolerance = 2e-2 if "bf16" in target else 1e-5
-    assert losses[source, target] == pytest.approx(losses[source, "plain-1"], rel=tolerance)
+    assert moved.losses[source, target] == pytest.approx(moved.losses[source, "plain-1"], rel=tolerance)
+
+
+@pytest.mark.parametrize(("source", "target"), USUAL)
+def test_checkpoint_loads_under_any_stage_or_strategy(source: str, target: str, moved: Moved) -> None:
+    assert_loaded(source, target, moved)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("source", "target"), ALL)
+def test_what_each_saved_every_other_loads(source: str, target: str, moved_to_all: Moved) -> None:
+    assert_loaded(source, target, moved_to_all)
+
+
+def test_each_is_loaded_by_itself_and_loads_another() -> None:
+    assert {source for source, target in USUAL if source == target} == set(SOURCES)
+    assert {target for source, target in USUAL if source != target} == set(TARGETS)
+    assert {source for source, target in USUAL if source[:-2] != target[:-2]} == set(SOURCES)
 
 
 @pytest.mark.parametrize("kind", [f"{kind}-2" for kind in PAIR if kind.startswith("z")])
-def test_a_resumed_run_has_the_bytes_of_one_that_was_not_interrupted(kind: str, moved: Any) -> None:
-    root, _ = moved
+def test_resumed_zero_run_has_same_bytes(kind: str, moved: Moved) -> None:
+    root = moved.root
     assert_same(tree_of(root / f"{kind}-on", STEPS + MORE), tree_of(root / f"{kind}-resumed", STEPS + MORE))
 
 
-def test_checkpoints_have_the_names_and_types_of_ddp(moved: Any) -> None:
-    root, _ = moved
-    expected = flatten(tree_of(root / "plain-2"))[0]
+def test_checkpoints_have_ddps_names_and_dtypes(moved: Moved) -> None:
+    expected = flatten(tree_of(moved.root / "plain-2"))[0]
     for source in SOURCES:
-        found = flatten(tree_of(root / source))[0]
+        found = flatten(tree_of(moved.root / source))[0]
         assert list(found) == list(expected), source
         assert [(t.dtype, t.shape) for t in found.values()] == [(t.dtype, t.shape) for t in expected.values()], source
 
@@ -121,13 +172,13 @@ def move_on_disk(folder: str) -> None:
         train_unused(kind, f"{folder}/unused_{kind}", STEPS)
 
 
-def test_state_on_a_disk_and_parameters_that_nobody_uses(tmp_path: Path) -> None:
-    run_ranks(move_on_disk, 2, str(tmp_path))
-    saved = tree_of(tmp_path / "disk_saved")
+@pytest.mark.usefixtures("moved")
+def test_disk_offload_and_unused_parameters_round_trip(disk: Path, tmp_path: Path) -> None:
+    saved = tree_of(disk / "disk_saved")
     assert saved["optimizer"]["state"]["1.weight"]["step"] == STEPS
-    assert_same(saved, tree_of(tmp_path / "plain_moved"))
-    assert_same(saved, tree_of(tmp_path / "disk_moved"))
-    assert_same(tree_of(tmp_path / "disk_on", STEPS + MORE), tree_of(tmp_path / "disk_resumed", STEPS + MORE))
+    assert_same(saved, tree_of(disk / "plain_moved"))
+    assert_same(saved, tree_of(disk / "disk_moved"))
+    assert_same(tree_of(disk / "disk_on", STEPS + MORE), tree_of(disk / "disk_resumed", STEPS + MORE))
     for kind in ("z1", "z3"):
-        train_unused("plain", str(tmp_path / f"unused_{kind}_again"), 0, str(tmp_path / f"unused_{kind}"))
-        assert_same(tree_of(tmp_path / f"unused_{kind}"), tree_of(tmp_path / f"unused_{kind}_again"))
+        train_unused("plain", str(tmp_path / f"unused_{kind}_again"), 0, str(disk / f"unused_{kind}"))
+        assert_same(tree_of(disk / f"unused_{kind}"), tree_of(tmp_path / f"unused_{kind}_again"))

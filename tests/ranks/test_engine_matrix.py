@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from distributed import Trainer
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 from distributed.core.config import DistributedConfig
-from distributed.core.engines import ENGINES, FEATURES
+from distributed.core.engines.engine import ENGINES, features
 from distributed.core.errors import PlanError
 from distributed.core.registry import is_installed
 from distributed.planner.hardware import Hardware
@@ -24,6 +25,7 @@ from distributed.testing import run_ranks
 from tests.meshes import make_data, make_model
 
 RANKS = 2
+REFERENCE = "pytorch-ddp"
 MACHINE = Hardware(cpu_cores=2, memory_bytes=2**34, gpus=())
 # How a user asks for each feature.
 ASKED: dict[str, dict[str, Any]] = {
@@ -66,21 +68,21 @@ ASKED: dict[str, dict[str, Any]] = {
 NATIVE = ("pytorch-ddp", "fsdp", "ray")
 WHOLE = ("pytorch-ddp", "ray")  # whose ranks may hold the whole model each
 GOES_ON = {
-    name: "ranks/test_engine_matrix.py::test_every_engine_goes_on_from_every_others"
+    name: "ranks/test_engine_matrix.py::test_every_engine_resumes_from_another_engines_checkpoint"
     for name, engine in ENGINES.entries.items()
     if "save" in engine.can
 }
-TF_REPLICAS = {"tensorflow": "e2e/test_tensorflow.py::test_two_replicas_train_what_one_process_trains"}
+TF_REPLICAS = {"tensorflow": "e2e/test_tensorflow.py::test_two_replicas_match_one_process"}
 TF_PRECISION = {"tensorflow": "e2e/test_tensorflow.py::test_mixed_precision_learns_with_parameters_in_fp32"}
 ELSEWHERE: dict[str, dict[str, str]] = {
-    "fp8": dict.fromkeys(WHOLE, "gpu/test_fp8_gpu.py::test_linear_layers_train_as_in_bf16"),
+    "fp8": dict.fromkeys(NATIVE, "gpu/test_fp8_gpu.py::test_fp8_linear_layers_reach_the_loss_of_bf16"),
     "capture": dict.fromkeys(WHOLE, "gpu/test_capture_gpu.py::test_captured_and_eager_runs_end_with_the_same_weights"),
-    "hybrid": dict.fromkeys(NATIVE, "ranks/test_mesh.py::test_it_trains_what_one_process_trains"),  # four ranks
-    "compile": dict.fromkeys(NATIVE, "unit/test_strategies_recompute.py::test_a_compiled_model_trains_as_before"),
-    "adasum": {"horovod": "ranks/test_horovod_adasum.py::test_adasum_under_mpirun_is_its_formula"},
-    "mpi": {"horovod": "ranks/test_horovod_adasum.py::test_adasum_under_mpirun_is_its_formula"},
-    "fusion": {"horovod": "ranks/test_horovod.py::test_the_timeline_is_valid_and_shows_what_the_knobs_do"},
-    "timeline": {"horovod": "ranks/test_horovod.py::test_the_timeline_is_valid_and_shows_what_the_knobs_do"},
+    "hybrid": dict.fromkeys(NATIVE, "ranks/test_mesh.py::test_mesh_matches_one_process"),  # four ranks
+    "compile": dict.fromkeys(NATIVE, "ranks/test_compile_cache.py::test_second_process_compiles_nothing"),
+    "adasum": {"horovod": "ranks/test_horovod_adasum.py::test_adasum_under_mpirun_matches_its_formula"},
+    "mpi": {"horovod": "ranks/test_horovod_adasum.py::test_adasum_under_mpirun_matches_its_formula"},
+    "fusion": {"horovod": "ranks/test_horovod.py::test_timeline_shows_fusion_and_cycle_time_settings"},
+    "timeline": {"horovod": "ranks/test_horovod.py::test_timeline_shows_fusion_and_cycle_time_settings"},
     "save": GOES_ON,
     "load": GOES_ON,
     "accumulation": TF_REPLICAS,
@@ -88,23 +90,25 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "stream": TF_REPLICAS,
     "bf16": TF_PRECISION,
     "fp16": TF_PRECISION,
-    "clipping": {"tensorflow": "e2e/test_tensorflow.py::test_gradients_are_clipped_and_their_norm_is_told"},
-    "parameter_server": {"tensorflow": "e2e/test_tensorflow_survival.py::test_a_parameter_server_survives_a_worker"},
-    "cluster": {"ray": "e2e/test_ray.py::test_ranks_that_ray_places_train_as_those_of_this_machine"},
+    "clipping": {"tensorflow": "e2e/test_tensorflow.py::test_gradient_norm_is_reported_when_clipping"},
+    "parameter_server": {
+        "tensorflow": "e2e/test_tensorflow_survival.py::test_killed_worker_costs_no_step_killed_server_a_checkpoint"
+    },
+    "cluster": {"ray": "e2e/test_ray.py::test_ray_ranks_train_to_the_bytes_of_local_ranks"},
     "restart": {
-        "pytorch-ddp": "e2e/test_survival.py::test_all_ranks_are_killed_at_once",
-        "fsdp": "e2e/test_survival_meshes.py::test_a_rank_of_a_mesh_is_killed",
-        "deepspeed": "e2e/test_survival_meshes.py::test_a_rank_of_a_mesh_is_killed",
-        "horovod": "e2e/test_horovod_survival.py::test_with_a_cycle_time_set_a_run_goes_on_from_the_checkpoint",
-        "ray": "e2e/test_ray.py::test_a_killed_worker_and_a_killed_node_change_no_byte",
-        "tensorflow": "e2e/test_tensorflow_survival.py::test_a_killed_worker_of_fit_is_started_again",
+        "pytorch-ddp": "e2e/test_survival.py::test_killing_all_ranks_resumes_from_checkpoint",
+        "fsdp": "e2e/test_survival_meshes.py::test_killed_rank_of_a_mesh_resumes_with_same_bytes",
+        "deepspeed": "e2e/test_survival_meshes.py::test_killed_rank_of_a_mesh_resumes_with_same_bytes",
+        "horovod": "e2e/test_horovod_survival.py::test_killed_rank_with_cycle_time_resumes_from_checkpoint",
+        "ray": "e2e/test_ray.py::test_killed_worker_node_and_driver_change_no_byte",
+        "tensorflow": "e2e/test_tensorflow_survival.py::test_killed_worker_of_fit_restarts_with_same_bytes",
     },
     "regroup": {
-        "pytorch-ddp": "e2e/test_survival.py::test_each_of_two_ranks_is_killed",
-        "horovod": "e2e/test_horovod_survival.py::test_each_of_two_ranks_is_lost",
+        "pytorch-ddp": "e2e/test_survival.py::test_killing_each_of_two_ranks_resumes_with_same_bytes",
+        "horovod": "e2e/test_horovod_survival.py::test_lost_horovod_ranks_resume_from_memory_with_same_bytes",
     },
-    "meta": dict.fromkeys(NATIVE, "ranks/test_mesh.py::test_it_trains_what_one_process_trains"),
-    "dry_run": dict.fromkeys(NATIVE, "e2e/test_cli_dry_run.py::test_a_step_on_a_mesh"),
+    "meta": dict.fromkeys(NATIVE, "ranks/test_mesh.py::test_mesh_matches_one_process"),
+    "dry_run": dict.fromkeys(NATIVE, "e2e/test_cli_dry_run.py::test_dry_run_step_on_mesh_holds_its_shard"),
 }
 
 
@@ -147,7 +151,7 @@ def is_declared(engine: str, feature: str) -> bool:
 def declared(engine: str) -> list[str]:
     return [
         feature
-        for feature in FEATURES
+        for feature in features()
         if feature in ASKED and engine not in ELSEWHERE.get(feature, {}) and is_declared(engine, feature)
     ]
 
@@ -162,20 +166,60 @@ INSTALLED = [name for name, engine in ENGINES.entries.items() if is_installed(en
 TRAINING = {strategy_of(engine): engine for engine in reversed(ENGINES.entries) if declared(engine)}
 
 
+SAVING = [name for name in INSTALLED if "save" in ENGINES.entries[name].can]
+
+
+def save_one(engine: str, folder: Path) -> str:
+    return fit(engine, engine, folder, checkpoint_frequency="1 steps", certificate_steps=0)["checkpoint"]
+
+
+def go_on(engine: str, checkpoints: dict[str, str], folder: Path) -> dict[str, str]:
+    """From each engine's checkpoint one step: what this engine then saves."""
+    return {
+        source: fit(engine, source, folder / engine, resume_from_checkpoint=path, max_steps=3)["checkpoint"]
+        for source, path in checkpoints.items()
+    }
+
+
+@dataclass(frozen=True)
+class Ran:
+    """By engine, what the runs of its features came to, and by source what it saved after it went on from there."""
+
+    features: dict[str, dict[str, dict[str, Any]]]
+    ended: dict[str, dict[str, str]]
+
+
+def run_all(features: dict[str, list[str]], sources: dict[str, list[str]], folder: Path) -> Ran:
+    found = {engine: fit_all(engine, names, folder / "features" / engine) for engine, names in features.items()}
+    saved = {engine: save_one(engine, folder / "saved") for engine in sources}
+    ended = {
+        engine: go_on(engine, {name: saved[name] for name in names}, folder / "ended")
+        for engine, names in sources.items()
+    }
+    return Ran(found, ended)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """All engines in one pair of processes, which import each of them once."""
+    features = {engine: declared(engine) for engine in TRAINING.values() if engine in INSTALLED}
+    sources = {engine: sources_of(engine) for engine in SAVING}
+    found: Ran = run_ranks(run_all, RANKS, features, sources, tmp_path_factory.mktemp("engines"))[0]
+    return found
+
+
 @pytest.mark.parametrize("engine", TRAINING.values())
-def test_what_an_engine_declares_runs_on_it(engine: str, tmp_path: Path) -> None:
+def test_declared_features_run_on_their_engine(engine: str, ran: Ran) -> None:
     if engine not in INSTALLED:
         pytest.skip(f"{engine} is not installed: distributed doctor says how")
-    features = declared(engine)
-    found = run_ranks(fit_all, RANKS, engine, features, tmp_path)[0]
-    assert list(found) == features
-    assert {one["world_size"] for one in found.values()} == {RANKS}
+    assert list(ran.features[engine]) == declared(engine)
+    assert {one["world_size"] for one in ran.features[engine].values()} == {RANKS}
 
 
 @pytest.mark.parametrize(
     ("engine", "feature"), [pair for pair in itertools.product(ENGINES.entries, ASKED) if not is_declared(*pair)]
 )
-def test_what_an_engine_does_not_declare_is_refused(engine: str, feature: str) -> None:
+def test_undeclared_feature_is_refused_by_the_plan(engine: str, feature: str) -> None:
     config = DistributedConfig(backend=engine, batch_size=2, **{"num_gpus": RANKS} | ASKED[feature])
     profile = JobProfile(samples=None if feature == "stream" else 64, has_batchnorm=feature == "batchnorm")
     by = (
@@ -188,38 +232,58 @@ def test_what_an_engine_does_not_declare_is_refused(engine: str, feature: str) -
     assert all(problem.why and problem.do for problem in refused.value.problems if by in problem.what)
 
 
-def test_every_feature_is_asked_for_here_or_held_to_a_run_elsewhere() -> None:
-    assert set(FEATURES) == set(ASKED) | set(ELSEWHERE)
+def test_every_feature_has_a_case_here_or_a_named_test(request: pytest.FixtureRequest) -> None:
+    assert set(features()) == set(ASKED) | set(ELSEWHERE)
+    tests = TestNames(request.session)
     for feature, shown in ELSEWHERE.items():
         having = {name for name, engine in ENGINES.entries.items() if feature in engine.can}
         assert set(shown) == having if feature not in ASKED else set(shown) <= having, feature
         for path, _, test in (one.partition("::") for one in shown.values()):
-            assert f"def {test}" in (Path(__file__).parents[1] / path).read_text(), f"{feature}: {path}::{test}"
+            assert test in tests.of(path), f"{feature}: no test is collected as {path}::{test}"
 
 
-def save_one(engine: str, folder: Path) -> str:
-    return fit(engine, engine, folder, checkpoint_frequency="1 steps", certificate_steps=0)["checkpoint"]
+class TestNames:
+    """The tests that pytest collects from a file, by their names without parameters."""
+
+    __test__ = False
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+        self._found: dict[str, set[str]] = {}
+
+    def of(self, path: str) -> set[str]:
+        if path not in self._found:
+            module = pytest.Module.from_parent(self._session, path=Path(__file__).parents[1] / path)
+            items = (item for item in module.collect() if isinstance(item, pytest.Function))
+            self._found[path] = {item.originalname for item in items}
+        return self._found[path]
 
 
-def go_on(engine: str, checkpoints: dict[str, str], folder: Path) -> dict[str, str]:
-    """From each engine's checkpoint, without a step: what this engine then saves."""
-    return {
-        source: fit(engine, source, folder / engine, resume_from_checkpoint=path, max_steps=3)["checkpoint"]
-        for source, path in checkpoints.items()
-    }
+def sources_of(engine: str) -> list[str]:
+    """Whose checkpoints an engine resumes from: the reference engine from all, the others from it and a neighbour."""
+    neighbour = SAVING[(SAVING.index(engine) + 1) % len(SAVING)]
+    return SAVING if engine == REFERENCE else list(dict.fromkeys([REFERENCE, neighbour]))
 
 
-def test_every_engine_goes_on_from_every_others_checkpoint(tmp_path: Path) -> None:
-    """One more step from the same state comes to the same weights, whoever wrote it and whoever goes on."""
-    engines = [name for name in INSTALLED if "save" in ENGINES.entries[name].can]
-    saved = {engine: run_ranks(save_one, RANKS, engine, tmp_path)[0] for engine in engines}
-    ended = {engine: run_ranks(go_on, RANKS, engine, saved, tmp_path)[0] for engine in engines}
-    wanted = weights(ended["pytorch-ddp"]["pytorch-ddp"])
-    for engine, sources in ended.items():
-        for source, path in sources.items():
+def assert_resumed(ended: dict[str, dict[str, str]], sources: dict[str, list[str]]) -> None:
+    """One more step from the same state comes to the same weights, no matter which engine saved and which resumes."""
+    assert {engine: list(paths) for engine, paths in ended.items()} == sources
+    wanted = weights(ended[REFERENCE][REFERENCE])
+    for engine, paths in ended.items():
+        for source, path in paths.items():
             for name, value in weights(path).items():
                 told = f"{source} -> {engine}: {name}"
                 torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6, msg=told)
+
+
+def test_every_engine_resumes_from_another_engines_checkpoint(ran: Ran) -> None:
+    assert_resumed(ran.ended, {engine: sources_of(engine) for engine in SAVING})
+
+
+@pytest.mark.soak
+def test_every_engine_resumes_from_every_others_checkpoint(tmp_path: Path) -> None:
+    sources = dict.fromkeys(SAVING, SAVING)
+    assert_resumed(run_ranks(run_all, RANKS, {}, sources, tmp_path)[0].ended, sources)
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:

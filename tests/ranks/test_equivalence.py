@@ -176,7 +176,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_train_what_one_process_trains(name: str, trained: dict[str, Any]) -> None:
+def test_ranks_match_one_process_hand_written_loop(name: str, trained: dict[str, Any]) -> None:
     case = CASES[name]
     expected = train_by_hand(case)
     start = make_model(case.model, dtype_of(case)).state_dict()

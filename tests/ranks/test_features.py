@@ -57,7 +57,7 @@ class Numbered(IterableDataset):
         return iter(samples[worker.id :: worker.num_workers] if worker else samples)
 
 
-def test_a_resumed_run_ends_with_the_same_bytes(tmp_path: Path) -> None:
+def test_resumed_run_ends_with_same_bytes(tmp_path: Path) -> None:
     """Stopped in the middle of an epoch; with dropout, accumulation, momentum, a schedule and data loader workers."""
     for same, steps, first, second in run_ranks(whole_and_resumed, 2, str(tmp_path)):
         assert (steps, second) == (30, 30)
@@ -100,7 +100,7 @@ def whole_and_resumed(folder: str) -> tuple[bool, int, int, int]:
     return torch.equal(whole, resumed), steps, first, second
 
 
-def test_streams_train_what_a_map_dataset_trains(tmp_path: Path) -> None:
+def test_stream_trains_as_a_map_dataset_does(tmp_path: Path) -> None:
     def train(data: Any, name: str, **more: Any) -> torch.Tensor:
         trained = model()
         Trainer(trained, learning_rate=0.05, **settings(f"{tmp_path}/{name}", **more)).fit(
@@ -116,7 +116,7 @@ def test_streams_train_what_a_map_dataset_trains(tmp_path: Path) -> None:
     assert run_ranks(all_kinds, 2) == [[True, True]] * 2
 
 
-def test_a_stream_that_splits_itself_unevenly(tmp_path: Path) -> None:
+def test_unevenly_split_stream_loses_no_sample_and_ranks_agree(tmp_path: Path) -> None:
     """One rank has half of what the other has: nothing is lost, nobody hangs, and the weights agree."""
 
     def train() -> tuple[int, torch.Tensor]:
@@ -135,7 +135,7 @@ def test_a_stream_that_splits_itself_unevenly(tmp_path: Path) -> None:
     assert torch.equal(one, other)
 
 
-def test_metrics_and_evaluation_are_those_of_one_process(tmp_path: Path) -> None:
+def test_metrics_and_evaluation_match_one_process(tmp_path: Path) -> None:
     def margin(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return outputs.gather(1, target[:, None]).squeeze(1)
 
@@ -176,7 +176,7 @@ def as_dict(samples: list[Any]) -> dict[str, torch.Tensor]:
     return {"inputs": torch.stack([x for x, _ in samples]), "labels": torch.stack([y for _, y in samples])}
 
 
-def test_a_model_with_its_own_loss_and_dict_batches(tmp_path: Path) -> None:
+def test_model_with_own_loss_and_dict_batches_matches_plain_one(tmp_path: Path) -> None:
     def train(name: str, trained: nn.Module, collate: Any) -> torch.Tensor:
         loader = DataLoader(problem(), batch_size=4, collate_fn=collate)
         Trainer(trained, learning_rate=0.05, **settings(f"{tmp_path}/{name}")).fit(loader)
@@ -191,7 +191,7 @@ def test_a_model_with_its_own_loss_and_dict_batches(tmp_path: Path) -> None:
     assert run_ranks(both, 2) == [True, True]
 
 
-def test_learning_rate_rules(tmp_path: Path) -> None:
+def test_learning_rate_follows_scaling_warmup_and_decay(tmp_path: Path) -> None:
     """Scaling is applied only when asked for, warm-up and decay are the stated function of the step."""
 
     def rates(name: str, **more: Any) -> list[float]:
@@ -223,7 +223,7 @@ def test_resume_with_another_model_names_what_differs(tmp_path: Path) -> None:
         resumed.fit(problem())
 
 
-def test_a_run_grows_from_one_rank_to_two_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_run_resized_from_1_to_2_ranks_in_mid_epoch_matches(tmp_path: Path) -> None:
     """The global batch stays, so the two histories come to the same weights."""
 
     def train(name: str, ranks: int, resume: bool, **more: Any) -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_a_run_grows_from_one_rank_to_two_in_the_middle_of_an_epoch(tmp_path: Pa
     torch.testing.assert_close(train("cut-2", 2, True), whole, rtol=0, atol=1e-12)
 
 
-def test_training_begins_with_imported_weights(tmp_path: Path) -> None:
+def test_training_starts_from_imported_weights(tmp_path: Path) -> None:
     weights = model().state_dict()
     torch.save(weights, tmp_path / "weights.pt")
     command = [sys.executable, "-m", "distributed", "checkpoint", "import", str(tmp_path / "weights.pt")]
@@ -255,7 +255,7 @@ def test_training_begins_with_imported_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_micro_batch_of_ignored_targets_has_no_say(tmp_path: Path) -> None:
+def test_micro_batch_of_ignored_targets_gives_finite_metrics(tmp_path: Path) -> None:
     x, y = problem(32).tensors
     y = y.clone()
     y[8:16] = -100  # the second of four micro-batches
@@ -266,7 +266,7 @@ def test_a_micro_batch_of_ignored_targets_has_no_say(tmp_path: Path) -> None:
     assert all(value == value for value in history.epochs[-1].metrics.values()), history.epochs[-1].metrics
 
 
-def test_a_scaled_rate_is_scaled_once(tmp_path: Path) -> None:
+def test_learning_rate_is_scaled_once_over_several_fits(tmp_path: Path) -> None:
     trained = model()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     for number in range(3):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 from distributed.core.errors import RankFailedError, TaskError
 from distributed.testing import run_ranks
 
@@ -187,7 +187,7 @@ def train_all(folder: str) -> tuple[dict[str, float], dict[str, str]]:
     return exact, told
 
 
-def test_gradients_are_those_of_one_process_or_no_step(tmp_path: Path) -> None:
+def test_gradients_match_one_process_or_the_step_is_refused(tmp_path: Path) -> None:
     for exact, told in run_ranks(train_all, RANKS, str(tmp_path)):
         assert {name: value for name, value in exact.items() if value > 1e-12} == {}
         assert {name: text for name, text in told.items() if "find_unused_parameters" not in text} == {}
@@ -217,7 +217,7 @@ def refuse_zero(folder: str) -> list[str]:
     return told
 
 
-def test_zero_refuses_what_it_would_step_by_zeros(tmp_path: Path) -> None:
+def test_zero_refuses_to_step_unused_parameters_by_zeros(tmp_path: Path) -> None:
     for told in run_ranks(refuse_zero, RANKS, str(tmp_path)):
         assert all("AdamW moves them" in text for text in told[0::2])
         assert all("unlike in the first pass" in text for text in told[1::2])
@@ -249,7 +249,7 @@ def make_normed() -> tuple[nn.Module, TensorDataset]:
     return Normed().double(), TensorDataset(torch.randn(16, 4).double(), torch.randn(16, 1).double())
 
 
-def test_parametrized_model_travels_and_trains_as_one(tmp_path: Path) -> None:
+def test_parametrized_model_trains_on_ranks_as_in_one_process(tmp_path: Path) -> None:
     expected, data = make_normed()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for x, y in DataLoader(data, batch_size=8):
@@ -273,7 +273,7 @@ def test_parametrized_model_travels_and_trains_as_one(tmp_path: Path) -> None:
         assert torch.allclose(found[name], value, rtol=0, atol=1e-12), name
 
 
-def test_share_without_a_gradient_ends_the_run_for_good(tmp_path: Path) -> None:
+def test_missing_gradient_on_one_rank_ends_the_run_unrestarted(tmp_path: Path) -> None:
     """One rank's step leaves parameters out: nobody's is taken, nothing starts again, and the run can go on."""
     often = {"checkpoint_frequency": "1 steps"}
     case = Case(often, "one_rank")

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import DistributedError, HorovodTrainer, Trainer
-from distributed.checkpoint.reading import load
-from distributed.checkpoint.tree import flatten
+from distributed.checkpoint.format.tree import flatten
+from distributed.checkpoint.restore.reading import load
 from distributed.core.registry import is_installed
 from distributed.testing import run_ranks
 
@@ -291,7 +291,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_trains_what_ddp_and_one_process_train(name: str, found: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_horovod_matches_ddp_and_one_process(name: str, found: list[dict[str, Any]], tmp_path: Path) -> None:
     case = CASES[name]
     alone = trained_state(case, "pytorch-ddp", 1, str(tmp_path))
     start = make_model(case.model, case.dtype).state_dict()
@@ -306,40 +306,40 @@ def test_it_trains_what_ddp_and_one_process_train(name: str, found: list[dict[st
                 torch.testing.assert_close(state[key], alone[key], **close, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_ranks_hold_the_same_bytes(found: list[dict[str, Any]]) -> None:
+def test_horovod_ranks_hold_the_same_bytes(found: list[dict[str, Any]]) -> None:
     first, second = (rank["equivalence"] for rank in found)
     for name in CASES:
         differing = [k for k, v in first[name]["horovod"].items() if not torch.equal(v, second[name]["horovod"][k])]
         assert not differing, name
 
 
-def test_compressed_gradients_come_close_and_are_not_the_same(found: list[dict[str, Any]]) -> None:
+def test_fp16_compressed_gradients_are_close_but_not_equal(found: list[dict[str, Any]]) -> None:
     compressed, exact = found[0]["equivalence"]["compressed"], found[0]["equivalence"]["adamw"]["horovod"]
     assert not torch.equal(compressed["0.weight"], exact["0.weight"])
     for key in make_model().state_dict():
         torch.testing.assert_close(compressed[key], exact[key], rtol=2e-2, atol=2e-3)
 
 
-def test_compressed_gradients_of_many_targets_are_finite(found: list[dict[str, Any]]) -> None:
+def test_compressed_gradients_of_many_targets_do_not_overflow(found: list[dict[str, Any]]) -> None:
     losses = found[0]["long"]
     assert len(losses["none"]) == 4
     assert losses["none"][-1] < 0.9 * losses["none"][0], "it does not train at all"
     assert losses["fp16"] == pytest.approx(losses["none"], rel=1e-2)
 
 
-def test_a_parameter_that_no_rank_uses_is_left_alone(found: list[dict[str, Any]]) -> None:
+def test_parameter_unused_on_all_ranks_is_unchanged(found: list[dict[str, Any]]) -> None:
     state = found[0]["equivalence"]["unused"]["horovod"]
     assert torch.equal(state["never.weight"], make_model("branches").state_dict()["never.weight"])
     assert not torch.equal(state["rare.weight"], make_model("branches").state_dict()["rare.weight"])
 
 
-def test_a_gradient_that_is_missing_is_an_error_and_no_hang(found: list[dict[str, Any]]) -> None:
+def test_missing_gradient_is_an_error_not_a_hang(found: list[dict[str, Any]]) -> None:
     told = [rank["missing"] for rank in found]
     assert all(told)
     assert any("got no gradient" in text and "find_unused_parameters" in text for text in told)
 
 
-def test_the_optimizer_keeps_its_state_and_setup_takes_no_step(found: list[dict[str, Any]]) -> None:
+def test_horovod_setup_takes_no_optimizer_step(found: list[dict[str, Any]]) -> None:
     for rank in found:
         traps = rank["traps"]
         assert traps["untouched before the first step"]
@@ -349,7 +349,7 @@ def test_the_optimizer_keeps_its_state_and_setup_takes_no_step(found: list[dict[
         assert traps["left"]
 
 
-def test_the_timeline_is_valid_and_shows_what_the_knobs_do(found: list[dict[str, Any]]) -> None:
+def test_timeline_shows_fusion_and_cycle_time_settings(found: list[dict[str, Any]]) -> None:
     told = found[0]["knobs"]
     assert "cannot be changed" in told.pop("refusal")
     events = {name: json.loads(Path(path).read_text()) for name, path in told.items()}
@@ -371,7 +371,7 @@ def test_the_timeline_is_valid_and_shows_what_the_knobs_do(found: list[dict[str,
     assert pause_ms("default") < pause_ms("slow")
 
 
-def test_a_script_of_horovods_own_kind(found: list[dict[str, Any]]) -> None:
+def test_script_using_hvd_calls_trains_with_our_settings(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["script"]["average"] == 0.5
         assert rank["script"]["rate"] == pytest.approx(0.1)  # 0.05, scaled for two ranks
@@ -379,7 +379,7 @@ def test_a_script_of_horovods_own_kind(found: list[dict[str, Any]]) -> None:
     assert "learning rate × 2" in found[0]["script"]["decisions"]
 
 
-def test_checkpoints_go_to_other_engines_and_back(found: list[dict[str, Any]]) -> None:
+def test_horovod_checkpoints_load_under_ddp_and_fsdp_and_back(found: list[dict[str, Any]]) -> None:
     paths = found[0]["checkpoints"]
     tensors = {name: flatten(load(path, ranks=()).shared)[0] for name, path in paths.items()}
 

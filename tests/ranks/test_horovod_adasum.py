@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 
 from distributed.core.registry import is_installed
 from tests.conftest import clean_environ
+from tests.warm_python import SCRIPTS
 
 ADASUM = """
 import sys
@@ -45,7 +45,7 @@ def combine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (openmpi-bin)")
 @pytest.mark.skipif(not is_installed("horovod.torch"), reason="Horovod is not built: make horovod")
-def test_adasum_under_mpirun_is_its_formula(tmp_path: Path) -> None:
+def test_adasum_under_mpirun_matches_its_formula(tmp_path: Path) -> None:
     """Twice in one process, since MPI can be initialised once."""
     import horovod.torch as hvd  # which may not be there
 
@@ -57,7 +57,7 @@ def test_adasum_under_mpirun_is_its_formula(tmp_path: Path) -> None:
     torch.save((x, y, model.state_dict()), tmp_path / "data.pt")
     (tmp_path / "train.py").write_text(ADASUM)
     done = subprocess.run(
-        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, "train.py"],
+        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *SCRIPTS.command, "train.py"],
         cwd=tmp_path,
         env=clean_environ(OMP_NUM_THREADS="1"),
         capture_output=True,

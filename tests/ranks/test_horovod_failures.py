@@ -105,7 +105,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(all_of_it, 2)
 
 
-def test_a_rank_that_is_late_is_not_waited_for_longer_than_asked(found: list[dict[str, Any]]) -> None:
+def test_late_rank_ends_the_wait_at_collective_timeout(found: list[dict[str, Any]]) -> None:
     told = found[0]["late"]
     assert told.startswith("CollectiveError"), told
     assert "'gradients'" in told
@@ -113,28 +113,28 @@ def test_a_rank_that_is_late_is_not_waited_for_longer_than_asked(found: list[dic
     assert "Error" in found[1]["late"]  # it cannot go on alone
 
 
-def test_another_fit_makes_a_ring_anew(found: list[dict[str, Any]]) -> None:
+def test_next_fit_after_failure_initialises_horovod_again(found: list[dict[str, Any]]) -> None:
     assert [rank["after"] for rank in found] == ["", ""]
 
 
-def test_knobs_from_the_environment_last_for_every_fit_of_a_process(found: list[dict[str, Any]]) -> None:
+def test_horovod_environment_variables_apply_to_every_fit(found: list[dict[str, Any]]) -> None:
     assert [rank["tuned"] for rank in found] == [["", "", ""]] * 2
 
 
-def test_a_rank_that_fails_ends_the_wait_of_the_others_though_its_script_goes_on(found: list[dict[str, Any]]) -> None:
+def test_failed_rank_ends_peers_wait_while_its_process_lives(found: list[dict[str, Any]]) -> None:
     assert "of the model's own" in found[1]["failing"][0]
     assert found[1]["failing"][1], "rank 0 waited until the process of rank 1 had ended"
     assert found[0]["failing"][0].startswith("CollectiveError")
 
 
-def test_a_rank_that_comes_to_send_after_another_has_failed_names_what_it_would_send(
+def test_collective_after_peer_failure_error_names_the_gradient(
     found: list[dict[str, Any]],
 ) -> None:
     assert "of the model's own" in found[1]["gone"]
     assert found[0]["gone"].startswith("CollectiveError: [r0] in the collective 'gradient.")
 
 
-def test_what_cannot_begin_again_says_so(found: list[dict[str, Any]]) -> None:
+def test_horovod_with_cycle_time_refuses_to_initialise_again(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert "cannot begin again" in rank["again"]
         assert "HOROVOD_CYCLE_TIME" in rank["again"]

@@ -52,7 +52,7 @@ def train(run_dir: str, size_mb: float | None) -> list[bytes]:
             for t in [*(p.detach() for p in model.parameters()), *moments]]  # fmt: skip
 
 
-def test_late_gradients_end_with_the_same_bytes(tmp_path: Any) -> None:
+def test_gradients_in_random_order_end_with_same_bytes(tmp_path: Any) -> None:
     def repeat() -> list[list[list[bytes]]]:
         random.seed()  # every rank is late in its own way, and in another one each time
         return [[train(f"{tmp_path}/{size_mb}-{number}", size_mb) for number in range(REPEATS)] for size_mb in SIZES_MB]

@@ -14,10 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distributed.core.heartbeat import Phase, heartbeat_path, read_beat
-from distributed.launch.hangs import Finding, HangWatch, Watched, choose, deadline_s, process_state
+from distributed.core.protocol.heartbeat import Phase, read_beat
+from distributed.core.run_dir import AttemptDir
+from distributed.launch.node.kernel import Kernel
 from distributed.launch.ports import free_port
-from distributed.launch.stacks import Standing, data_line, parse_stacks, standing
+from distributed.launch.supervise.hangs import Finding, HangWatch, Watched, choose, deadline_s
+from distributed.launch.supervise.stacks import Whereabouts, data_line, parse_stacks, standing
 from distributed.runtime.heartbeat import Heartbeat
 
 PACKAGES = "/opt/venv/lib/python3.11/site-packages"
@@ -55,7 +57,7 @@ def ranks(folder: Path, script: str, count: int = 1, *more: str):
     ]
     try:
         yield [
-            Watched(rank, process.pid, heartbeat_path(folder, rank), folder / f"stack-{rank}.txt")
+            Watched(rank, process.pid, AttemptDir(folder).heartbeat(rank), AttemptDir(folder).stack(rank))
             for rank, process in enumerate(started)
         ]
     finally:
@@ -159,13 +161,13 @@ CASES = STACKS.strip().splitlines()
 
 
 @pytest.mark.parametrize(("expected", "frames"), list(zip(CASES[::2], CASES[1::2], strict=True)))
-def test_a_stack_tells_what_a_rank_is_at(expected, frames):
+def test_stack_is_classified_by_its_frames(expected, frames):
     named = {"FIT": FIT, "RANK": RANK, "BACKWARD": BACKWARD}
     found = standing(parse_stacks(dump(*(named.get(frame, frame) for frame in frames.split()))))
     assert f"{found.kind} | {found.where}" == expected
 
 
-def test_the_last_dump_of_a_file_counts_and_its_last_thread_is_the_main_one():
+def test_last_stack_dump_is_used_with_main_thread_last():
     old = dump("/src/a.py:1:old", thread="Thread 0x02") + dump("/src/b.py:1:old", thread="Current thread 0x01")
     new = dump("/src/a.py:2:new", thread="Current thread 0x02") + dump("/src/b.py:2:new")
     threads = parse_stacks("\0\0" + old + "garbage\n" + new)
@@ -176,7 +178,7 @@ def test_the_last_dump_of_a_file_counts_and_its_last_thread_is_the_main_one():
     assert named[0].frames[0].line == 1
 
 
-def test_a_gpu_s_backward_runs_in_another_thread_and_explains_the_wait_of_the_main_one():
+def test_backward_thread_of_gpu_explains_the_main_threads_wait():
     main = dump(BACKWARD, FIT, RANK)
     stuck = dump("/src/ops.py:9:backward", "torch/autograd/function.py:3:apply", thread="Thread 0x02")
     beside = dump("/src/log.py:9:send", "python/threading.py:5:_bootstrap", thread="Thread 0x02")
@@ -184,11 +186,11 @@ def test_a_gpu_s_backward_runs_in_another_thread_and_explains_the_wait_of_the_ma
     assert standing(parse_stacks(beside + main)).waits
 
 
-def test_the_heartbeat_s_word_for_a_collective_is_taken():
+def test_collective_named_by_the_heartbeat_is_reported():
     assert standing(parse_stacks(dump(RANK)), "validation metrics").where == "the collective 'validation metrics'"
 
 
-def test_an_idle_worker_of_a_data_loader_has_no_line():
+def test_idle_data_loader_worker_has_no_data_line():
     outer = [
         "torch/utils/data/_utils/worker.py:7:_worker_loop",
         "python/multiprocessing/process.py:1:run",
@@ -201,47 +203,47 @@ def test_an_idle_worker_of_a_data_loader_has_no_line():
 
 # whom to blame --------------------------------------------------------------------------------------------------------
 
-WAITS = Standing("collective", "the collective 'a'")
-USER = Standing("user code", "train.py:1 in f")
-DATA = Standing("data", "data.py:1 in f")
-STOPPED = Standing("stopped", "stopped (SIGSTOP)")
-UNKNOWN = Standing("unknown", "?")
-COMPILES = Standing("compiling", "compiling")
+WAITS = Whereabouts("collective", "the collective 'a'")
+USER = Whereabouts("user code", "train.py:1 in f")
+DATA = Whereabouts("data", "data.py:1 in f")
+STOPPED = Whereabouts("stopped", "stopped (SIGSTOP)")
+UNKNOWN = Whereabouts("unknown", "?")
+COMPILES = Whereabouts("compiling", "compiling")
 
 
 def blamed(*findings: Finding, others=False, second=False):
     return choose(findings, others, second)
 
 
-def test_the_rank_that_does_not_wait_is_to_blame():
+def test_rank_not_waiting_in_a_collective_is_blamed():
     assert blamed(Finding(0, 9, WAITS), Finding(1, 9, USER), Finding(2, 9, WAITS)) == (1, USER)
     assert blamed(Finding(0, 9, WAITS), Finding(1, 9, UNKNOWN)) == (1, UNKNOWN)
 
 
-def test_of_several_the_one_that_cannot_run_and_then_the_one_that_is_behind():
+def test_stopped_rank_is_blamed_before_the_rank_behind():
     assert blamed(Finding(0, 9, USER), Finding(1, 9, DATA), Finding(2, 9, STOPPED)) == (2, STOPPED)
     assert blamed(Finding(0, 9, USER), Finding(1, 9, DATA), Finding(2, 9, UNKNOWN)) == (1, DATA)
     assert blamed(Finding(0, 10, USER), Finding(1, 9, UNKNOWN)) == (1, UNKNOWN)
 
 
-def test_nobody_is_blamed_while_another_rank_may_take_its_time():
+def test_no_rank_is_blamed_while_a_peer_compiles_or_is_not_late():
     assert blamed(Finding(0, 9, WAITS), others=True, second=True) is None
     assert blamed(Finding(0, 9, WAITS), Finding(1, 9, COMPILES), second=True) is None
     assert blamed(Finding(0, 9, WAITS), Finding(1, 9, USER, is_late=False), second=True) is None
 
 
-def test_when_all_wait_the_one_behind_or_in_another_collective_or_nobody_before_a_second_deadline():
-    other = Standing("collective", "the collective 'b'")
+def test_when_all_wait_the_rank_behind_is_blamed_or_none_yet():
+    other = Whereabouts("collective", "the collective 'b'")
     assert blamed(Finding(0, 9, WAITS), Finding(1, 8, WAITS)) == (1, WAITS)
     assert blamed(Finding(0, 9, WAITS), Finding(1, 9, other)) == (
         0,
-        Standing("collective", "rank 0 in 'a', rank 1 in 'b'"),
+        Whereabouts("collective", "rank 0 in 'a', rank 1 in 'b'"),
     )
     assert blamed(Finding(0, 9, WAITS), Finding(1, 9, WAITS)) is None
-    assert blamed(Finding(0, 9, WAITS), Finding(1, 9, WAITS), second=True) == (0, Standing("unknown", WAITS.where))
+    assert blamed(Finding(0, 9, WAITS), Finding(1, 9, WAITS), second=True) == (0, Whereabouts("unknown", WAITS.where))
 
 
-def test_the_deadline_follows_the_slowest_step():
+def test_hang_deadline_is_20_times_the_slowest_step():
     second = 1_000_000_000
     assert deadline_s(0, None) == deadline_s(second // 10, None) == 10
     assert deadline_s(3 * second, None) == 60
@@ -251,7 +253,7 @@ def test_the_deadline_follows_the_slowest_step():
 # real processes -------------------------------------------------------------------------------------------------------
 
 
-def test_user_code_that_sleeps_is_named_by_its_line(tmp_path):
+def test_hang_in_user_code_is_named_by_its_line(tmp_path):
     script = BEGIN + "def wait_for_godot():\n    time.sleep(600)\n\ntrain()\nwait_for_godot()\n"
     with ranks(tmp_path, script) as watched:
         found = stall_of(watched)
@@ -263,7 +265,7 @@ def test_user_code_that_sleeps_is_named_by_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])  # the second keeps the interpreter to itself
-def test_native_code_is_named_by_the_line_that_calls_it(tmp_path, library):
+def test_hang_in_native_code_is_named_by_the_calling_line(tmp_path, library):
     script = BEGIN + textwrap.dedent(f"""
         import ctypes
         libc = ctypes.{library}(None)
@@ -278,7 +280,7 @@ def test_native_code_is_named_by_the_line_that_calls_it(tmp_path, library):
     assert (found.kind, found.where) == ("user code", f"train.py:{line_of(script, 'libc.sleep')} in native")
 
 
-def test_a_rank_in_uninterruptible_sleep_is_named_as_such(tmp_path):
+def test_rank_in_uninterruptible_sleep_is_reported_as_stopped(tmp_path):
     # Between vfork and what its child does next, the parent sleeps so.
     script = BEGIN + "import ctypes\nlibc = ctypes.PyDLL(None)\ntrain()\nif libc.vfork() == 0:\n    libc.sleep(600)\n"
     with ranks(tmp_path, script) as watched:
@@ -292,21 +294,21 @@ def test_a_rank_in_uninterruptible_sleep_is_named_as_such(tmp_path):
     assert found.where.startswith("uninterruptible sleep")
 
 
-def test_a_stopped_rank_is_named_as_such(tmp_path):
+def test_rank_under_sigstop_is_reported_as_stopped(tmp_path):
     script = BEGIN + "train()\nwhile True: time.sleep(0.1)\n"
     with ranks(tmp_path, script, 2) as watched:
         wait_for(lambda: (beat := read_beat(watched[1].heartbeat)) and beat.phase is Phase.TRAINING)
         os.kill(watched[1].pid, signal.SIGSTOP)
-        wait_for(lambda: process_state(watched[1].pid) == "T")
+        wait_for(lambda: Kernel().state(watched[1].pid) == "T")
         found = stall_of(watched)
-        assert process_state(watched[1].pid) == "T"
+        assert Kernel().state(watched[1].pid) == "T"
     assert (found.kind, found.where) == ("stopped", "stopped (SIGSTOP)")
     assert found.rank == 1
 
 
-def test_a_rank_that_is_stopped_while_it_saves_has_a_deadline_too(tmp_path):
+def test_rank_stopped_while_saving_is_reported_as_hung(tmp_path):
     script = BEGIN + "train()\nwith heart.phase(Phase.SAVING):\n    while True: time.sleep(0.1)\n"
-    with ranks(tmp_path, "from distributed.core.heartbeat import Phase\n" + script, 2) as watched:
+    with ranks(tmp_path, "from distributed.core.protocol.heartbeat import Phase\n" + script, 2) as watched:
         wait_for(lambda: all((beat := read_beat(w.heartbeat)) and beat.phase is Phase.SAVING for w in watched))
         os.kill(watched[0].pid, signal.SIGSTOP)
         found = stall_of(watched)
@@ -331,7 +333,7 @@ for step, batch in enumerate(DataLoader(Numbers(), batch_size=2, num_workers={wo
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_that_does_not_deliver_is_named_by_its_line(tmp_path, workers):
+def test_hang_in_the_dataset_is_named_by_its_line(tmp_path, workers):
     more = "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     script = BEGIN + DATASET.format(workers=workers, more=more if workers else "")
     with ranks(tmp_path, script) as watched:
@@ -351,7 +353,7 @@ def wait_for(happened, patience_s=30.0):
     assert happened()
 
 
-def test_the_rank_that_sleeps_is_blamed_and_the_one_in_all_reduce_waits(tmp_path):
+def test_sleeping_rank_is_blamed_not_the_one_in_all_reduce(tmp_path):
     script = (
         JOINED + "\ndef nap():\n    time.sleep(600)\ntrain()\nif rank == 1: nap()\ndist.all_reduce(torch.ones(1))\n"
     )
@@ -361,7 +363,7 @@ def test_the_rank_that_sleeps_is_blamed_and_the_one_in_all_reduce_waits(tmp_path
     assert found.where.endswith("in nap")
 
 
-def test_the_rank_that_sleeps_in_forward_is_blamed_and_the_one_in_backward_waits(tmp_path):
+def test_rank_hung_in_forward_is_blamed_not_the_one_in_backward(tmp_path):
     script = JOINED + textwrap.dedent("""
         class Model(torch.nn.Module):
             def __init__(self):
@@ -382,14 +384,14 @@ def test_the_rank_that_sleeps_in_forward_is_blamed_and_the_one_in_backward_waits
     assert found.where == f"train.py:{line_of(script, 'time.sleep(600)')} in forward"
 
 
-def test_different_collectives_are_told_apart(tmp_path):
+def test_ranks_in_different_collectives_are_reported(tmp_path):
     script = BEGIN + "train()\nwith heart.collective('ab'[rank]): time.sleep(600)\n"
     with ranks(tmp_path, script, 2) as watched:
         found = stall_of(watched)
     assert (found.kind, found.where) == ("collective", "rank 0 in 'a', rank 1 in 'b'")
 
 
-def test_the_same_collective_everywhere_is_unknown_and_only_after_a_second_deadline(tmp_path):
+def test_hang_with_all_in_one_collective_is_unknown_and_later(tmp_path):
     script = BEGIN + "train()\nwith heart.collective('a'): time.sleep(600)\n"
     with ranks(tmp_path, script, 2) as watched:
         found = stall_of(watched)
@@ -397,15 +399,15 @@ def test_the_same_collective_everywhere_is_unknown_and_only_after_a_second_deadl
     assert found.late_s > 2 * found.deadline_s
 
 
-def test_a_rank_without_an_answer_is_unknown_and_not_killed_by_the_question(tmp_path):
+def test_rank_without_stack_answer_is_unknown_and_survives(tmp_path):
     script = BEGIN + "faulthandler.unregister(signal.SIGUSR2)\ntrain()\ntime.sleep(600)\n"
     with ranks(tmp_path, script) as watched:
         found = stall_of(watched)
-        assert process_state(watched[0].pid) == "S"
+        assert Kernel().state(watched[0].pid) == "S"
     assert found.kind == "unknown"
 
 
-def test_compiling_takes_its_time_and_what_hangs_after_it_does_not(tmp_path):
+def test_compiling_rank_is_not_hung_until_after_it_compiled(tmp_path):
     compiler = tmp_path / "site-packages" / "torch" / "_inductor" / "codecache.py"
     compiler.parent.mkdir(parents=True)
     compiler.write_text("import time\ndef compile(until):\n    while time.monotonic() < until: time.sleep(0.05)\n")
@@ -442,7 +444,7 @@ class Clock:
 
 
 def own(folder: Path, rank: int = 0, pid: int | None = None) -> Watched:
-    return Watched(rank, pid or os.getpid(), heartbeat_path(folder, rank), folder / "stack")
+    return Watched(rank, pid or os.getpid(), AttemptDir(folder).heartbeat(rank), folder / "stack")
 
 
 def looks(watch: HangWatch, clock: Clock, seconds: float):
@@ -454,7 +456,7 @@ def looks(watch: HangWatch, clock: Clock, seconds: float):
     return None
 
 
-def test_only_training_has_a_deadline(tmp_path):
+def test_only_the_training_phase_has_a_hang_deadline(tmp_path):
     clock = Clock()
     heart, watch = Heartbeat(tmp_path, 0), HangWatch([own(tmp_path)], 1.0, clock_ns=clock)
     assert looks(watch, clock, 5) is None  # STARTING
@@ -468,7 +470,7 @@ def test_only_training_has_a_deadline(tmp_path):
     assert looks(watch, clock, 5) is None  # ENDED
 
 
-def test_the_deadline_adapts_to_this_run_s_steps(tmp_path):
+def test_hang_deadline_adapts_to_the_runs_steps(tmp_path):
     heart = Heartbeat(tmp_path, 0)
     for step in range(4):
         heart.beat(step)
@@ -482,7 +484,7 @@ def test_the_deadline_adapts_to_this_run_s_steps(tmp_path):
     assert found.deadline_s == pytest.approx(40, rel=0.01)
 
 
-def test_a_rank_that_saves_explains_why_another_waits(tmp_path):
+def test_saving_rank_excuses_the_peer_that_waits(tmp_path):
     clock = Clock()
     waits, saves = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
     for step in range(5):
@@ -495,7 +497,7 @@ def test_a_rank_that_saves_explains_why_another_waits(tmp_path):
         assert looks(watch, clock, 20) is not None
 
 
-def test_a_stall_is_told_once_per_deadline_and_a_dead_rank_is_not_one(tmp_path):
+def test_stall_is_reported_once_per_deadline_not_for_dead_ranks(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
     clock = Clock()
@@ -512,22 +514,22 @@ def test_a_stall_is_told_once_per_deadline_and_a_dead_rank_is_not_one(tmp_path):
     assert looks(watch, clock, 5) is not None
 
 
-def test_heartbeats_may_come_late_and_be_replaced(tmp_path):
+def test_late_or_replaced_heartbeat_is_no_stall(tmp_path):
     clock = Clock()
     watch = HangWatch([own(tmp_path)], 1.0, clock_ns=clock)
     assert looks(watch, clock, 5) is None
     for begin in range(2):
-        heartbeat_path(tmp_path, 0).unlink(missing_ok=True)
+        AttemptDir(tmp_path).heartbeat(0).unlink(missing_ok=True)
         heart = Heartbeat(tmp_path, 0)
         for step in range(3 + begin):
             heart.beat(step)
         assert (looks(watch, clock, 5) is None) == (begin == 0)
-    heartbeat_path(tmp_path, 0).unlink()
+    AttemptDir(tmp_path).heartbeat(0).unlink()
     Heartbeat(tmp_path, 0)
     assert looks(watch, clock, 30) is None
 
 
-def test_the_time_in_which_a_whole_job_was_suspended_does_not_count(tmp_path):
+def test_time_the_job_was_suspended_does_not_count_as_stall(tmp_path):
     clock = Clock()
     heart, watch = Heartbeat(tmp_path, 0), HangWatch([own(tmp_path)], 5.0, clock_ns=clock)
     for step in range(5):

@@ -14,12 +14,12 @@ import pytest
 from distributed.core.env import FAILURE_MARK, worker_env
 from distributed.core.errors import LaunchError
 from distributed.launch.local import LocalLauncher
-from distributed.launch.logtail import LogTail
+from distributed.launch.node.log_tail import LogTail
+from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.ports import free_port, port_in_use
 from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest, NodePlace
-from distributed.launch.stops import Stopped
-from distributed.launch.supervisor import Patience
+from distributed.launch.supervise.supervisor import RestartLimits
 
 IGNORES_CTRL_C = """
 import signal, time
@@ -34,8 +34,8 @@ def rendered(environ=None, place=None, **changes):
     return LocalLauncher(environ=environ or {}).render(request, place or NodePlace.alone(request, 29511))
 
 
-def test_every_rank_is_told_its_place_in_the_worlds_words():
-    place = NodePlace(1, 2, 2, 4, "n0", 4000, 2)
+def test_rendered_environment_gives_each_rank_its_place():
+    place = NodePlace(1, num_nodes=2, rank_offset=2, world_size=4, master_addr="n0", master_port=4000, ranks=2)
     workers = [worker_env(process.env) for process in rendered(place=place, num_nodes=2, attempt=5).processes]
     assert [(w.rank, w.local_rank, w.world_size, w.local_world_size, w.node_rank) for w in workers] == [
         (2, 0, 4, 2, 1),
@@ -46,29 +46,29 @@ def test_every_rank_is_told_its_place_in_the_worlds_words():
     }
 
 
-def test_threads_are_the_users_when_the_user_set_them():
+def test_omp_num_threads_of_the_user_is_kept():
     assert rendered().processes[0].env["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in rendered({"OMP_NUM_THREADS": "8"}).processes[0].env
 
 
-def test_the_text_of_a_dry_run_can_be_run_by_a_shell():
+def test_dry_run_text_is_quoted_for_a_shell():
     text = str(rendered(env={"GREETING": "good day"})).splitlines()
     assert len(text) == 2
     assert "GREETING='good day'" in text[1]
     assert "train.py --x 'a b' > runs/1/attempts/0/rank-1.log" in text[1]
 
 
-def test_submit_says_why_it_cannot_start(tmp_path):
+def test_submit_with_missing_python_raises_launch_error(tmp_path):
     request = LaunchRequest(("x.py",), str(tmp_path), 1)
     launcher = LocalLauncher(python=str(tmp_path / "no-python"))
     with pytest.raises(LaunchError, match="no-python"):
         launcher.submit(request)
 
 
-def test_a_second_request_while_the_first_is_passed_on_ends_the_ranks(tmp_path):
+def test_second_interrupt_during_the_first_kills_the_ranks(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(IGNORES_CTRL_C)
-    patience = Patience(interrupt_grace_s=3600.0)  # after which also the first request would end it
+    patience = RestartLimits(interrupt_grace_s=3600.0)  # after which also the first request would end it
     log = tmp_path / "run" / "attempts" / "0" / "rank-0.log"
     running = LocalLauncher().submit(
         LaunchRequest((str(script),), str(tmp_path / "run"), 1), patience=patience, on_stop=lambda number: interrupt()
@@ -98,7 +98,7 @@ def test_log_tail_passes_whole_lines_up_to_the_failure(tmp_path):
     tail.close()
 
 
-def test_a_last_line_without_its_end_is_shown_at_the_end(tmp_path):
+def test_log_tail_shows_unterminated_last_line_at_the_end(tmp_path):
     path = tmp_path / "rank-0.log"
     path.write_text("no newline")
     tail = LogTail(str(path))
@@ -107,7 +107,7 @@ def test_a_last_line_without_its_end_is_shown_at_the_end(tmp_path):
     tail.close()
 
 
-def test_a_missing_script_offers_the_nearest(tmp_path):
+def test_missing_script_error_suggests_the_nearest(tmp_path):
     (tmp_path / "train_mnist.py").touch()
     (tmp_path / "other.py").touch()
     assert check_script(str(tmp_path / "train_mnist.py")) == []
@@ -119,7 +119,7 @@ def test_a_missing_script_offers_the_nearest(tmp_path):
     assert check_script(str(tmp_path / "no" / "train.py"))
 
 
-def test_a_port_in_use_is_a_problem_only_where_it_would_be_opened():
+def test_port_in_use_is_a_problem_only_on_the_node_that_opens_it():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert port_in_use(port)
@@ -135,7 +135,7 @@ def test_a_port_in_use_is_a_problem_only_where_it_would_be_opened():
 
 
 @pytest.mark.parametrize("trace", ["events.jsonl", "plan.json", "config.json", "attempts/0/rank-0.log"])
-def test_a_run_directory_of_another_run_is_not_used(tmp_path, trace):
+def test_run_directory_with_traces_of_another_run_is_refused(tmp_path, trace):
     assert check_run_dir(str(tmp_path), resume=False) == []
     (tmp_path / trace).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / trace).write_text("it began\n")
@@ -145,14 +145,14 @@ def test_a_run_directory_of_another_run_is_not_used(tmp_path, trace):
     assert check_run_dir(str(tmp_path), resume=True) == []
 
 
-def test_how_the_other_run_ended_is_said(tmp_path):
+def test_refused_run_directory_error_says_how_that_run_ended(tmp_path):
     lines = [json.dumps({"event": "RunStarted"}), json.dumps({"event": "RankFailed"}), '{"torn']
     (tmp_path / "events.jsonl").write_text("\n".join(lines))
     (problem,) = check_run_dir(str(tmp_path), resume=False)
     assert "failed" in problem.what
 
 
-def test_a_run_directory_that_cannot_be_made_is_a_problem(tmp_path):
+def test_run_directory_that_cannot_be_created_is_a_problem(tmp_path):
     (tmp_path / "file").touch()
     assert check_run_dir(str(tmp_path / "file"), resume=False)
     assert check_run_dir(str(tmp_path / "file" / "below"), resume=False)
@@ -160,12 +160,12 @@ def test_a_run_directory_that_cannot_be_made_is_a_problem(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_attempts_count_on(tmp_path):
+def test_next_attempt_number_follows_the_highest(tmp_path):
     assert next_attempt(str(tmp_path)) == 0
     for number in ("0", "1", "10"):
         os.makedirs(tmp_path / "attempts" / number)
     assert next_attempt(str(tmp_path)) == 11
 
 
-def test_run_directories_of_one_second_differ():
+def test_run_directories_of_the_same_second_differ():
     assert len({new_run_dir(now=1.0) for _ in range(20)}) > 1

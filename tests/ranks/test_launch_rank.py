@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import os
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from distributed.core.env import FAILURE_MARK, WorkerEnv
-from distributed.core.failure import FailureRecord, failure_path
+from distributed.core.protocol.failure import FailureRecord
+from distributed.core.run_dir import AttemptDir
 
 PLAIN_ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
@@ -21,7 +25,7 @@ def bootstrap(folder: Path, *command: str, **more) -> tuple[subprocess.Completed
     attempt.mkdir(parents=True, exist_ok=True)
     worker = WorkerEnv(rank=3, world_size=4, local_world_size=4, master_port=1, run_dir="run")
     done = subprocess.run(
-        [sys.executable, "-m", "distributed.launch.rank", *command],
+        [sys.executable, "-m", "distributed.launch.node.rank", *command],
         cwd=folder,
         env=PLAIN_ENV | worker.to_environ(),
         capture_output=True,
@@ -29,7 +33,7 @@ def bootstrap(folder: Path, *command: str, **more) -> tuple[subprocess.Completed
         timeout=60,
         **more,
     )
-    return done, FailureRecord.read(failure_path(attempt, 3))
+    return done, FailureRecord.read(AttemptDir(attempt).failure(3))
 
 
 def write(path: Path, text: str) -> Path:
@@ -38,7 +42,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_script_sees_what_python_would_show_it(tmp_path):
+def test_script_sees_the_globals_and_argv_of_plain_python(tmp_path):
     text = (
         "import sys, helper\nprint([__name__, __file__, __spec__, sys.argv, sys.path[0], helper.X, 'launch' in dir()])"
     )
@@ -53,6 +57,61 @@ def test_a_script_sees_what_python_would_show_it(tmp_path):
     assert str(script.parent) in ours.stdout
 
 
+def test_annotations_of_script_stay_types(tmp_path):
+    text = "from dataclasses import dataclass, fields\n@dataclass\nclass C:\n    rate: float = 0.1\n"
+    write(tmp_path / "script.py", text + "print(fields(C)[0].type('0.5'))")
+    done, _ = bootstrap(tmp_path, "script.py")
+    assert done.stdout == "0.5\n", done.stderr
+
+
+OPEN_FILES = """
+import bz2, csv, gzip, os, zipfile
+reader, writer = os.pipe()
+full = os.fdopen(writer, "wb", buffering=1 << 20)
+full.write(bytes(1 << 19))  # more than a pipe holds, and nobody reads it
+table = open("table.csv", "w")
+csv.writer(table).writerow(["loss", 0.5])
+numbers = open("numbers.bin", "wb")
+numbers.write(b"12345")
+packed, other = gzip.open("log.gz", "wt"), bz2.open("log.bz2", "wt")
+packed.write("text")
+other.write("text")
+archive = zipfile.ZipFile("archive.zip", "w")
+archive.writestr("member", "text")
+def kept_by_a_function():
+    inner = open("inner.txt", "w")
+    inner.write("inner")
+    yield inner
+generator = kept_by_a_function()
+next(generator)
+"""
+
+
+def test_files_left_open_are_written_at_the_end(tmp_path):
+    write(tmp_path / "script.py", OPEN_FILES)
+    done, _ = bootstrap(tmp_path, "script.py")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "table.csv").read_text() == "loss,0.5\n"
+    assert (tmp_path / "numbers.bin").read_bytes() == b"12345"
+    assert gzip.decompress((tmp_path / "log.gz").read_bytes()) == b"text"
+    assert bz2.decompress((tmp_path / "log.bz2").read_bytes()) == b"text"
+    assert zipfile.ZipFile(tmp_path / "archive.zip").read("member") == b"text"
+    assert (tmp_path / "inner.txt").read_text() == "inner"
+
+
+def test_summary_writer_left_open_keeps_all_events(tmp_path):
+    pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    text = "from torch.utils.tensorboard import SummaryWriter\nwriter = SummaryWriter('logs')\n"
+    text += "for step in range(100):\n    writer.add_scalar('loss', 1.0, step)\n"
+    # As TensorBoard's own switch has it: else TensorFlow is imported, seconds of it.
+    write(tmp_path / "script.py", "import sys\nsys.modules['tensorboard.compat.notf'] = sys\n" + text)
+    done, _ = bootstrap(tmp_path, "script.py")
+    assert done.returncode == 0, done.stderr
+    assert len(EventAccumulator(str(tmp_path / "logs")).Reload().Scalars("loss")) == 100
+
+
 def test_a_module_runs_as_with_dash_m(tmp_path):
     write(tmp_path / "pack" / "__init__.py", "")
     write(
@@ -64,7 +123,7 @@ def test_a_module_runs_as_with_dash_m(tmp_path):
     assert record is None
 
 
-def test_pickle_and_spawned_processes_find_what_the_script_defines(tmp_path):
+def test_pickle_and_spawn_find_classes_of_the_script(tmp_path):
     write(
         tmp_path / "script.py",
         "import multiprocessing, pickle\n"
@@ -79,13 +138,13 @@ def test_pickle_and_spawned_processes_find_what_the_script_defines(tmp_path):
     assert done.stdout == "[8]\n", done.stderr
 
 
-def test_an_exception_is_written_down_without_our_own_frames(tmp_path):
+def test_exception_is_recorded_without_our_frames(tmp_path):
     write(tmp_path / "script.py", "import os\nos.chdir('/')\ndef inner():\n    raise ValueError('boom')\ninner()\n")
     done, record = bootstrap(tmp_path, "script.py")
     assert done.returncode == 1
     assert (record.rank, record.type, record.message, record.exit_code) == (3, "ValueError", "boom", 1)
     assert "in inner" in record.traceback
-    assert "launch/rank.py" not in record.traceback
+    assert "launch/node/rank.py" not in record.traceback
     mark, _, shown = done.stderr.partition("\n")
     assert mark == FAILURE_MARK
     assert shown == record.traceback
@@ -101,7 +160,7 @@ def test_an_exception_is_written_down_without_our_own_frames(tmp_path):
         ("class E(Exception):\n    def __str__(self): 1/0\nraise E", 1, "E"),
     ],
 )
-def test_failing_programs(tmp_path, program, code, kind):
+def test_failed_program_records_exit_code_and_type(tmp_path, program, code, kind):
     write(tmp_path / "script.py", program)
     done, record = bootstrap(tmp_path, "script.py")
     assert done.returncode == code
@@ -112,14 +171,14 @@ def test_failing_programs(tmp_path, program, code, kind):
     ("program", "code"),
     [("raise SystemExit", 0), ("import sys\nsys.exit(0)", 0), ("raise KeyboardInterrupt", 130)],
 )
-def test_ends_that_are_no_failure(tmp_path, program, code):
+def test_clean_exit_or_interrupt_records_no_failure(tmp_path, program, code):
     write(tmp_path / "script.py", program)
     done, record = bootstrap(tmp_path, "script.py")
     assert done.returncode == code
     assert record is None
 
 
-def test_a_crash_in_native_code_leaves_a_stack(tmp_path):
+def test_native_crash_leaves_a_python_stack(tmp_path):
     write(
         tmp_path / "script.py", "import os, signal\ndef inner():\n    os.kill(os.getpid(), signal.SIGSEGV)\ninner()\n"
     )
@@ -129,7 +188,7 @@ def test_a_crash_in_native_code_leaves_a_stack(tmp_path):
     assert "in inner" in done.stderr
 
 
-def test_nothing_heavy_is_loaded_before_the_program(tmp_path):
+def test_rank_bootstrap_imports_no_torch_or_numpy(tmp_path):
     write(
         tmp_path / "script.py", "import sys\nprint(sorted({'torch', 'pydantic', 'numpy', 'rich'} & set(sys.modules)))"
     )

@@ -16,13 +16,17 @@ import pytest
 
 from distributed.core.env import CONTROL_FD, LAUNCHER_PID, WorkerEnv
 from distributed.core.errors import LaunchError
-from distributed.core.failure import FailureRecord, failure_path
-from distributed.launch.processes import RankProcess, end_all
+from distributed.core.protocol.failure import FailureRecord
+from distributed.core.run_dir import RunDir
+from distributed.launch.node.processes import RankProcess, end_all
+from distributed.launch.node.warm_parent import WarmParent, preloads
 from distributed.launch.request import ProcessSpec
-from distributed.launch.warm_parent import WarmParent, preloads
 from tests.conftest import clean_environ
 
-pytestmark = pytest.mark.skipif(not WarmParent.is_supported(), reason="ranks are forked on Linux only")
+pytestmark = [
+    pytest.mark.skipif(not WarmParent.is_supported(), reason="ranks are forked on Linux only"),
+    pytest.mark.usefixtures("own_warm_parents"),
+]
 SLEEP = "import time\nprint('up')\ntime.sleep(600)"
 Start = Callable[..., RankProcess]
 
@@ -55,9 +59,9 @@ def runs(pid: int) -> bool:
 def spec_of(folder: Path, script: str, *args: str, rank: int = 0) -> tuple[ProcessSpec, dict[str, str]]:
     """A script, or `-m` and a module, in `folder`, and the whole environment of its rank."""
     worker = WorkerEnv(rank=rank, world_size=4, local_world_size=4, master_port=1, run_dir=str(folder / "run"))
-    attempt = Path(worker.attempt_dir(worker.run_dir))
+    attempt = RunDir(worker.run_dir).attempt(worker.attempt).path
     attempt.mkdir(parents=True, exist_ok=True)
-    argv = (sys.executable, "-m", "distributed.launch.rank", script, *args)
+    argv = (sys.executable, "-m", "distributed.launch.node.rank", script, *args)
     spec = ProcessSpec(rank, argv, worker.to_environ(), str(attempt / f"rank-{rank}.log"))
     return spec, clean_environ(PYTHONUNBUFFERED="1", **worker.to_environ()) | {LAUNCHER_PID: str(os.getpid())}
 
@@ -94,7 +98,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         parent.close()
 
 
-def test_a_forked_rank_sees_what_a_started_one_sees(tmp_path, warm, monkeypatch):
+def test_forked_rank_has_the_environment_of_a_cold_one(tmp_path, warm, monkeypatch):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "helper.py").write_text("X = 5")
     (tmp_path / "code" / "statistics.py").write_text("mine = True")  # one of this name was preloaded
@@ -143,10 +147,10 @@ def test_a_module_runs_as_with_dash_m(tmp_path, warm, monkeypatch):
         ("def inner():\n    raise ValueError('boom')\ninner()", 1, "ValueError"),
     ],
 )
-def test_how_a_program_ends_is_told(tmp_path, start, program, code, kind):
+def test_forked_rank_reports_exit_code_and_failure(tmp_path, start, program, code, kind):
     process = start(program, rank=2)
     assert ended(process) == code
-    record = FailureRecord.read(failure_path(tmp_path / "run" / "attempts" / "0", 2))
+    record = FailureRecord.read(RunDir(tmp_path / "run").attempt(0).failure(2))
     assert (record.type if record else None) == kind
     if kind == "ValueError":
         assert (record.rank, record.message, record.pid) == (2, "boom", process.pid)
@@ -155,7 +159,7 @@ def test_how_a_program_ends_is_told(tmp_path, start, program, code, kind):
     assert not process.ended_by_us
 
 
-def test_the_control_line_goes_both_ways_and_to_nobody_else(start):
+def test_control_socket_is_two_way_and_not_inherited(start):
     process = start(
         "import os, socket, subprocess\n"
         f"line = socket.socket(fileno=int(os.environ['{CONTROL_FD}']))\n"
@@ -173,14 +177,14 @@ def test_the_control_line_goes_both_ways_and_to_nobody_else(start):
     assert process.control.recv(1) == b""
 
 
-def test_a_rank_without_a_control_line_does_not_get_its_launchers_own(start):
+def test_rank_without_control_socket_does_not_get_the_launchers(start):
     process = start("import os\nprint('DISTRIBUTED_CONTROL_FD' in os.environ)", **{CONTROL_FD: "7"})
     assert ended(process) == 0
     assert process.control is None
     assert text_of(process) == "False\n"
 
 
-def test_a_rank_has_no_descriptor_that_is_not_its_own(start):
+def test_forked_rank_has_no_foreign_file_descriptors(start):
     process = start(
         "import os\n"
         "names = sorted(os.listdir('/proc/self/fd'), key=int)\n"
@@ -194,7 +198,7 @@ def test_a_rank_has_no_descriptor_that_is_not_its_own(start):
     assert sorted(rest) == ["rank-0.log", "rank-0.log", "socket", "stack-0.txt"]
 
 
-def test_what_a_rank_started_ends_with_it(start):
+def test_child_of_a_killed_rank_is_ended(start):
     process = start(
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -208,7 +212,7 @@ def test_what_a_rank_started_ends_with_it(start):
     assert not runs(child)
 
 
-def test_stacks_can_be_asked_for(tmp_path, start):
+def test_sigusr2_dumps_the_stacks_of_a_forked_rank(tmp_path, start):
     process = start("import time\ndef inner():\n    print('up')\n    time.sleep(600)\ninner()")
     until(lambda: text_of(process) == "up\n")
     process.signal(signal.SIGUSR2)
@@ -217,7 +221,7 @@ def test_stacks_can_be_asked_for(tmp_path, start):
     assert process.poll() is None
 
 
-def test_a_signal_for_a_rank_that_is_yet_to_be_forked_reaches_it(tmp_path):
+def test_signal_before_the_fork_reaches_the_rank(tmp_path):
     (tmp_path / "script.py").write_text(SLEEP)
     parent = WarmParent(sys.executable, clean_environ(), ("torch",))
     ranks = [parent.start(*spec_of(tmp_path, str(tmp_path / "script.py"), rank=r)) for r in range(2)]
@@ -228,7 +232,7 @@ def test_a_signal_for_a_rank_that_is_yet_to_be_forked_reaches_it(tmp_path):
     parent.close()
 
 
-def test_ranks_that_are_yet_to_be_forked_end_at_once(tmp_path):
+def test_ranks_not_yet_forked_are_ended_at_once(tmp_path):
     (tmp_path / "hang.py").write_text("import time\ntime.sleep(600)")
     (tmp_path / "script.py").write_text(SLEEP)
     parent = WarmParent(sys.executable, clean_environ(PYTHONPATH=str(tmp_path)), ("hang",))
@@ -240,7 +244,7 @@ def test_ranks_that_are_yet_to_be_forked_end_at_once(tmp_path):
     assert not parent.is_alive
 
 
-def test_ranks_end_with_their_warm_parent_and_it_is_seen(tmp_path, warm):
+def test_ranks_of_a_killed_warm_parent_end_and_are_reported(tmp_path, warm):
     (tmp_path / "script.py").write_text(SLEEP)
     ranks = [warm.start(*spec_of(tmp_path, str(tmp_path / "script.py"), rank=r)) for r in range(2)]
     until(lambda: all(text_of(process) == "up\n" for process in ranks))
@@ -255,7 +259,7 @@ def test_ranks_end_with_their_warm_parent_and_it_is_seen(tmp_path, warm):
         warm.start(*spec_of(tmp_path, str(tmp_path / "script.py")))
 
 
-def test_signals_to_stop_are_not_the_warm_parents(tmp_path, warm):
+def test_warm_parent_ignores_sigint_and_sigterm(tmp_path, warm):
     (tmp_path / "script.py").write_text(SLEEP)
     process = warm.start(*spec_of(tmp_path, str(tmp_path / "script.py")))
     until(lambda: text_of(process) == "up\n")
@@ -273,8 +277,8 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from distributed.launch.warm_parent import WarmParent
-from tests.unit.test_launch_warm import spec_of
+from distributed.launch.node.warm_parent import WarmParent
+from tests.ranks.test_launch_warm import spec_of
 parent = WarmParent(sys.executable, {{}}, ("statistics",))
 process = parent.start(*spec_of(Path({folder!r}), {script!r}))
 print(parent.pid, process.pid, flush=True)
@@ -302,7 +306,7 @@ def launcher(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int, int]]
         process.kill()
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(launcher):
+def test_killed_launcher_ends_warm_parent_and_ranks(launcher):
     process, parent, rank = launcher
     assert runs(parent)
     assert runs(rank)
@@ -310,7 +314,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launcher):
     until(lambda: not runs(parent) and not runs(rank))
 
 
-def test_ctrl_c_reaches_the_launcher_alone(launcher):
+def test_ctrl_c_reaches_the_launcher_but_not_its_ranks(launcher):
     process, parent, rank = launcher
     os.killpg(process.pid, signal.SIGINT)
     assert process.stdout.readline() == "interrupted\n"
@@ -321,7 +325,7 @@ def test_ctrl_c_reaches_the_launcher_alone(launcher):
     assert process.wait(60) == 0
 
 
-def test_forks_share_torch_and_nothing_random(tmp_path):
+def test_forked_ranks_share_torch_but_not_random_state(tmp_path):
     (tmp_path / "script.py").write_text(
         "import sys\nloaded = [name in sys.modules for name in ('torch', 'torch._dynamo', 'distributed.worker')]\n"
         "import json, random, numpy, torch\n"
@@ -345,7 +349,7 @@ def test_forks_share_torch_and_nothing_random(tmp_path):
     parent.close()
 
 
-def test_only_what_is_safe_to_import_early_is_preloaded(tmp_path):
+def test_only_safe_imports_of_the_script_are_preloaded(tmp_path):
     always = preloads(None)
     assert "torch" in always
     (tmp_path / "script.py").write_text(

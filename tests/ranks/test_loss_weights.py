@@ -34,7 +34,11 @@ class Own(Transformer):
         if self.kind == "masked":  # over what no label tells
             each = F.cross_entropy(logits.mT, ids, reduction="none")
             return {"loss": (each * (ids > 3)).sum() / (ids > 3).sum()}
-        if self.kind == "unshifted":
+        if (
+            self.kind == "in training" and not self.training
+        ):  # by a mean over all targets it would be weighted otherwise
+            return logits.mT
+        if self.kind in ("unshifted", "in training"):
             return F.cross_entropy((logits * self.scale).flatten(0, 1), labels.flatten())
         return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
 
@@ -46,7 +50,7 @@ def tokens_mean(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def compares_samples(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     flat = F.normalize(outputs.flatten(1), dim=1)
-    return F.cross_entropy(flat @ flat.T, torch.arange(len(flat)))
+    return F.cross_entropy(flat @ flat.T, torch.arange(len(flat), device=flat.device))
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,10 +70,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
-def by_hand(kind: str) -> list[float]:
+def by_hand(kind: str, epochs: int = 1) -> list[float]:
     model, (ids, labels) = make(kind), rows()
     optimizer, losses = sgd(model.parameters()), []
-    for start in range(0, SAMPLES, BATCH):
+    for start in [*range(0, SAMPLES, BATCH)] * epochs:
         x, y = ids[start : start + BATCH], labels[start : start + BATCH]
         found = tokens_mean(model(x), y) if kind == "function" else model(x, y)
         loss = found["loss"] if isinstance(found, dict) else found
@@ -100,6 +104,7 @@ WAYS: dict[str, tuple[str, Callable[..., Any] | None, dict[str, Any]]] = {
     "ddp/targets": ("shifted", None, TWO["ddp"] | {"loss_weighting": "targets"}),
     "ddp/function": ("function", tokens_mean, TWO["ddp"]),
     "fsdp": ("shifted", None, TWO["fsdp_grad_op"]),
+    "fsdp/halves": ("unshifted", None, TWO["fsdp_grad_op"]),
     "tp": ("shifted", None, TWO["tp"]),
     "cp/function": ("function", tokens_mean, TWO["cp"]),
     "pp": ("shifted", None, TWO["pp"]),
@@ -110,7 +115,10 @@ WAYS: dict[str, tuple[str, Callable[..., Any] | None, dict[str, Any]]] = {
 }
 REFUSED: dict[str, tuple[str, Callable[..., Any] | None, dict[str, Any], str]] = {
     "a mask": ("masked", None, TWO["ddp"], "is not the mean of the losses of its parts"),
-    "a mask in parts": ("masked", None, TWO["fsdp_grad_op"], "is not known"),
+    "a mask, fsdp": ("masked", None, TWO["fsdp_grad_op"], "is not the mean of the losses of its parts"),
+    "a mask in parts": ("masked", None, TWO["tp"], "is not known"),
+    "in training alone": ("in training", None, TWO["ddp"], "is not known"),
+    "in training alone, fsdp": ("in training", None, TWO["fsdp_grad_op"], "is not known"),
     "samples compared": ("function", compares_samples, TWO["ddp"], "is not the mean of the losses of its parts"),
     "pp": ("function", compares_samples, TWO["pp"], "is not the mean of the losses of its parts"),
 }
@@ -134,17 +142,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[fl
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_step_has_the_loss_of_one_process(way: str, trained: Any) -> None:
+def test_token_weighted_loss_of_each_step_matches_one_process(way: str, trained: Any) -> None:
     found = trained[0][way]
     assert len(found) == STEPS
     assert found == pytest.approx(by_hand(WAYS[way][0]), rel=1e-5 if way == "deepspeed" else 1e-10)
 
 
 @pytest.mark.parametrize("way", REFUSED)
-def test_a_loss_that_does_not_add_up_is_refused(way: str, trained: Any) -> None:
+def test_loss_that_does_not_add_up_over_ranks_is_refused(way: str, trained: Any) -> None:
     assert REFUSED[way][3] in trained[1][way]
 
 
-def test_a_model_without_logits_is_tried_on_halves(tmp_path: Path) -> None:
+def test_model_without_logits_matches_hand_written_loss(tmp_path: Path) -> None:
     settings = {"num_gpus": 1, "batch_size": 4, "gradient_accumulation_steps": 2}
     assert fit("unshifted", tmp_path, None, **settings) == pytest.approx(by_hand("unshifted"), rel=1e-10)

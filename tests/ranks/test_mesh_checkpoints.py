@@ -1,7 +1,7 @@
 """A checkpoint of any strategy loads under any other, on any number of ranks: bytes equal, and the next step's loss.
 
-Every strategy trains a few steps and saves. Then every strategy loads each of these, saves what it holds without a
-step in between, and takes one step.
+Every strategy trains a few steps and saves. Then each loads what its neighbour in the list saved, one process loads all
+of them, and each saves what it holds without a step in between, and takes one step. Every pair is in `make soak`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from distributed.checkpoint.exchange_catalog import open_one
-from distributed.checkpoint.exchange_export import export_checkpoint
-from distributed.checkpoint.exchange_import import import_weights
-from distributed.checkpoint.reading import load
-from distributed.checkpoint.tree import flatten
+from distributed.checkpoint.exchange.catalog import open_one
+from distributed.checkpoint.exchange.export import export_checkpoint
+from distributed.checkpoint.exchange.importing import import_weights
+from distributed.checkpoint.format.tree import flatten
+from distributed.checkpoint.restore.reading import load
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.plan import Plan
-from distributed.data.loader import TrainLoader
+from distributed.data.loading.loader import TrainLoader
 from distributed.data.source import read_source
 from distributed.planner.hardware import Hardware
 from distributed.planner.planning import JobProfile, make_plan
@@ -38,7 +38,12 @@ from tests.meshes import MESHES, load_state, make_data, make_model, save_state
 KINDS = ["one", "ddp", "fsdp", "zero1", "tp", "pp", "3d"]
 TIED = ["one", "pp"]  # that save tied weights
 IN = ["fsdp", "pp_tp"]  # that take in weights from another program
-STEPS = 3
+STEPS = 2
+
+
+def sources_of(mesh: str) -> list[str]:
+    """Whose checkpoints a strategy loads: one process loads all, the others that of their neighbour."""
+    return KINDS if mesh == KINDS[0] else [KINDS[(KINDS.index(mesh) + 1) % len(KINDS)]]
 
 
 def plan_for(mesh: str, env: WorkerEnv) -> Plan:
@@ -54,16 +59,16 @@ class Rank:
         env = worker_env() or WorkerEnv()
         self.session = Session.open(env, device="cpu", collectives="gloo", timeout_s=60)
         self.plan = plan_for(mesh, env)
-        self.session.data_rank = self.plan.mesh.data_rank(self.session.rank)
-        self.strategy = TorchMesh()
-        self.strategy.setup(Task(make_model(tied=tied), nn.CrossEntropyLoss()), self.plan, self.session)
+        self.session.take_place(self.plan.mesh)
+        self.strategy = TorchMesh(self.plan)
+        self.strategy.setup(Task(make_model(tied=tied), nn.CrossEntropyLoss()), self.session)
         source = read_source(make_data(), "data")
         self.loader = TrainLoader(source, self.plan.batch, self.session.data_rank, seed=0)
 
     def step(self, number: int) -> float:
         """One step on the same samples as every other strategy; the loss over all ranks."""
         microbatches, _ = next(itertools.islice(self.loader.epoch(0, number), 0, 1))
-        loss = torch.tensor([float(self.strategy.train_step(microbatches).loss), 1.0]) * self.strategy.counts
+        loss = torch.tensor([float(self.strategy.train_step(microbatches).loss), 1.0]) * self.strategy.owns_metrics
         total = self.session.sum("loss", loss)
         return (total[0] / total[1]).item()
 
@@ -124,19 +129,32 @@ class Exchanged:
     found: dict[str, dict[str, float]]
 
 
+def saves_of_all(root: Path) -> dict[str, Job]:
+    return {mesh: (train_and_save, mesh, (str(root / mesh),)) for mesh in KINDS}
+
+
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Exchanged:
-    """A checkpoint of each strategy after the same steps, what each made of each, and weights that went out and in."""
+    """A checkpoint of each strategy after the same steps, what others made of it, and weights that went out and in."""
     root = tmp_path_factory.mktemp("saved")
-    saves: dict[str, Job] = {mesh: (train_and_save, mesh, (str(root / mesh),)) for mesh in KINDS}
+    saves = saves_of_all(root)
     saves |= {f"tied-{mesh}": (train_and_save, mesh, (str(root / f"tied-{mesh}"), True)) for mesh in TIED}
     wanted = do_by_size(saves)
     export_checkpoint(open_one(str(root / "3d" / f"step-{STEPS:06d}")), str(root / "model.safetensors"))
     import_weights(str(root / "model.safetensors"), str(root / "imported"))
-    loads: dict[str, Job] = {mesh: (load_all, mesh, (str(root), KINDS)) for mesh in KINDS}
+    loads: dict[str, Job] = {mesh: (load_all, mesh, (str(root), sources_of(mesh))) for mesh in KINDS}
     tied = [f"tied-{mesh}" for mesh in TIED]
     loads |= {f"tied-{mesh}": (load_all, mesh, (str(root), tied, True)) for mesh in ("pp", "fsdp_grad_op")}
     loads |= {f"again-{mesh}": (weights_of, mesh, (str(root / "imported"), str(root / f"again-{mesh}"))) for mesh in IN}
+    return Exchanged(root, wanted, do_by_size(loads))
+
+
+@pytest.fixture(scope="module")
+def exchanged_by_all(tmp_path_factory: pytest.TempPathFactory) -> Exchanged:
+    """What each strategy made of each checkpoint."""
+    root = tmp_path_factory.mktemp("all")
+    wanted = do_by_size(saves_of_all(root))
+    loads: dict[str, Job] = {mesh: (load_all, mesh, (str(root), KINDS)) for mesh in KINDS}
     return Exchanged(root, wanted, do_by_size(loads))
 
 
@@ -145,8 +163,22 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mesh", KINDS)
-def test_every_strategy_loads_what_every_other_saved(mesh: str, exchanged: Exchanged) -> None:
-    assert_loaded(exchanged, mesh, mesh, KINDS)
+def test_every_strategy_loads_checkpoints_of_others(mesh: str, exchanged: Exchanged) -> None:
+    assert_loaded(exchanged, mesh, mesh, sources_of(mesh))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", KINDS)
+def test_every_strategy_loads_checkpoints_of_every_other(mesh: str, exchanged_by_all: Exchanged) -> None:
+    assert_loaded(exchanged_by_all, mesh, mesh, KINDS)
+
+
+def test_exchange_pairs_cover_every_strategy() -> None:
+    pairs = {(source, mesh) for mesh in KINDS for source in sources_of(mesh)}
+    assert {source for source, mesh in pairs if mesh == "one"} == set(KINDS)
+    assert {mesh for source, mesh in pairs if source == "one"} == {"one", "3d"}
+    assert {mesh for source, mesh in pairs if "one" not in (source, mesh)} == {*KINDS} - {"one", "3d"}
+    assert all(source != mesh for source, mesh in pairs if mesh != "one")
 
 
 def assert_loaded(exchanged: Exchanged, name: str, mesh: str, sources: list[str]) -> None:
@@ -161,13 +193,13 @@ def assert_loaded(exchanged: Exchanged, name: str, mesh: str, sources: list[str]
 
 
 @pytest.mark.parametrize("mesh", ["pp", "fsdp_grad_op"])
-def test_tied_weights_of_a_pipeline(mesh: str, exchanged: Exchanged) -> None:
+def test_tied_weights_load_from_and_into_a_pipeline(mesh: str, exchanged: Exchanged) -> None:
     """Both of its ends hold them, and the optimizer's state for them."""
     assert_loaded(exchanged, f"tied-{mesh}", mesh, [f"tied-{source}" for source in TIED])
 
 
 @pytest.mark.parametrize("mesh", IN)
-def test_safetensors_out_and_in(mesh: str, exchanged: Exchanged) -> None:
+def test_safetensors_export_and_import_keep_the_bytes(mesh: str, exchanged: Exchanged) -> None:
     trained = tensors_of(exchanged.root / "3d")
     model = make_model()
     model.load_state_dict(load_file(exchanged.root / "model.safetensors"))

@@ -156,7 +156,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
 
 
 @pytest.mark.parametrize(("make", "mesh"), [(make.__name__, mesh) for make, meshes in CASES.items() for mesh in meshes])
-def test_it_trains_what_one_process_trains(make: str, mesh: str, trained: dict[str, Trained]) -> None:
+def test_mesh_matches_one_process_on_unusual_models(make: str, mesh: str, trained: dict[str, Trained]) -> None:
     wanted, found = trained[f"{make}/one"], trained[f"{make}/{mesh}"]
     assert len(found.steps) == len(wanted.steps)
     for at, (one, other) in enumerate(zip(found.steps, wanted.steps, strict=True)):
@@ -176,7 +176,7 @@ class Spare(Transformer):
 
 
 @pytest.mark.parametrize("mesh", ["cp", "pp_dp"])
-def test_a_parameter_that_nothing_uses_stays_as_it_was(mesh: str, tmp_path: Path) -> None:
+def test_unused_parameter_stays_unchanged_on_a_mesh(mesh: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = Spare()
     before = model.spare.weight.detach().clone()
@@ -185,7 +185,7 @@ def test_a_parameter_that_nothing_uses_stays_as_it_was(mesh: str, tmp_path: Path
     assert not torch.equal(model.head.weight, Spare().head.weight)
 
 
-def test_zero_stage_of_the_ddp_trainer_shards(tmp_path: Path) -> None:
+def test_zero_stage_3_of_ddp_trainer_shards_the_model(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     trainer = PyTorchDDPTrainer(make_model(), loss_fn=nn.CrossEntropyLoss(), zero_stage=3, num_gpus=2, batch_size=4)
     history = trainer.fit(make_data(), max_steps=3, progress=False, run_dir=run_dir)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from distributed import Trainer
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 from distributed.testing import run_ranks
 
 
@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(folder: str) -> dict[str, dict[str, Any]]:
+def train(folder: str, device: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
     for way, settings in WAYS.items():
         torch.manual_seed(0)
@@ -69,10 +69,10 @@ def train(folder: str) -> dict[str, dict[str, Any]]:
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=optimizer,
             batch_size=4,
-            device="cpu",
             progress=False,
             run_dir=f"{folder}/{way}",
             **settings,
+            **device,
         )
         history = trainer.fit(data)
         trainer.save_model(f"{folder}/{way}.safetensors")
@@ -83,12 +83,13 @@ def train(folder: str) -> dict[str, dict[str, Any]]:
         steps = {name: int(optimizer.state[p]["step"]) for name, p in model.named_parameters() if p in optimizer.state}
         found[way] = {
             "classes": [type(module).__name__ for module in model.modules()],
-            "weights": model.state_dict(),
+            "devices": {tensor.device.type for tensor in (*model.parameters(), *model.buffers())},
+            "weights": {name: value.cpu() for name, value in model.state_dict().items()},
             "saved": saved["model"],
             "file": load_file(f"{folder}/{way}.safetensors"),
             "is tied": model.head.weight is model.embedding.weight,
             "has its blocks": all(a is b for a, b in zip(parts, model.blocks, strict=True)),
-            "outputs": model(torch.arange(8)),
+            "outputs": model.cpu()(torch.arange(8)),
             "steps": steps,
             "taken": history.steps,
             "loose": [model.table.tolist(), model.later],
@@ -99,22 +100,27 @@ def train(folder: str) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("homecoming")
-    return run_ranks(train, 2, str(folder))[0]
+    return run_ranks(train, 2, str(folder), {"device": "cpu"})[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_rank_0_has_the_model_that_was_made_with_the_weights_of_the_checkpoint(way: str, trained: Any) -> None:
-    found, made = trained[way], Tied()
+def test_rank_0_model_after_fit_has_the_checkpoint_weights(way: str, trained: Any) -> None:
+    assert_whole(way, trained[way])
+
+
+def assert_whole(way: str, found: dict[str, Any]) -> None:
+    made = Tied()
     assert found["classes"] == [type(module).__name__ for module in made.modules()]
     assert found["weights"].keys() == made.state_dict().keys()
     for name, value in found["weights"].items():
         assert type(value) is torch.Tensor
         assert torch.equal(value, found["saved"][name]), name
         assert name == "head.weight" or torch.equal(value, found["file"][name]), name
+    assert len(found["devices"]) == 1
     assert found["is tied"]
     assert found["has its blocks"]
     if way != "zero-1":  # with which each rank keeps the state of some parameters
         assert found["steps"] == {name: found["taken"] for name, _ in made.named_parameters()}
     assert found["loose"] == [list(range(8)), None]
     made.load_state_dict(found["weights"])
-    assert torch.equal(found["outputs"], made(torch.arange(8)))
+    torch.testing.assert_close(found["outputs"], made(torch.arange(8)))

@@ -17,9 +17,9 @@ from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.events import RankSlow, StepEnded, parse_event
 from distributed.runtime.session import Session
 from distributed.testing import run_ranks
-from distributed.train.links import Links
-from distributed.train.pace import RankPace
-from distributed.train.stragglers import Stragglers
+from distributed.train.stragglers.links import Links
+from distributed.train.stragglers.pace import RankPace
+from distributed.train.stragglers.stragglers import Stragglers
 
 SLOW = 1
 SAMPLES = 90
@@ -73,7 +73,7 @@ BITWISE = {"reproducible": "bitwise", "virtual_ranks": 2}
         ("compute", 2, BITWISE),
     ],
 )
-def test_a_slow_rank_is_told_once_with_its_cause(cause: str, ranks: int, settings: dict[str, Any]) -> None:
+def test_straggler_is_reported_once_with_its_cause(cause: str, ranks: int, settings: dict[str, Any]) -> None:
     text = run_ranks(train, ranks, cause, settings | {"num_gpus": ranks})[0]
     events = [parse_event(line) for line in text.splitlines()]
     assert sum(isinstance(event, StepEnded) for event in events) >= 6, "there was enough to look at"
@@ -106,7 +106,7 @@ def probed(slow: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("ranks", "slow"), [(3, 0), (3, 2), (4, 1)])
-def test_a_rank_whose_messages_are_late_is_told_from_its_neighbours(ranks: int, slow: int) -> None:
+def test_straggler_by_communication_is_not_its_neighbours(ranks: int, slow: int) -> None:
     probes = zip(*run_ranks(probed, ranks, slow), strict=True)
     stragglers = Stragglers()
     told = []
@@ -116,5 +116,5 @@ def test_a_rank_whose_messages_are_late_is_told_from_its_neighbours(ranks: int, 
     assert [(event.rank, event.cause) for event in told] == [(slow, "communication")]
 
 
-def test_two_ranks_have_one_link_which_says_nothing_of_either() -> None:
+def test_two_ranks_have_no_link_probe() -> None:
     assert Links.of(Session(WorkerEnv(world_size=2), torch.device("cpu"), None)) is None

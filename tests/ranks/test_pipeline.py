@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from distributed.strategies.base import Outcome
-from distributed.strategies.layout import Layout
-from distributed.strategies.pipeline import Pipeline
+from distributed.strategies.pipeline.schedule import Pipeline
+from distributed.strategies.placement import Layout
 from distributed.testing import run_ranks
+from tests.meshes import joined
 
 VOCAB, WIDTH, BLOCKS = 64, 32, 4
-CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -150,7 +150,7 @@ def train(name: str, schedule: str, microbatches: int, group: Any = None, wrap: 
     alone = copy.deepcopy(model)
     layout = Layout(model)
     pipeline = Pipeline(
-        model, layout, group=group or dist.group.WORLD, schedule=schedule, microbatches=microbatches, device=CPU
+        model, layout, group=group or dist.group.WORLD, schedule=schedule, microbatches=microbatches, session=joined()
     )
     if wrap is not None:
         wrap(pipeline, model)
@@ -217,7 +217,9 @@ def half_precision_distance(name: str, schedule: str) -> float:
     torch.manual_seed(0)
     model = MODELS[name]().train()
     alone = copy.deepcopy(model)
-    pipeline = Pipeline(model, Layout(model), group=dist.group.WORLD, schedule=schedule, microbatches=2, device=CPU)
+    pipeline = Pipeline(
+        model, Layout(model), group=dist.group.WORLD, schedule=schedule, microbatches=2, session=joined()
+    )
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             pipeline.forward_backward(next(steps(2)), run, weigh)
@@ -245,19 +247,19 @@ def two_ranks() -> list[Any]:
     return run_ranks(cases, 2)
 
 
-def test_two_ranks_train_as_one_process_does(two_ranks: list[Any]) -> None:
+def test_two_pipeline_ranks_match_one_process(two_ranks: list[Any]) -> None:
     results = [trained for trained, _ in two_ranks]
     check(results)
     assert results[0]["gpt2", "1f1b", 4]["shared"] == [("transformer.wte.weight", "lm_head.weight")]
     assert results[0]["llama", "1f1b", 4]["shared"] == []
 
 
-def test_half_precision_is_that_of_one_process(two_ranks: list[Any]) -> None:
+def test_half_precision_pipeline_matches_one_process(two_ranks: list[Any]) -> None:
     for _, halves in two_ranks:
         assert all(distance < 0.02 for distance in halves.values()), halves
 
 
-def test_four_ranks_train_as_one_process_does_also_with_sharded_stages() -> None:
+def test_four_ranks_and_sharded_stages_match_one_process() -> None:
     def shard(pipeline: Pipeline, model: nn.Module, group: Any) -> None:
         mesh = DeviceMesh.from_group(group, "cpu")
         for stage, blocks in zip(pipeline.stages, pipeline.blocks, strict=True):

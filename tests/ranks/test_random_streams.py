@@ -12,12 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from distributed.core.errors import PlanError
-from distributed.strategies.context_parallel import ContextParallel
-from distributed.strategies.layout import Layout
-from distributed.strategies.recompute import recompute
-from distributed.strategies.tensor_parallel import TensorParallel
-from distributed.strategies.tensor_plans import find_styles
+from distributed.strategies.context.context_parallel import ContextParallel
+from distributed.strategies.model.recompute import recompute
+from distributed.strategies.placement import Layout
+from distributed.strategies.tensor.plans import find_styles
+from distributed.strategies.tensor.tensor_parallel import TensorParallel
 from distributed.testing import run_ranks
+from tests.meshes import joined
 
 SAMPLES, LENGTH, WIDTH = 500, 8, 16
 
@@ -73,7 +74,7 @@ class Stack(nn.Module):
 def cut(model: nn.Module, *, sequence: bool = False) -> TensorParallel:
     world = dist.group.WORLD
     assert world is not None
-    return TensorParallel(model, Layout(model), world, find_styles(model, 2), sequence=sequence)
+    return TensorParallel(model, Layout(model), world, find_styles(model, 2), joined(), sequence=sequence)
 
 
 def gathered(value: torch.Tensor) -> list[torch.Tensor]:
@@ -130,7 +131,7 @@ def blocks(kind: str, *, again: bool = False) -> Any:
         if again:
             recompute(model, "full")
         assert dist.group.WORLD is not None
-        ContextParallel(model, dist.group.WORLD)
+        ContextParallel(model, dist.group.WORLD, joined())
         return model, gradient_of(model, again=False)
     cut(model, sequence=kind == "sequence")
     with torch.no_grad():
@@ -162,7 +163,7 @@ def refused(kind: str) -> str:
             if kind == "statistics":
                 model.layers[1].norm = nn.BatchNorm1d(WIDTH)
             assert dist.group.WORLD is not None
-            ContextParallel(model, dist.group.WORLD)
+            ContextParallel(model, dist.group.WORLD, joined())
             model(torch.randn(3, LENGTH, WIDTH))
         else:
             model.layers[0].drop = nn.Dropout1d(0.5)
@@ -188,7 +189,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(everything, 2)
 
 
-def test_masks_between_cut_layers_are_independent(ranks: list[dict[str, Any]]) -> None:
+def test_dropout_masks_of_sharded_units_are_independent(ranks: list[dict[str, Any]]) -> None:
     """Of 8 units, each left by a half: a variance of 2. Two equal masks of 4 units would have 4."""
     for rank in ranks:
         found = dict(rank["units"])
@@ -198,7 +199,7 @@ def test_masks_between_cut_layers_are_independent(ranks: list[dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("kind", ["tensor", "sequence", "context"])
-def test_masks_are_equal_where_ranks_have_the_same(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_dropout_masks_are_equal_on_replicated_activations(ranks: list[dict[str, Any]], kind: str) -> None:
     for rank in ranks:
         is_whole = kind == "tensor"
         assert rank[kind] == {
@@ -210,7 +211,7 @@ def test_masks_are_equal_where_ranks_have_the_same(ranks: list[dict[str, Any]], 
         }
 
 
-def test_masks_that_cannot_be_known_are_refused(ranks: list[dict[str, Any]]) -> None:
+def test_dropout_in_unsupported_layers_is_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "torch.utils.checkpoint" in rank["checkpoint"]
         assert "layers.0.drop" in rank["channels"]

@@ -133,7 +133,7 @@ def test_flipped_bit_is_found_before_the_next_save(told: dict[str, tuple[str, li
     assert saved == ["step-000006"]
 
 
-def test_buffer_of_own_samples_is_refused_at_step_one(told: dict[str, tuple[str, list[str]]]) -> None:
+def test_buffer_that_differs_by_rank_is_refused_at_step_one(told: dict[str, tuple[str, list[str]]]) -> None:
     text, saved = told["buffer"]
     assert "after step 1: buffer center" in text
     assert "check_replicas='parameters'" in text
@@ -141,16 +141,16 @@ def test_buffer_of_own_samples_is_refused_at_step_one(told: dict[str, tuple[str,
 
 
 @pytest.mark.parametrize("name", ["allowed", "off"])
-def test_check_can_be_narrowed_or_turned_off(told: dict[str, tuple[str, list[str]]], name: str) -> None:
+def test_replica_check_can_be_narrowed_or_turned_off(told: dict[str, tuple[str, list[str]]], name: str) -> None:
     assert told[name] == ("", ["step-000006", "step-000012", "step-000018", "step-000020"])
 
 
-def test_rates_that_differ_are_refused_before_a_step(told: dict[str, tuple[str, list[str]]]) -> None:
+def test_learning_rates_that_differ_are_refused_before_a_step(told: dict[str, tuple[str, list[str]]]) -> None:
     text, _ = told["rates"]
     assert "before the first step: optimizer option lr of group 0" in text
 
 
-def test_norm_that_tensor_parallel_ranks_share_is_compared(told: dict[str, tuple[str, list[str]]]) -> None:
+def test_norm_replicated_over_tensor_ranks_is_compared(told: dict[str, tuple[str, list[str]]]) -> None:
     text, _ = told["tensor"]
     assert "after step 4: parameter blocks.1.norm.bias" in text
 
@@ -161,7 +161,7 @@ def test_buffer_that_evaluation_changes_is_not_saved(told: dict[str, tuple[str, 
     assert saved == ["step-000006", "step-000012", "step-000018"]
 
 
-def test_rates_that_differ_after_an_epoch_are_not_saved(told: dict[str, tuple[str, list[str]]]) -> None:
+def test_learning_rates_differing_after_an_epoch_are_not_saved(told: dict[str, tuple[str, list[str]]]) -> None:
     text, saved = told["schedule"]
     assert "after step 8: optimizer option lr of group 0" in text
     assert saved == ["step-000006"]

@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.strategies.blocks import find_blocks
-from distributed.strategies.fully_sharded import accumulate, shard
-from distributed.strategies.gradient_norm import GradientNorm
-from distributed.strategies.gradient_sums import local
-from distributed.strategies.layout import Layout
-from distributed.strategies.materialize import is_meta, materialize
-from distributed.strategies.sharded_optimizer import ShardedOptimizer, rebind
+from distributed.strategies.data_parallel.fsdp import accumulate, shard
+from distributed.strategies.data_parallel.gradient_norm import GradientNorm
+from distributed.strategies.data_parallel.zero1 import ShardedOptimizer, rebind
+from distributed.strategies.model.blocks import find_blocks
+from distributed.strategies.model.materialize import is_meta, materialize
+from distributed.strategies.placement import Layout, local
 from distributed.testing import run_ranks
+from tests.meshes import joined
 
 VOCAB, HIDDEN, LENGTH, BATCH, ACCUMULATION, STEPS, CLIP, SEED = 64, 32, 8, 8, 2, 20, 0.5, 11
 CPU = torch.device("cpu")
@@ -153,9 +153,9 @@ def train_in_ranks(case: Case) -> dict[str, Any]:
     if case.zero1:
         called = DistributedDataParallel(model)
         names = {p: name for name, p in model.named_parameters()}
-        optimizer = ShardedOptimizer(optimizer, names, dist.group.WORLD, layout)
+        optimizer = ShardedOptimizer(optimizer, names, dist.group.WORLD, layout, joined())
     copies = dist.get_world_size() if case.zero1 else case.mesh[0] if len(case.mesh) == 2 else 1
-    gradient = GradientNorm(dict(model.named_parameters()), layout, lambda name: copies, dist.group.WORLD)
+    gradient = GradientNorm(dict(model.named_parameters()), layout, lambda name: copies, joined())
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=case.scaler)
     first, losses, norms = pieces(model, layout), [], []
     share = slice(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
@@ -222,7 +222,7 @@ def alone() -> dict[torch.dtype, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["full", "hybrid", "gradients_and_state", "state", "state_scaler", "offload"])
-def test_trains_what_one_process_trains(name: str, ranks: Any, alone: Any) -> None:
+def test_sharded_ranks_match_one_process(name: str, ranks: Any, alone: Any) -> None:
     expected = alone[torch.float64]
     for rank in ranks:
         count = len(rank[name]["losses"])
@@ -235,14 +235,14 @@ def test_trains_what_one_process_trains(name: str, ranks: Any, alone: Any) -> No
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_trains_in_mixed_precision(name: str, ranks: Any, alone: Any) -> None:
+def test_sharded_mixed_precision_is_close_to_fp32(name: str, ranks: Any, alone: Any) -> None:
     for rank in ranks:
         losses = rank[name]["losses"]
         assert losses == pytest.approx(alone[torch.float32]["losses"][: len(losses)], rel=0.05, abs=0.02)
 
 
 @pytest.mark.parametrize("name", ["full", "hybrid", "gradients_and_state"])
-def test_the_ranks_parts_are_the_whole_model(name: str, ranks: Any, alone: Any) -> None:
+def test_shards_of_all_ranks_make_the_whole_model(name: str, ranks: Any, alone: Any) -> None:
     expected = alone[torch.float64]
     first = assemble(expected["first"], [rank[name]["first"] for rank in ranks])
     assert all(torch.equal(value, expected["first"][key]) for key, value in first.items()), "the same bytes at first"
@@ -252,7 +252,7 @@ def test_the_ranks_parts_are_the_whole_model(name: str, ranks: Any, alone: Any) 
     assert all(torch.equal(rank[name]["buffer"], ranks[0][name]["buffer"]) for rank in ranks)
 
 
-def test_each_rank_holds_its_share_only(ranks: Any, alone: Any) -> None:
+def test_each_rank_holds_only_its_shard(ranks: Any, alone: Any) -> None:
     model = make_model(torch.float64)
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     tensors = len(list(model.parameters()))
@@ -264,6 +264,6 @@ def test_each_rank_holds_its_share_only(ranks: Any, alone: Any) -> None:
     assert max(shares) < 2 * whole / 4 * 1.5
 
 
-def test_a_model_on_the_meta_device_is_told_from_a_built_one() -> None:
+def test_meta_device_model_is_recognised() -> None:
     assert is_meta(make_model(torch.float32))
     assert not is_meta(nn.Linear(2, 2))

@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.core.errors import TaskError
-from distributed.strategies.fully_sharded import shard
-from distributed.strategies.layout import Cut, Layout
-from distributed.strategies.materialize import send_weights
-from distributed.strategies.sharded_optimizer import ShardedOptimizer
+from distributed.strategies.data_parallel.fsdp import shard
+from distributed.strategies.data_parallel.zero1 import ShardedOptimizer
+from distributed.strategies.model.materialize import send_weights
+from distributed.strategies.placement import Cut, Layout
 from distributed.testing import run_ranks
+from tests.meshes import joined
 
 CPU = torch.device("cpu")
 
@@ -30,7 +31,7 @@ def differ_then_agree() -> dict[str, Any]:
     model.register_buffer("equal", equal)
     model.register_buffer("swapped", torch.tensor([0.0, 1.0] if dist.get_rank() else [1.0, 0.0]))
     versions = {name: value._version for name, value in model.named_buffers()}
-    send_weights(model, None, CPU)
+    send_weights(model, joined())
     written = {name for name, value in model.named_buffers() if value._version != versions[name]}
     assert written == ({"1.running_mean", "swapped"} if dist.get_rank() else set()), "only what differed is written"
     assert model.swapped.tolist() == [1.0, 0.0]
@@ -38,7 +39,7 @@ def differ_then_agree() -> dict[str, Any]:
     values = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     names = {p: name for name, p in model.named_parameters()}
-    sharded = ShardedOptimizer(optimizer, names, dist.group.WORLD, Layout(model))
+    sharded = ShardedOptimizer(optimizer, names, dist.group.WORLD, Layout(model), joined())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for _ in range(2):
         for parameter in model.parameters():
@@ -46,7 +47,7 @@ def differ_then_agree() -> dict[str, Any]:
         sharded.step()
         schedule.step()
     with pytest.raises(TaskError, match="LBFGS"):
-        ShardedOptimizer(torch.optim.LBFGS(model.parameters()), names, dist.group.WORLD, Layout(model))
+        ShardedOptimizer(torch.optim.LBFGS(model.parameters()), names, dist.group.WORLD, Layout(model), joined())
     last = {name: value.clone() for name, value in model.state_dict().items()}
     owned = [name for name in names.values() if sharded.owns(name)]
     has_state = [names[p] for p in optimizer.state]
@@ -133,7 +134,7 @@ def two_ranks() -> list[dict[str, Any]]:
     return run_ranks(run_small_ones, 2)
 
 
-def test_what_is_cut_or_left_out_is_sharded_or_left_alone(two_ranks: Any) -> None:
+def test_submodule_is_sharded_and_excluded_parameter_is_not(two_ranks: Any) -> None:
     for rank, found in enumerate(two_ranks):
         assert found["part"]["wrong"] < 1e-6
         assert found["part"]["left_out"] is nn.Parameter, "not sharded"
@@ -144,7 +145,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks: Any) -> None:
     assert [found["overflow"] for found in two_ranks] == [[2.0, 0.0], [2.0, 0.0]]
 
 
-def test_ranks_agree_on_weights_and_share_out_state(two_ranks: Any) -> None:
+def test_ranks_start_equal_and_shard_the_optimizer_state(two_ranks: Any) -> None:
     one, other = two_ranks
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))

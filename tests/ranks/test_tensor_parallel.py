@@ -22,11 +22,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from distributed.core.errors import PlanError
-from distributed.strategies.blocks import find_blocks
-from distributed.strategies.layout import Layout
-from distributed.strategies.tensor_parallel import TensorParallel
-from distributed.strategies.tensor_plans import find_styles, styles_from
+from distributed.strategies.model.blocks import find_blocks
+from distributed.strategies.placement import Layout
+from distributed.strategies.tensor.plans import find_styles, styles_from
+from distributed.strategies.tensor.tensor_parallel import TensorParallel
 from distributed.testing import run_ranks
+from tests.meshes import joined
 
 WIDTH, HEADS, VOCABULARY, LENGTH, BATCH, STEPS = 32, 4, 64, 12, 2, 5
 
@@ -340,7 +341,7 @@ def parallelize(
     degree, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     styles = find_styles(model, degree) if plan is None else styles_from(plan, model, degree)
-    return TensorParallel(model, layout, group, styles, sequence=sequence)
+    return TensorParallel(model, layout, group, styles, joined(), sequence=sequence)
 
 
 def check(make: Callable[[], nn.Module], sequence: bool = False, plan: Mapping[str, str] | None = None) -> list[str]:
@@ -382,7 +383,7 @@ def check_all(cases: list[tuple[str, Callable[[], nn.Module], bool]]) -> dict[st
     return cut
 
 
-def test_users_blocks() -> None:
+def test_tensor_parallel_matches_one_process_on_own_blocks() -> None:
     cases = [(name, make, sequence) for name, make in OURS.items() for sequence in (False, True)]
     cases += [(name, make, False) for name, make in ONLY_WHOLE_SEQUENCES.items()]
     cut = run_ranks(check_all, 2, cases)[0]
@@ -391,7 +392,7 @@ def test_users_blocks() -> None:
     assert cut["fused sequence=False"] == 2 * (2 + 3)  # a vocabulary of 65 stays whole
 
 
-def test_hugging_face() -> None:
+def test_tensor_parallel_matches_one_process_on_hugging_face() -> None:
     names = ("llama", "qwen2", "qwen3", "gpt2", "bert", "llama_lora", "gpt2_lora")
     cases = [(name, lambda name=name: hugging(name), sequence) for name in names for sequence in (False, True)]
     cut = run_ranks(check_all, 2, cases)[0]
@@ -593,7 +594,7 @@ def check_plans_and_errors() -> tuple[list[int], list[str], dict[str, str]]:
     return check_plans(), check_errors(), check_mixing()
 
 
-def test_plans_of_the_users_and_errors() -> None:
+def test_user_tensor_plans_apply_and_bad_models_are_refused() -> None:
     cut, errors, mixing = run_ranks(check_plans_and_errors, 2)[1]
     assert cut == [2 * (2 + 3), 2 * (7 + 3)]
     interleaved, fixed, length, one_block, unplanned, tied = errors
@@ -620,7 +621,7 @@ def check_on_top(make: Callable[[], nn.Module], sequence: bool) -> None:
     whole = make()
     cut = copy.deepcopy(whole)
     layout = Layout(cut)
-    parallel = TensorParallel(cut, layout, mesh["tp"].get_group(), find_styles(cut, 2), sequence=sequence)
+    parallel = TensorParallel(cut, layout, mesh["tp"].get_group(), find_styles(cut, 2), joined(), sequence=sequence)
     for path in find_blocks(cut):
         block = cut.get_submodule(path)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
@@ -644,5 +645,5 @@ def check_four() -> None:
             check_on_top(OURS[name], sequence)
 
 
-def test_four_ranks() -> None:
+def test_tensor_parallel_on_four_ranks_matches_one_process() -> None:
     run_ranks(check_four, 4)

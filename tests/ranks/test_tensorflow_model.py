@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import clean_environ
+from tests.warm_scripts import warm_tensorflow
 
 SCRIPT = """
 import json, sys, threading
@@ -27,8 +28,8 @@ tf.config.set_logical_device_configuration(
 )
 from distributed import DistributedError, TensorFlowDistributedTrainer
 from distributed.core.plan import BatchPlan, Plan
-from distributed.tensorflow.model import take_apart
-from distributed.tensorflow.sources import read_source
+from distributed.engines.tensorflow.model.model import take_apart
+from distributed.engines.tensorflow.input.sources import read_source
 
 found = {}
 draws = np.random.default_rng(0)
@@ -212,10 +213,11 @@ for name, function in {
     read = [order(whole, epoch) for epoch in range(3)]
     found[name] = [read, order(resumed, 2)]
 
-from distributed.trainers.tensorflow_fitting import Fit
+from distributed.engines.tensorflow.fitting import Fit
 
 model = model_of(dense(), loss="mse", **sgd)
-fit = Fit(trainer(model, "changed", num_gpus=1, batch_size=4).config, model, {}, None, (x, y), None)
+config = trainer(model, "changed", num_gpus=1, batch_size=4).config
+fit = Fit(config, model, {}, strategy=None, train=(x, y), validation=None)
 trained = {"model/dense/kernel": np.ones((4, 1))}  # of a model without a bias
 refusal("changed", lambda: fit._bring_home(fit._plan("changed", None), trained))
 
@@ -240,29 +242,17 @@ TensorFlowDistributedTrainer(model, num_gpus=1, batch_size=4).fit(lambda: None)
 """
 
 
-def run(folder: Path, code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(code)
-    return subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=folder,
-        env=clean_environ(**environ),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("found")
-    done = run(folder, SCRIPT)
+    done = warm_tensorflow().run_code(folder, SCRIPT, environ=clean_environ())
     assert done.returncode == 0, done.stdout + done.stderr
     said: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return said
 
 
 @pytest.mark.parametrize("case", ["scalar", "sum", "convolution", "own losses"])
-def test_two_replicas_come_to_the_weights_of_one(case: str, found: dict[str, Any]) -> None:
+def test_two_replicas_reach_the_weights_of_one(case: str, found: dict[str, Any]) -> None:
     """A loss function that returns one number; a sum; legacy BatchNorm of images; losses that only layers add, of a
     dataset of dicts. The last batch leaves a replica without a sample."""
     one, two = found[case]
@@ -271,12 +261,12 @@ def test_two_replicas_come_to_the_weights_of_one(case: str, found: dict[str, Any
 
 
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
-def test_an_adapted_normalization_is_sent_with_its_statistics(library: str, found: dict[str, Any]) -> None:
+def test_adapted_normalization_keeps_its_statistics(library: str, found: dict[str, Any]) -> None:
     here, there = found[f"normalization {library}"]
     np.testing.assert_allclose(there, here, rtol=0, atol=1e-6)
 
 
-def test_a_loss_without_a_config_keeps_its_parameters(found: dict[str, Any]) -> None:
+def test_loss_without_config_keeps_its_parameters(found: dict[str, Any]) -> None:
     assert found["gamma"] == 5.0
 
 
@@ -291,46 +281,48 @@ def test_a_loss_without_a_config_keeps_its_parameters(found: dict[str, Any]) -> 
         ("nan", ("NonFiniteLossError", "step 2")),
     ],
 )
-def test_what_would_be_lost_is_refused_with_what_to_do(
+def test_state_that_cannot_be_sent_is_refused_with_a_remedy(
     case: str, words: tuple[str, ...], found: dict[str, Any]
 ) -> None:
     for word in words:
         assert word in found[case], found[case]
 
 
-def test_a_run_that_fails_leaves_no_half_written_checkpoint(found: dict[str, Any]) -> None:
+def test_failed_run_leaves_no_partial_checkpoint(found: dict[str, Any]) -> None:
     assert found["saving"] == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_after_a_schedule_the_optimizer_has_its_own_rate_again(precision: str, found: dict[str, Any]) -> None:
+def test_optimizer_has_its_own_rate_after_a_schedule(precision: str, found: dict[str, Any]) -> None:
     assert found[f"rate {precision}"] == pytest.approx(0.1)
 
 
-def test_the_users_optimizer_adds_up_gradients_itself_again(found: dict[str, Any]) -> None:
+def test_users_optimizer_is_unpatched_after_the_run(found: dict[str, Any]) -> None:
     assert found["patched"] is False
 
 
-def test_a_model_without_a_config_trains_in_this_process(found: dict[str, Any]) -> None:
+def test_model_without_config_trains_in_this_process(found: dict[str, Any]) -> None:
     assert found["steps"] == 9
 
 
-def test_a_function_that_makes_validation_data_is_not_called_for_each_evaluation(found: dict[str, Any]) -> None:
+def test_validation_data_function_is_not_called_per_evaluation(found: dict[str, Any]) -> None:
     assert found["calls"] == 2  # to see what it makes, and for the data; there are three evaluations
 
 
-def test_a_shuffle_without_a_seed_is_told_where_a_run_may_be_resumed(found: dict[str, Any]) -> None:
+def test_unseeded_shuffle_is_reported_for_a_resumable_run(found: dict[str, Any]) -> None:
     assert any("reads train in another order" in decision for decision in found["decisions"]), found["decisions"]
 
 
 @pytest.mark.parametrize("form", ["with epoch", "without"])
-def test_a_resumed_run_reads_what_a_function_shuffles_in_the_same_order(form: str, found: dict[str, Any]) -> None:
+def test_resumed_run_reads_function_data_in_the_same_order(form: str, found: dict[str, Any]) -> None:
     read, again = found[form]
     assert again == read[2]
     assert read[0] != read[1]
 
 
 def test_keras_on_another_backend_is_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, OTHER, KERAS_BACKEND="torch")
+    environ = clean_environ(KERAS_BACKEND="torch")
+    command = [sys.executable, "-c", OTHER]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=400)
     assert "Keras computes with torch" in done.stderr, done.stderr
     assert "KERAS_BACKEND=tensorflow" in done.stderr

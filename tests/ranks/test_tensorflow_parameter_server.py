@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.conftest import run_python
+from tests.conftest import clean_environ
+from tests.warm_scripts import warm_tensorflow
 
 SCRIPT = """
 import tensorflow as tf
-from distributed.tensorflow.parameter_server import RemoteStepper
+from distributed.engines.tensorflow.parameter_server import RemoteStepper
 
 
 class Coordinator:
@@ -33,23 +34,23 @@ class Result:
         return 0.5
 
 
-def told(coordinator):
+def fetched(coordinator):
     stepper = object.__new__(RemoteStepper)
     stepper._coordinator = coordinator
-    return stepper._told(Result(coordinator))
+    return stepper._fetch(Result(coordinator))
 
 
-print("told", told(Coordinator()))
+print("fetched", fetched(Coordinator()))
 try:
-    told(Coordinator(tf.errors.UnavailableError(None, None, "the server is gone")))
+    fetched(Coordinator(tf.errors.UnavailableError(None, None, "the server is gone")))
 except tf.errors.UnavailableError as failed:
     print("failed", failed.message)
 """
 
 
-def test_a_result_that_is_lost_on_its_way_is_waited_for_and_what_nobody_can_make_again_is_raised(
+def test_lost_result_is_recomputed_and_server_loss_is_raised(
     tmp_path: Path,
 ) -> None:
-    said = run_python(tmp_path, "-c", SCRIPT)
-    assert "told 0.5" in said
-    assert "failed the server is gone" in said
+    done = warm_tensorflow().run_code(tmp_path, SCRIPT, environ=clean_environ())
+    assert "fetched 0.5" in done.stdout, done.stderr
+    assert "failed the server is gone" in done.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from distributed.checkpoint.chunks import chunk_name
-from distributed.checkpoint.reading import load, verify
+from distributed.checkpoint.restore.reading import load, verify
+from distributed.checkpoint.storage.chunks import chunk_name
 from tests.conftest import clean_environ, cli
+from tests.warm_scripts import warm_tensorflow
 
 SCRIPT = """
 import json, sys
@@ -25,11 +24,11 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from distributed.checkpoint.chunks import chunk_name
+from distributed.checkpoint.storage.chunks import chunk_name
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import DistributedError
 from distributed.core.plan import BatchPlan, CheckpointPlan, Plan
-from distributed.tensorflow.state import Checkpoints
+from distributed.engines.tensorflow.state import Checkpoints
 
 place = Path(sys.argv[1])
 said = {}
@@ -176,14 +175,7 @@ print(json.dumps(said))
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one process has saved and restored, and what it said of it."""
     place = tmp_path_factory.mktemp("state")
-    (place / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py", str(place)],
-        cwd=place,
-        env=clean_environ(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-    )
+    done = warm_tensorflow().run_code(place, SCRIPT, str(place), environ=clean_environ())
     assert done.returncode == 0, done.stderr
     (place / "said.json").write_text(done.stdout.splitlines()[-1])
     return place
@@ -195,7 +187,7 @@ def said(place: Path) -> dict[str, object]:
     return found
 
 
-def test_a_resumed_run_has_the_bytes_of_the_saved_one_and_torch_is_not_imported(said: dict[str, object]) -> None:
+def test_resumed_state_has_same_bytes_without_torch(said: dict[str, object]) -> None:
     assert said["nothing to resume"] is True
     assert said["same bytes"] is True
     assert said["position"] == {"epoch": 0, "step": 4, "samples_in_epoch": 16, "epochs": []}
@@ -206,47 +198,47 @@ def test_retention_keeps_the_newest_and_the_best(said: dict[str, object]) -> Non
     assert said["kept"] == ["step-000001", "step-000003", "step-000004"]
 
 
-def test_what_would_make_it_another_run_is_refused_by_name(said: dict[str, str]) -> None:
+def test_resume_with_other_shapes_or_data_is_refused_by_name(said: dict[str, str]) -> None:
     assert "model/dense/bias is bfloat16 [400] in the checkpoint and bfloat16 [3] here" in said["another shape"]
     assert "optimizer/velocity is only in this run" in said["another optimizer"]
     assert "64 samples an epoch, this data has 65" in said["other data"]
     assert "model/text" in said["a text"]
 
 
-def test_a_restarted_run_takes_its_own_newest_sound_checkpoint(said: dict[str, object]) -> None:
+def test_restarted_run_resumes_its_newest_sound_checkpoint(said: dict[str, object]) -> None:
     assert said["a fresh run does not resume"] is True
     assert said["restarted from"] == 1
     assert said["passed over"] == "step-000002"
     assert said["not of this launch"] is True
 
 
-def test_the_main_process_chooses_and_the_others_load_the_same(said: dict[str, Any]) -> None:
+def test_main_process_chooses_the_checkpoint_for_all(said: dict[str, Any]) -> None:
     assert said["others begin with"] == 4
     assert "do not see the same checkpoints" in said["seen by one process alone"]
     assert said["restarted without the main one's folder from"] == 1
 
 
-def test_others_wait_for_a_checkpoint_unless_none_is_to_be_written(said: dict[str, Any]) -> None:
+def test_other_processes_wait_for_the_checkpoint_if_one_is_due(said: dict[str, Any]) -> None:
     assert said["nothing is left to wait for"] == ""
     assert "step 5 is not there" in said["others wait in vain"]
     assert said["others wait for"] == "step-000005"
 
 
-def test_a_later_fit_that_a_restarted_world_came_to_first_goes_on_after_the_next_fault(said: dict[str, Any]) -> None:
+def test_later_fit_first_reached_by_a_restart_resumes_again(said: dict[str, Any]) -> None:
     assert said["restarted in a later fit from"] == 3
 
 
-def test_a_stream_is_not_resumed_with_other_batches_in_the_middle_of_an_epoch(said: dict[str, Any]) -> None:
+def test_stream_refuses_other_batch_size_in_mid_epoch_resume(said: dict[str, Any]) -> None:
     assert "3 batches of 4 into an epoch, and batches are of 8" in said["other batches of a stream"]
     assert said["other batches in the next epoch"] == ""
 
 
-def test_a_save_that_fails_is_told_and_the_last_one_is_an_error(said: dict[str, Any]) -> None:
+def test_failed_save_is_reported_and_failed_last_save_raises(said: dict[str, Any]) -> None:
     assert said["told"] == 1
     assert "cannot write" in said["the last save fails"]
 
 
-def test_torch_reads_what_tensorflow_saved_and_the_export_has_the_weights_by_name(place: Path) -> None:
+def test_torch_loads_and_exports_tensorflow_checkpoint(place: Path) -> None:
     path = str(place / "a/checkpoints/step-000004")
     assert verify(path).problems == ()
     model = load(path).shared["model"]
@@ -258,7 +250,7 @@ def test_torch_reads_what_tensorflow_saved_and_the_export_has_the_weights_by_nam
     assert all(torch.equal(exported[name], model[name]) for name in exported)
 
 
-def test_the_commands_look_into_it_as_into_any_other(place: Path) -> None:
+def test_checkpoint_commands_work_on_tensorflow_checkpoints(place: Path) -> None:
     listed = cli(place, "checkpoint", "ls", "a")
     assert "ok" in listed.stdout
     shown = json.loads(cli(place, "checkpoint", "inspect", "a", "--json").stdout)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from distributed.core.config import DistributedConfig
+from distributed.engines.tensorflow.plan import lay_out
 from distributed.launch.ports import free_port
-from distributed.planner.tensorflow import lay_out
 from tests.conftest import clean_environ
+from tests.warm_scripts import warm_tensorflow
 
 SCRIPT = """
 import json, os, sys
@@ -25,8 +24,8 @@ from distributed.core.env import WorkerEnv
 from distributed.core.errors import DistributedError
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Plan
-from distributed.tensorflow.parameter_server import enter
-from distributed.tensorflow.strategy import given_world, make_world, own_gpu
+from distributed.engines.tensorflow.parameter_server import enter
+from distributed.engines.tensorflow.strategy import given_world, make_world, own_gpu
 
 engines, addresses = json.loads(sys.argv[1])
 
@@ -78,43 +77,37 @@ os._exit(0)
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """By one process that has made several strategies."""
     place = tmp_path_factory.mktemp("world")
-    (place / "script.py").write_text(SCRIPT)
     engines = {}
     for strategy in ("multi_worker", "parameter_server"):
         layout = lay_out(DistributedConfig(backend="tensorflow", tensorflow_strategy=strategy), 1, 2)
         engines[strategy] = {**vars(layout), "tasks": layout.tasks, "communication": "auto"}
     addresses = {name: [f"127.0.0.1:{free_port()}"] for name in ("chief", "worker", "ps")}
-    done = subprocess.run(
-        [sys.executable, "script.py", json.dumps([engines, addresses])],
-        cwd=place,
-        env=clean_environ(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-    )
+    environ = clean_environ(CUDA_VISIBLE_DEVICES="")
+    done = warm_tensorflow().run_code(place, SCRIPT, json.dumps([engines, addresses]), environ=environ)
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def test_a_world_of_another_size_than_was_planned_is_refused(said: dict[str, str]) -> None:
+def test_world_size_unlike_the_plan_is_refused(said: dict[str, str]) -> None:
     assert "2 replicas were planned, but TensorFlow has 1" in said["fewer replicas"]
 
 
-def test_a_process_that_sees_the_gpus_of_others_takes_that_of_its_place(said: dict[str, object]) -> None:
+def test_process_that_sees_all_gpus_uses_that_of_its_local_rank(said: dict[str, object]) -> None:
     assert said["own"] == [["GPU:1"], ["GPU:0"], []]
 
 
-def test_a_strategy_of_the_users_that_has_other_processes_is_refused_by_name(said: dict[str, str]) -> None:
+def test_user_strategy_over_several_processes_is_refused(said: dict[str, str]) -> None:
     assert "tensorflow_strategy='multi_worker'" in said["several workers"]
     assert "tensorflow_strategy='parameter_server'" in said["a server"]
     assert said["one process"] == 1
 
 
-def test_settings_are_heeded_with_a_strategy_of_the_users_or_refused(said: dict[str, object]) -> None:
+def test_settings_apply_under_a_user_strategy_or_are_refused(said: dict[str, object]) -> None:
     assert "lr_scaling='linear' with a model that is compiled" in str(said["another rate"])
     assert said["steps"] == 1
     assert said["synchronized"] is True
 
 
-def test_a_chief_that_has_used_tensorflow_before_still_finds_its_workers(said: dict[str, object]) -> None:
+def test_chief_that_used_tensorflow_before_finds_its_workers(said: dict[str, object]) -> None:
     assert said["workers"] == 2

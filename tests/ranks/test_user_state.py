@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
-from distributed.checkpoint.reading import load
+from distributed.checkpoint.restore.reading import load
 from distributed.core.errors import RankFailedError, TaskError
 from distributed.testing import run_ranks
 
@@ -103,7 +103,7 @@ def resume_all(folder: str) -> dict[str, tuple[float, dict[str, Any]]]:
     return found
 
 
-def test_the_state_of_the_loss_is_resumed_and_that_of_one_process(tmp_path: Path) -> None:
+def test_loss_state_is_resumed_and_matches_one_process(tmp_path: Path) -> None:
     alone = fit(str(tmp_path / "alone"), 9, Anneal(), ranks=1)
     assert (alone["count"], alone["steps"]) == (9, 9), "an evaluation leaves no trace"
     for found in run_ranks(resume_all, 2, str(tmp_path)):
@@ -119,14 +119,14 @@ def keep_a_share(folder: str) -> tuple[str, int]:
     return str(refused.value), loss.calls
 
 
-def test_what_each_call_changes_is_refused_where_a_pipeline_calls_more_often(tmp_path: Path) -> None:
+def test_pipeline_refuses_buffer_changed_by_each_micro_batch(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as refused:
         fit(str(tmp_path / "model"), 9, nn.MSELoss(), **MODES["pipeline"] | {"pipeline_microbatches": 2})
     assert "each call changes the buffer steps" in str(refused.value)
     assert "set pipeline_microbatches=1" in str(refused.value)
 
 
-def test_a_loss_that_keeps_what_each_rank_has_seen_is_refused(tmp_path: Path) -> None:
+def test_loss_with_per_rank_state_is_refused(tmp_path: Path) -> None:
     for text, calls in run_ranks(keep_a_share, 2, str(tmp_path)):
         assert "is not the mean of the losses of its parts" in text
         assert calls == 1

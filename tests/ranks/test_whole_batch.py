@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from distributed import Trainer
 from distributed.core.errors import TaskError
 from distributed.data.order import shuffled_order
-from distributed.strategies.forward_changes import ForwardChanges
-from distributed.strategies.whole_batch import NoWholeBatch, WholeBatch
+from distributed.strategies.checks.forward_changes import ForwardChanges
+from distributed.strategies.data_parallel.whole_batch import NoWholeBatch, PartsOfBatch, WholeBatch
 from distributed.testing import run_ranks
+from tests.meshes import joined
 
 WIDTH, CLOSE = 4, 1e-12
 SHARES = [(3, 2), (1, 4), (5, 0)]  # of the two ranks, in one step after the other
@@ -209,7 +210,7 @@ def change(how: str, *, is_sharded: bool) -> str:
     torch.manual_seed(4)
     model = nn.Sequential(Changing(2, 2))
     model[0].how = how  # type: ignore[assignment]
-    watched = ForwardChanges(model, (None,), is_sharded=is_sharded)
+    watched = ForwardChanges(model, (None,), joined(), is_sharded=is_sharded)
     try:
         with watched.watching():
             model(torch.full((2, 2), float(dist.get_rank())))
@@ -235,7 +236,7 @@ def memory_of_a_look() -> float:
     torch.manual_seed(4)
     model = Changing(512, 256)
     model.how = "itself"
-    with Largest() as largest, ForwardChanges(model, (None,), is_sharded=False).watching():
+    with Largest() as largest, ForwardChanges(model, (None,), joined(), is_sharded=False).watching():
         model(torch.ones(2, 512))
     return largest.nbytes / model.weight.nbytes
 
@@ -251,7 +252,7 @@ def layers_in_two_ranks() -> dict[str, Any]:
     }
 
 
-def test_layers_of_two_ranks_compute_what_one_process_does() -> None:
+def test_batch_wide_layers_on_two_ranks_match_one_process() -> None:
     for found in run_ranks(layers_in_two_ranks, 2):
         off = {name: found[name] for name in MODELS if not found[name] < CLOSE}
         assert not off
@@ -266,7 +267,7 @@ def test_layers_of_two_ranks_compute_what_one_process_does() -> None:
         assert "0.weight" in found["lost"][1]
 
 
-def test_what_a_pipeline_cannot_bring_together_is_refused() -> None:
+def test_pipeline_refuses_layers_over_the_whole_batch() -> None:
     x = torch.randn(4, 2)
     with NoWholeBatch().of(4):
         nn.BatchNorm1d(2).eval()(x)
@@ -277,6 +278,35 @@ def test_what_a_pipeline_cannot_bring_together_is_refused() -> None:
             nn.InstanceNorm1d(4, track_running_stats=True)(x[None])
         with pytest.raises(TaskError, match="pipeline_parallel"):
             nn.Embedding(9, 2, max_norm=1.0)(x.abs().long())
+
+
+@pytest.mark.parametrize("scope", [WholeBatch, NoWholeBatch, PartsOfBatch])
+def test_scale_grad_by_freq_in_a_function_call_is_refused(scope: type[WholeBatch]) -> None:
+    rows, table = torch.tensor([[0, 1, 1]]), torch.randn(3, 2)
+    with scope().of(1):
+        assert F.embedding(rows, table).equal(table[rows])
+        F.embedding_bag(rows, table)
+        with pytest.raises(TaskError, match="scale_grad_by_freq"):
+            F.embedding(rows, table, scale_grad_by_freq=True)
+        with pytest.raises(TaskError, match="scale_grad_by_freq"):
+            F.embedding_bag(rows, table, scale_grad_by_freq=True)
+    F.embedding(rows, table, scale_grad_by_freq=True)
+
+
+class CountsRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(2, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.embedding((x[:, 0] > 0).long(), self.table, scale_grad_by_freq=True)
+
+
+def test_fit_with_virtual_ranks_refuses_scale_grad_by_freq(tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(8, 1), torch.randn(8, 1))
+    settings: dict[str, Any] = {"batch_size": 4, "loss_fn": nn.MSELoss(), "progress": False, "run_dir": str(tmp_path)}
+    with pytest.raises(TaskError, match="scale_grad_by_freq"):
+        Trainer(CountsRows(), reproducible="bitwise", virtual_ranks=2, **settings).fit(data)
 
 
 class Everything(nn.Module):
@@ -307,7 +337,7 @@ def make_everything() -> Everything:
     return model
 
 
-def test_fit_of_two_ranks_ends_with_the_weights_of_one(tmp_path: Path) -> None:
+def test_fit_on_two_ranks_matches_one_process(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(18, 6, generator=generator, dtype=torch.float64)  # the last step has one sample a rank
     y = torch.randn(18, 2, generator=generator, dtype=torch.float64)

@@ -5,22 +5,29 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from distributed.bench.collectives import OPERATIONS, Collectives, summarize
-from distributed.bench.panels import WIDTH
-from distributed.bench.pictures import draw
-from distributed.cli.bench import app
-from distributed.core.errors import ConfigError
+from benchmarks.suite import pictures
+from benchmarks.suite.__main__ import app as suite
+from distributed.bench.collectives.benchmark import OPERATIONS, Collectives, summarize
+from distributed.cli import bench
+from distributed.core import registry
+from distributed.core.errors import ConfigError, MissingExtraError
 
-COMMITTED = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.json"))
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+COMMITTED = sorted(path for path in FOLDER.glob("*.json") if path.name != "gpu-suite.json")
+ONE_OF_EACH = [path for path in COMMITTED if path.stem in ("throughput-cpu", "overhead") or "-" not in path.stem]
+COMMANDS = [(bench.app, "distributed bench"), (suite, "benchmarks.suite")]
 SIZES = (1024, 4096, 16384)
 Record = dict[str, Any]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def read(name: str) -> Record:
@@ -37,24 +44,32 @@ def sent(missing: dict[str, str] | None = None) -> Record:
         for size in SIZES
         if operation not in (missing or {})
     )
-    return Collectives(rows, "gloo", 2, 2, missing or {}, 0.5, 1.0).to_dict()
+    return Collectives(
+        rows, backend="gloo", processes=2, rounds=2, missing=missing or {}, load_before=0.5, load_after=1.0
+    ).to_dict()
+
+
+def draw(record: Record) -> str:
+    return pictures.draw(record).decode()
 
 
 def texts(picture: str) -> list[str]:
-    return [element.text or "" for element in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+    return [element.text or "" for element in ET.fromstring(picture).iter(f"{SVG}text")]
+
+
+def kind_of(record: Record) -> str:
+    return str(record.get("benchmark", "strategies"))
 
 
 def rows_of(record: Record) -> list[Record]:
     if "workloads" in record:
         return [row for result in record["workloads"] for row in result["rows"]]
-    rows: list[Record] = record["rows"]
+    rows: list[Record] = record.get("rows", [record])
     return rows
 
 
-@pytest.mark.parametrize(
-    "record", [*map(read, (path.stem for path in COMMITTED)), sent()], ids=lambda r: r.get("benchmark")
-)
-def test_every_contender_of_a_record_has_its_name(record: Record) -> None:
+@pytest.mark.parametrize("record", [*map(read, (path.stem for path in COMMITTED)), sent()], ids=kind_of)
+def test_chart_names_every_contender(record: Record) -> None:
     words = texts(draw(record))
     names = {row.get(key) for row in rows_of(record) for key in ("contender", "name", "side", "operation")} - {None}
     for name in names:
@@ -81,7 +96,7 @@ EXPECTED: dict[str, tuple[str, dict[str, float], str]] = {  # whose row, what it
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_label_says_what_the_record_holds(name: str) -> None:
+def test_chart_label_follows_the_row_of_the_record(name: str) -> None:
     who, figures, label = EXPECTED[name]
     record = read(name)
     assert label not in texts(draw(record))
@@ -89,66 +104,75 @@ def test_a_label_says_what_the_record_holds(name: str) -> None:
     assert label in texts(draw(record))
 
 
-def test_what_we_hold_ourselves_to_is_a_line_with_its_name() -> None:
+def test_chart_draws_our_limit_as_a_named_line() -> None:
     for name, said in (("overhead", "our limit: 20 µs"), ("tune", "our limit: 1.15"), ("checkpoint", "× the copy")):
         picture = draw(read(name))
         assert any(said in word for word in texts(picture))
-        assert picture.count('class="limit"') == 1
+        assert picture.count('id="limit"') == 1
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_chart_says_not_measured_for_missing_values() -> None:
     record = read("strategies")
     row_of(record, "cpu_offload")["peak_gib"] = None
     row_of(record, "selective")["peak_gib"] = 1.5
     assert {"not measured", "1.5 GiB"} <= set(texts(draw(record)))
 
 
-def test_a_label_follows_its_figure() -> None:
+def test_scaling_chart_label_follows_rate_and_efficiency() -> None:
     record = read("scaling")
     record["rows"][-1] |= {"samples_per_second": 1700.0, "efficiency": 0.95}
     assert "1.7 k · 95%" in texts(draw(record))
 
 
-def test_trainings_that_were_not_equal_are_marked() -> None:
+def test_chart_marks_losses_that_do_not_agree() -> None:
     record = read("throughput-cpu")
     assert not any("DO NOT AGREE" in word for word in texts(draw(record)))
     record["workloads"][0]["losses_agree"] = False
     assert any("DO NOT AGREE" in word for word in texts(draw(record)))
 
 
-def test_every_kill_is_a_circle() -> None:
+def groups(picture: str, name: str) -> list[ET.Element]:
+    return [group for group in ET.fromstring(picture).iter(f"{SVG}g") if group.get("id") == name]
+
+
+def test_recovery_chart_has_a_dot_for_every_kill() -> None:
     record = read("recovery")
     seconds = sum(len(row["seconds"]) for row in record["rows"]) + sum(map(len, record["starts_s"].values()))
-    assert draw(record).count("<circle") == seconds
+    assert sum(1 for group in groups(draw(record), "measurements") for _ in group.iter(f"{SVG}use")) == seconds
 
 
-def test_a_bar_below_zero_is_drawn_to_the_left_of_it_with_a_width() -> None:
+def test_negative_bar_is_drawn_left_of_zero() -> None:
     record = read("overhead")
     record["rows"][1] |= {"over_us": -40.0, "over_error_us": 3.0}
     picture = draw(record)
     assert "-40 ± 3 µs" in texts(picture)
-    assert all(width >= 0 for width in boxes(picture, "width"))
-    assert all(0 <= x <= WIDTH for x in boxes(picture, "x"))
+    bars = [extent(group) for group in groups(picture, "bar")]
+    assert len(bars) == len(record["rows"])
+    zero = min(left for place, (left, _) in enumerate(bars) if place > 1)
+    left, right = bars[1]
+    assert left < right == pytest.approx(zero)
 
 
-def boxes(picture: str, attribute: str) -> list[float]:
-    found = ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect")
-    return [float(element.get(attribute, "0")) for element in found]
+def extent(bar: ET.Element) -> tuple[float, float]:
+    """From where to where a bar reaches."""
+    (path,) = bar.iter(f"{SVG}path")
+    across = [float(word) for word in re.findall(r"[ML] (\S+)", path.get("d", ""))]
+    return min(across), max(across)
 
 
-@pytest.mark.parametrize(
-    "record", [*map(read, (path.stem for path in COMMITTED)), sent()], ids=lambda r: r.get("benchmark")
-)
-def test_figures_that_are_unknown_or_zero_and_a_single_row_do_not_break_it(record: Record) -> None:
+@pytest.mark.parametrize("record", [*map(read, (path.stem for path in ONE_OF_EACH)), sent()], ids=kind_of)
+def test_chart_survives_missing_zero_and_nan_values(record: Record) -> None:
     fields = {key for row in rows_of(record) for key, value in row.items() if isinstance(value, float)}
     assert fields
-    for value in (None, 0.0, math.nan):
+    assert "</svg>" in draw(with_values(record, fields, None))
+    for field in fields:
+        pictures.DRAWINGS[kind_of(record)](with_values(record, {field}, None))
+    for value in (0.0, math.nan):
+        picture = draw(with_values(record, fields, value))
+        assert "</svg>" in picture
+        assert "nan" not in texts(picture)
         for field in fields:
-            changed = copy.deepcopy(record)
-            for row in rows_of(changed):
-                row[field] = value
-            assert "</svg>" in draw(changed)
-            assert "nan" not in draw(changed)
+            pictures.DRAWINGS[kind_of(record)](with_values(record, {field}, 0.0))
     for one in [record, *record.get("workloads", [])]:
         if "rows" in one:
             del one["rows"][1:]
@@ -157,14 +181,21 @@ def test_figures_that_are_unknown_or_zero_and_a_single_row_do_not_break_it(recor
     assert texts(draw(record))
 
 
-def test_an_operation_that_is_left_out_is_named_and_none_at_all_is_said() -> None:
+def with_values(record: Record, fields: set[str], value: float | None) -> Record:
+    changed = copy.deepcopy(record)
+    for row in rows_of(changed):
+        row |= dict.fromkeys(fields & set(row), value)
+    return changed
+
+
+def test_collectives_chart_names_skipped_operations() -> None:
     words = texts(draw(sent({"reduce-scatter": "gloo has none"})))
     assert any("left out: reduce-scatter" in word for word in words)
     assert not any(word.startswith("reduce-scatter") for word in words)
     assert "nothing was measured" in texts(draw(sent(dict.fromkeys(OPERATIONS, "gone"))))
 
 
-def test_lines_of_collectives_end_with_the_figures_of_the_largest_message() -> None:
+def test_collectives_chart_labels_the_largest_message() -> None:
     record = sent()
     last = [row for row in record["rows"] if row["size_bytes"] == SIZES[-1]]
     words = texts(draw(record))
@@ -174,21 +205,50 @@ def test_lines_of_collectives_end_with_the_figures_of_the_largest_message() -> N
     assert {"1 KiB", "4 KiB", "16 KiB"} <= set(words)
 
 
-def test_what_a_name_may_hold_does_not_break_the_picture() -> None:
+def test_chart_escapes_markup_in_names() -> None:
     record = read("scaling")
     record["machine"]["cpu"] = "A<B> & C"
     assert any("A<B> & C" in word for word in texts(draw(record)))
 
 
-def test_a_benchmark_that_is_not_known_is_refused() -> None:
+def test_unknown_benchmark_is_refused() -> None:
     with pytest.raises(ConfigError, match="speed"):
         draw({"benchmark": "speed"})
 
 
-@pytest.mark.parametrize("verb", sorted(command.name or "" for command in app.registered_commands))
-def test_a_file_that_could_not_be_written_is_refused_before_anything_starts(verb: str, tmp_path: Path) -> None:
-    wrong = [["--picture", "found.png"], ["--picture", str(tmp_path / "no/found.svg")]]
+def test_chart_bytes_are_reproducible_and_png_is_supported() -> None:
+    record = read("scaling")
+    assert pictures.draw(record) == pictures.draw(record)
+    assert pictures.draw(record, "png").startswith(b"\x89PNG")
+
+
+VERBS = [
+    pytest.param(app, command.name or "", id=f"{name} {command.name}")
+    for app, name in COMMANDS
+    for command in app.registered_commands
+    if not command.hidden
+]
+
+
+@pytest.mark.parametrize(("app", "verb"), VERBS)
+def test_unwritable_output_file_is_refused_before_start(app: typer.Typer, verb: str, tmp_path: Path) -> None:
+    wrong = [["--picture", "found.pdf"], ["--picture", str(tmp_path / "no/found.svg")]]
     for words in [*wrong, ["--json", str(tmp_path / "no/found.json")]]:
         ended = CliRunner().invoke(app, [verb, *words])
         assert isinstance(ended.exception, ConfigError), ended.output
         assert words[1] in str(ended.exception)
+
+
+def test_missing_pictures_extra_is_named_before_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    ended = CliRunner().invoke(bench.app, ["scaling", "--picture", "found.svg"])
+    assert isinstance(ended.exception, MissingExtraError), ended.output
+    assert 'pip install "distributed-training[pictures]"' in str(ended.exception)
+
+
+@pytest.mark.parametrize("verb", bench.MOVED)
+def test_moved_bench_command_names_its_replacement(verb: str) -> None:
+    ended = CliRunner().invoke(bench.app, [verb, "--json", "found.json"])
+    assert isinstance(ended.exception, ConfigError)
+    assert f"python -m benchmarks.suite {bench.MOVED[verb]} --json found.json" in str(ended.exception)
+    assert bench.MOVED[verb] in {command.name for command in suite.registered_commands}

@@ -13,10 +13,10 @@ from distributed.chaos.faults import KINDS, damage_newest
 from distributed.chaos.report import CLOSE, ChaosReport, Injury, Samples, Weights
 from distributed.chaos.schedule import by_steps, by_time, parse_span
 from distributed.chaos.verdict import compare_samples
-from distributed.data.ledger import Ledger
+from distributed.data.checks.ledger import Ledger
 
 
-def test_the_same_seed_gives_the_same_faults_and_another_seed_others():
+def test_fault_schedule_is_determined_by_its_seed():
     def first(seed: int) -> list[object]:
         return list(islice(by_time(list(KINDS), 15.0, seed), 30))
 
@@ -24,20 +24,20 @@ def test_the_same_seed_gives_the_same_faults_and_another_seed_others():
     assert first(1) != first(2)
 
 
-def test_the_mean_time_between_faults_is_the_one_asked_for():
+def test_faults_arrive_with_the_requested_mean_time():
     spans = [arrival.after_s for arrival in islice(by_time(["kill"], 15.0, seed=0), 5000)]
     assert 14.0 < sum(spans) / len(spans) < 16.0
     assert 0.3 < sum(span < 15.0 * 0.5 for span in spans) / len(spans) < 0.45  # exponential: 0.393
 
 
-def test_every_kind_comes_before_one_comes_again():
+def test_every_fault_kind_occurs_before_one_repeats():
     kinds = [arrival.kind for arrival in islice(by_time(list(KINDS), 1.0, seed=5), 3 * len(KINDS))]
     for turn in range(3):
         assert sorted(kinds[turn * len(KINDS) : (turn + 1) * len(KINDS)]) == sorted(KINDS)
 
 
 @pytest.mark.parametrize(("count", "steps"), [(1, 1), (5, 3), (200, 2000)])
-def test_faults_that_are_counted_all_fall_into_the_run(count, steps):
+def test_counted_faults_all_fall_within_the_run(count, steps):
     at = [arrival.at_step for arrival in by_steps(["kill"], count, steps, seed=0)]
     assert len(at) == count
     assert at == sorted(at)
@@ -46,7 +46,7 @@ def test_faults_that_are_counted_all_fall_into_the_run(count, steps):
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1s", "1d", "1 s 2", "0", "0ms", "inf", "nan"])
-def test_what_is_no_length_of_time(text):
+def test_invalid_time_span_is_not_parsed(text):
     assert parse_span(text) is None
 
 
@@ -59,7 +59,7 @@ def report(**changes: object) -> ChaosReport:
     return sound
 
 
-def test_a_run_that_came_to_the_same_passes():
+def test_chaos_report_of_equal_runs_passes():
     assert report().failures == []
 
 
@@ -77,22 +77,22 @@ def test_a_run_that_came_to_the_same_passes():
         {"weights": Weights(False, 4, 1, float("nan"), "model/w"), "tolerance": 1.0},
         {"weights": Weights(False, 4, 1, 2 * CLOSE, "model/w"), "was_resized": True},
         {"weights": Weights(False, 4, 1, CLOSE / 2, "model/w"), "was_resized": True, "is_bitwise": True},
-        {"injuries": [Injury("hang", 1.0, 10, 0, recovered_s=2.0, wrong=["nobody was named"])]},
+        {"injuries": [Injury("hang", 1.0, 10, 0, recovered_s=2.0, wrong=["no rank was named"])]},
     ],
 )
-def test_whatever_went_wrong_fails_it(changes):
+def test_chaos_report_fails_on_any_deviation(changes):
     assert len(report(**changes).failures) == 1
     assert not report(**changes).to_dict()["passed"]
 
 
-def test_close_weights_are_enough_only_where_that_was_said_or_sums_had_to_differ():
+def test_close_weights_pass_only_with_tolerance_or_after_resize():
     off = Weights(False, 4, 1, CLOSE / 2, "model/w")
     assert report(weights=off, was_resized=True).failures == []
     assert report(weights=off, tolerance=CLOSE).failures == []
     assert report(weights=off).failures
 
 
-def test_what_a_fault_cost():
+def test_goodput_subtracts_waiting_and_repeated_steps():
     kill = Injury("kill", 1.0, 10, 0, recovered_s=2.0, broke=True, lost_steps=20)
     slow = Injury("slow", 5.0, 40, 1, recovered_s=3.0)
     found = report(injuries=[kill, slow])
@@ -116,7 +116,7 @@ def test_lost_and_repeated_samples_are_counted_by_epoch(tmp_path: Path):
     assert compare_samples(tmp_path / "nothing", other) is None
 
 
-def test_damage_spares_the_checkpoint_before(tmp_path: Path):
+def test_injected_damage_spares_the_older_checkpoint(tmp_path: Path):
     def files() -> dict[str, bytes]:
         return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
@@ -143,7 +143,7 @@ def test_damage_spares_the_checkpoint_before(tmp_path: Path):
     assert damaged == {"chunks/cc/cc3", "step-000010/manifest.json"}
 
 
-def test_one_checkpoint_alone_is_not_damaged(tmp_path: Path):
+def test_only_checkpoint_is_not_damaged(tmp_path: Path):
     (tmp_path / "step-000005").mkdir()
     (tmp_path / "step-000005" / "manifest.json").write_text('{"chunks": {}}')
     assert damage_newest(tmp_path, random.Random(0)) is None

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.checkpoint.chunks import chunk_name
-from distributed.checkpoint.reading import load
-from distributed.checkpoint.restoring import Restored, restore
-from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.tensors import digest_components
+from distributed.checkpoint.format.tensors import digest_components
+from distributed.checkpoint.restore.reading import load
+from distributed.checkpoint.restore.restoring import Restored, restore
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.chunks import ChunkStore, Damaged, chunk_name
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
@@ -41,7 +43,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        saver = Saver(str(root), alone(), asynchronous=False)
+        saver = Saver(str(root), alone(), TensorStaging(), asynchronous=False)
         for step in STEPS:
             saver.save(step, state(step), {"rng": {"words": torch.arange(step)}})
         self.manifest = root / "step-000020" / "manifest.json"
@@ -167,8 +169,8 @@ INJECTORS: dict[Injection, int] = {  # with their share
 HARMLESS = {stale_files}
 
 
-@pytest.mark.parametrize("injections", [2_000, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_injected_corruptions(injections: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("injections", [800, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_injected_corruption_is_never_loaded(injections: int, tmp_path: Path) -> None:
     fast = Path("/dev/shm")
     root = tmp_path if not os.access(fast, os.W_OK) else fast / f"corruption-{os.getpid()}"
     try:
@@ -210,7 +212,17 @@ def inject(store: Store, chance: random.Random, injections: int) -> None:
     assert restored.step == 20
 
 
-def test_a_damaged_one_is_reported_with_the_chunk_and_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [b"abX", b"ab", b"abcd", b""], ids=["changed", "shorter", "longer", "empty"])
+def test_damaged_chunk_raises_instead_of_loading(damage: bytes, tmp_path: Path) -> None:
+    chunks = ChunkStore(open_storage(str(tmp_path)))
+    digest, _ = chunks.put(b"abc")
+    assert chunks.get(digest, 3) == b"abc"
+    (tmp_path / chunk_name(digest)).write_bytes(damage)
+    with pytest.raises(Damaged):
+        chunks.get(digest, 3)
+
+
+def test_damaged_checkpoint_report_names_chunk_and_file(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.own[0].unlink()
     restored = store.restore()

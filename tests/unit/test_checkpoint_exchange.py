@@ -18,17 +18,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from distributed.checkpoint.chunks import chunk_name
-from distributed.checkpoint.exchange_catalog import list_checkpoints, open_all, open_one
-from distributed.checkpoint.exchange_diff import compare, compare_tensors
-from distributed.checkpoint.exchange_export import export_checkpoint
-from distributed.checkpoint.exchange_import import import_weights
-from distributed.checkpoint.exchange_verify import verify_all
-from distributed.checkpoint.manifest import Part, Piece, TensorEntry
-from distributed.checkpoint.reading import load, verify
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.tensors import DTYPES
+from distributed.checkpoint.exchange.catalog import list_checkpoints, open_all, open_one
+from distributed.checkpoint.exchange.diff import compare, compare_tensors
+from distributed.checkpoint.exchange.export import export_checkpoint
+from distributed.checkpoint.exchange.importing import import_weights
+from distributed.checkpoint.exchange.verify import verify_all
+from distributed.checkpoint.format.manifest import Part, Piece, TensorEntry
+from distributed.checkpoint.format.tensors import DTYPES
+from distributed.checkpoint.restore.reading import load, verify
+from distributed.checkpoint.restore.restoring import restore
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.chunks import chunk_name
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError, ConfigError
 from distributed.runtime.session import Session
@@ -63,7 +64,7 @@ def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 5, **more: Any) -> str:
-    saver = Saver(str(folder), alone(), asynchronous=False)
+    saver = Saver(str(folder), alone(), TensorStaging(), asynchronous=False)
     shared = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": {"step": step}}
     saver.save(step, shared, {"rng": {"torch": torch.get_rng_state()}}, more.pop("meta", {}), **more)
     return str(folder / f"step-{step:06d}")
@@ -86,7 +87,7 @@ def model_of(path: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_safetensors_are_what_the_library_itself_reads_and_come_back_tied(tmp_path: Path) -> None:
+def test_safetensors_export_loads_in_library_and_keeps_ties(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = save(tmp_path / "a", model, optimizer)
     steps: list[tuple[int, int]] = []
@@ -110,7 +111,7 @@ def test_safetensors_are_what_the_library_itself_reads_and_come_back_tied(tmp_pa
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True])
-def test_shards_have_the_standard_index_and_come_back(tmp_path: Path, with_optimizer: bool) -> None:
+def test_sharded_export_has_standard_index_and_imports_back(tmp_path: Path, with_optimizer: bool) -> None:
     model, optimizer = trained()
     path = save(tmp_path / "a", model, optimizer)
     out = tmp_path / "out"
@@ -133,7 +134,7 @@ def test_shards_have_the_standard_index_and_come_back(tmp_path: Path, with_optim
         assert_same(model_of(back.path), model.state_dict())
 
 
-def test_an_optimizer_exported_as_safetensors_can_be_put_together_again(tmp_path: Path) -> None:
+def test_optimizer_in_safetensors_can_be_rebuilt(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = save(tmp_path / "a", model, optimizer)
     file = export_checkpoint(open_one(path), str(tmp_path / "m.safetensors"), with_optimizer=True).files[0]
@@ -147,7 +148,7 @@ def test_an_optimizer_exported_as_safetensors_can_be_put_together_again(tmp_path
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True])
-def test_pt_is_a_plain_state_dict_and_comes_back(tmp_path: Path, with_optimizer: bool) -> None:
+def test_pt_export_is_a_state_dict_and_imports_back(tmp_path: Path, with_optimizer: bool) -> None:
     model, optimizer = trained()
     path = save(tmp_path / "a", model, optimizer)
     done = export_checkpoint(open_one(path), str(tmp_path / "w.pt"), "pt", with_optimizer=with_optimizer)
@@ -166,24 +167,24 @@ def test_pt_is_a_plain_state_dict_and_comes_back(tmp_path: Path, with_optimizer:
     assert state["head.weight"] is state["embed.weight"]
 
 
-def test_every_type_goes_out_and_in(tmp_path: Path) -> None:
+def test_every_dtype_is_exported_and_imported(tmp_path: Path) -> None:
     words = torch.randint(0, 255, (4096,), dtype=torch.uint8)
     state = {name: words.to(torch.bool) if name == "bool" else words.view(dtype) for name, dtype in DTYPES.items()}
-    Saver(str(tmp_path / "a"), alone(), asynchronous=False).save(1, {"model": state}, {})
+    Saver(str(tmp_path / "a"), alone(), TensorStaging(), asynchronous=False).save(1, {"model": state}, {})
     opened = open_one(str(tmp_path / "a"))
     with pytest.raises(CheckpointError, match="complex128"):
         export_checkpoint(opened, str(tmp_path / "m.safetensors"))
     for suffix in ("pt", "safetensors"):
         if suffix == "safetensors":
             del state["complex128"]
-            Saver(str(tmp_path / "a"), alone(), asynchronous=False).save(2, {"model": state}, {})
+            Saver(str(tmp_path / "a"), alone(), TensorStaging(), asynchronous=False).save(2, {"model": state}, {})
             opened = open_one(str(tmp_path / "a"))
         file = export_checkpoint(opened, str(tmp_path / f"m.{suffix}"), suffix).files[0]
         back = import_weights(file, str(tmp_path / suffix))
         assert_same(model_of(back.path), state)
 
 
-def test_an_import_is_the_same_chunks_as_a_save_of_the_same_weights(tmp_path: Path) -> None:
+def test_import_of_saved_weights_writes_no_new_chunk(tmp_path: Path) -> None:
     model, optimizer = trained()
     path = save(tmp_path / "a", model, optimizer)
     torch.save(model.state_dict(), tmp_path / "w.pt")
@@ -198,7 +199,7 @@ def test_an_import_is_the_same_chunks_as_a_save_of_the_same_weights(tmp_path: Pa
         import_weights(str(tmp_path / "w.pt"), str(tmp_path / "a"), step=0)
 
 
-def test_an_export_never_overwrites_unless_it_is_told_to_and_then_leaves_nothing_old(tmp_path: Path) -> None:
+def test_export_overwrites_only_with_force_and_wholly(tmp_path: Path) -> None:
     opened = open_one(save(tmp_path / "a", *trained()))
     out = tmp_path / "out"
     first = export_checkpoint(opened, f"{out}/", max_shard_bytes=1_000_000)
@@ -214,7 +215,7 @@ def test_an_export_never_overwrites_unless_it_is_told_to_and_then_leaves_nothing
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:
+def test_export_of_damaged_checkpoint_leaves_no_file(tmp_path: Path) -> None:
     path = save(tmp_path / "a", *trained())
     opened = open_one(path)
     victim = tmp_path / "a" / chunk_name(opened.manifest.shared.tensors["model/wide.weight"].pieces[0].refs[1].chunk)
@@ -227,10 +228,10 @@ def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:
         assert not any(file.is_file() for file in (tmp_path / "out").rglob("*"))
 
 
-def test_a_tensor_in_boxes_is_exported_whole(tmp_path: Path) -> None:
+def test_sharded_tensor_is_exported_whole(tmp_path: Path) -> None:
     """No strategy writes them yet; a reader of this format must know them."""
     whole = torch.arange(24, dtype=torch.int32).reshape(4, 6)
-    saver = Saver(str(tmp_path), alone(), asynchronous=False)
+    saver = Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False)
     saver.save(1, {"model": {"left": whole[:, :2].clone(), "right": whole[:, 2:].clone()}}, {})
     opened = open_one(str(tmp_path))
     boxes = (((0, 4), (0, 2)), ((0, 4), (2, 6)))
@@ -243,7 +244,7 @@ def test_a_tensor_in_boxes_is_exported_whole(tmp_path: Path) -> None:
     assert torch.equal(safetensors.torch.load_file(file)["w"], whole)
 
 
-def test_the_state_dict_is_found_or_asked_for(tmp_path: Path) -> None:
+def test_import_finds_the_state_dict_or_asks_for_its_key(tmp_path: Path) -> None:
     state = {"model.w": torch.randn(3), "model.b": torch.randn(2)}
     lightning = tmp_path / "l.ckpt"
     torch.save({"epoch": 3, "state_dict": OrderedDict(state), "optimizer_states": [{}]}, lightning)
@@ -266,7 +267,7 @@ def test_the_state_dict_is_found_or_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_a_torch_dcp_directory_comes_in(tmp_path: Path, trust: bool) -> None:
+def test_torch_dcp_directory_is_imported(tmp_path: Path, trust: bool) -> None:
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "d", no_dist=True)
@@ -286,7 +287,7 @@ class Bomb:
         return (Path.touch, (self.mark,))
 
 
-def test_pickles_that_would_run_code_are_refused_and_not_run(tmp_path: Path) -> None:
+def test_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "was run"
     torch.save({"w": torch.ones(2), "x": Bomb(mark)}, tmp_path / "zip.pt")
     torch.save({"w": torch.ones(2), "x": Bomb(mark)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -315,7 +316,7 @@ def test_pickles_that_would_run_code_are_refused_and_not_run(tmp_path: Path) -> 
     assert mark.exists(), "the bomb works where a pickle is trusted"
 
 
-def test_dcp_metadata_that_lies_is_refused(tmp_path: Path) -> None:
+def test_forged_dcp_metadata_is_refused(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     torch.save(torch.ones(2), secret)
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "d", no_dist=True)
@@ -360,7 +361,7 @@ def test_dcp_metadata_that_lies_is_refused(tmp_path: Path) -> None:
     assert import_weights(str(tmp_path / "d"), str(tmp_path / "out")).tensors == 1
 
 
-def test_files_that_are_not_what_they_seem_are_refused(tmp_path: Path) -> None:
+def test_corrupt_or_mislabelled_weight_files_are_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     torch.save({"w": torch.zeros(2**20)}, tmp_path / "w.pt")
     with zipfile.ZipFile(tmp_path / "w.pt") as stored, zipfile.ZipFile(tmp_path / "z.pt", "w") as packed:
@@ -391,7 +392,7 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path: Path) -> None:
         import_weights(str(tmp_path / "note.txt"), out)
 
 
-def test_a_listing_tells_what_each_added_and_what_is_broken(tmp_path: Path) -> None:
+def test_listing_shows_new_bytes_best_and_broken_checkpoints(tmp_path: Path) -> None:
     model, optimizer = trained()
     save(tmp_path, model, optimizer, 1, metric=0.5)
     with torch.no_grad():
@@ -415,7 +416,7 @@ def test_a_listing_tells_what_each_added_and_what_is_broken(tmp_path: Path) -> N
     assert "incomplete" in rows[4].status
 
 
-def test_verification_reads_shared_chunks_once_and_names_whose_are_damaged(tmp_path: Path) -> None:
+def test_verify_reads_shared_chunks_once_and_names_damage(tmp_path: Path) -> None:
     model, optimizer = trained()
     save(tmp_path, model, optimizer, 1)
     first = open_one(str(tmp_path)).manifest
@@ -435,14 +436,14 @@ def test_verification_reads_shared_chunks_once_and_names_whose_are_damaged(tmp_p
     assert not two.problems
 
 
-def test_a_diff_finds_names_shapes_values_and_numbers(tmp_path: Path) -> None:
-    saver = Saver(str(tmp_path / "a"), alone(), asynchronous=False)
+def test_diff_finds_changed_names_shapes_and_values(tmp_path: Path) -> None:
+    saver = Saver(str(tmp_path / "a"), alone(), TensorStaging(), asynchronous=False)
     big = torch.randn(2**20)
     one = {"same": big, "w": torch.zeros(5), "nan": torch.tensor([float("nan"), 1.0]), "gone": torch.ones(1)}
     saver.save(1, {"model": one | {"shape": torch.ones(2), "zero": torch.zeros(2)}, "progress": {"step": 1}}, {})
     other = {"same": big, "w": torch.tensor([0, 0, -3.0, 0, 1]), "nan": torch.tensor([float("nan"), 2.0])}
     more = {"new": torch.ones(1), "shape": torch.ones(3), "zero": -torch.zeros(2)}
-    Saver(str(tmp_path / "b"), alone(), asynchronous=False).save(
+    Saver(str(tmp_path / "b"), alone(), TensorStaging(), asynchronous=False).save(
         2, {"model": other | more, "progress": {"step": 2}}, {}
     )
     found = compare(open_one(str(tmp_path / "a")), open_one(str(tmp_path / "b")))
@@ -461,7 +462,7 @@ def test_a_diff_finds_names_shapes_values_and_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_values_of_every_type_are_compared(dtype: torch.dtype) -> None:
+def test_diff_compares_values_of_every_dtype(dtype: torch.dtype) -> None:
     one = torch.ones(3).to(dtype)
     other = torch.tensor([1.0, 0.0, 1.0]).to(dtype)
     change = compare_tensors("w", one, other)
@@ -480,11 +481,11 @@ def test_values_of_every_type_are_compared(dtype: torch.dtype) -> None:
         ("empty", "empty"),
     ],
 )
-def test_a_path_that_is_no_checkpoint_says_what_is_near(
+def test_path_without_checkpoint_error_suggests_the_nearest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    saver = Saver("runs/a/checkpoints", alone(), asynchronous=False)
+    saver = Saver("runs/a/checkpoints", alone(), TensorStaging(), asynchronous=False)
     for step in (1, 20):
         saver.save(step, {"model": {"w": torch.ones(1)}}, {})
     (tmp_path / "runs/a/w.pt").write_text("x")
@@ -496,7 +497,7 @@ def test_a_path_that_is_no_checkpoint_says_what_is_near(
         assert open_one(good).manifest.step == 20
 
 
-def test_checkpoints_at_a_url(tmp_path: Path) -> None:
+def test_import_export_and_listing_work_on_a_url(tmp_path: Path) -> None:
     model, _ = trained()
     url = f"memory://{tmp_path.name}/checkpoints"
     torch.save(model.state_dict(), tmp_path / "w.pt")

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from distributed.checkpoint.candidates import find
-from distributed.checkpoint.exchange_catalog import list_checkpoints, open_one
-from distributed.checkpoint.fetching import open_checkpoint, read_manifest
-from distributed.checkpoint.lineage import Lineage, check_unused, choose_lineage, whole_names
-from distributed.checkpoint.manifest import Manifest
-from distributed.checkpoint.reading import load, verify
-from distributed.checkpoint.retention import Collector, Retention
-from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.exchange.catalog import list_checkpoints, open_one
+from distributed.checkpoint.format.manifest import Manifest
+from distributed.checkpoint.restore.candidates import find
+from distributed.checkpoint.restore.reading import load, verify
+from distributed.checkpoint.save.retention import Collector, Retention
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.lineage import Lineage, check_unused, choose_lineage, whole_names
+from distributed.checkpoint.storage.manifests import open_checkpoint, read_manifest
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.env import WorkerEnv
 from distributed.runtime.session import Session
 
@@ -26,7 +27,7 @@ LATER = Lineage(B, B[:8])  # a run that is not the first of its folder
 
 def save(url: str, lineage: Lineage, *steps: int, value: float = 0.0, **how: Any) -> str:
     session = Session(WorkerEnv(), torch.device("cpu"), None)
-    saver = Saver(url, session, lineage=lineage, asynchronous=False, **how)
+    saver = Saver(url, session, TensorStaging(), lineage=lineage, asynchronous=False, **how)
     for step in steps:
         saver.save(step, {"model": {"w": torch.full((2**17,), step + value)}}, {}, {"launch": lineage.run})
     return saver.wait() or ""
@@ -40,7 +41,7 @@ def found_at(path: str) -> tuple[str, Manifest]:
     return path, read_manifest(*open_checkpoint(path))
 
 
-def test_a_run_that_goes_back_keeps_its_own_and_leaves_those_of_others(tmp_path: Path) -> None:
+def test_run_resumed_from_old_step_keeps_others_checkpoints(tmp_path: Path) -> None:
     url = str(tmp_path)
     save(url, Lineage(A), 5, 10, 15, 20, 25, 30)
     last = save(url, LATER, 10, 15, 20, value=0.5, keep_last=2)
@@ -58,7 +59,7 @@ def test_a_run_that_goes_back_keeps_its_own_and_leaves_those_of_others(tmp_path:
     assert find(url, True)[0].name == "step-000035", "the first run went on"
 
 
-def test_keep_last_goes_by_when_a_run_wrote_not_by_the_step(tmp_path: Path) -> None:
+def test_keep_last_counts_by_time_written_not_by_step(tmp_path: Path) -> None:
     """A run that passed over a damaged checkpoint goes on below its step."""
     url = str(tmp_path)
     save(url, Lineage(A), 25, 30)
@@ -66,7 +67,7 @@ def test_keep_last_goes_by_when_a_run_wrote_not_by_the_step(tmp_path: Path) -> N
     assert names(url) == ["step-000028"]
 
 
-def test_nothing_of_another_run_is_replaced(tmp_path: Path) -> None:
+def test_checkpoint_of_another_run_is_not_replaced(tmp_path: Path) -> None:
     url = str(tmp_path)
     save(url, Lineage(A), 5)
     assert save(url, Lineage(B), 5, value=0.5).endswith("step-000005-bbbbbbbb")
@@ -75,7 +76,7 @@ def test_nothing_of_another_run_is_replaced(tmp_path: Path) -> None:
     assert save(url, Lineage(A), 5).endswith("step-000005"), "one that nobody can read is"
 
 
-def test_which_run_a_launch_goes_on_with(tmp_path: Path) -> None:
+def test_launch_continues_a_lineage_or_branches_off(tmp_path: Path) -> None:
     url = str(tmp_path)
     storage = open_storage(url)
     assert choose_lineage(storage, A, None, []) == Lineage(A)
@@ -91,7 +92,7 @@ def test_which_run_a_launch_goes_on_with(tmp_path: Path) -> None:
     assert "step-000005 to step-000015" in check_unused(storage)[0].what
 
 
-def test_what_is_published_while_garbage_is_removed_stays_whole() -> None:
+def test_checkpoint_published_during_collection_stays_whole() -> None:
     """In an object store, where a chunk that is used again looks as old as before."""
     url = f"memory://{uuid.uuid4().hex}"
     save(url, Lineage(A), 1, 2)

@@ -14,13 +14,14 @@ import psutil
 import pytest
 import torch
 
-from distributed.checkpoint.digests import digest_bytes, digest_json
-from distributed.checkpoint.manifest import render
-from distributed.checkpoint.parsing import NewerFormat, component_digests, parse_chunks, parse_part
-from distributed.checkpoint.reading import load, verify
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.storage import LocalStorage, check_name
+from distributed.checkpoint.format.digests import digest_bytes, digest_json
+from distributed.checkpoint.format.manifest import render
+from distributed.checkpoint.format.parsing import NewerFormat, component_digests, parse_chunks, parse_part
+from distributed.checkpoint.restore.reading import load, verify
+from distributed.checkpoint.restore.restoring import restore
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.urls import LocalStorage, check_name
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
@@ -44,7 +45,7 @@ class Payload:
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Path:
-    saver = Saver(str(tmp_path / "ckpt"), alone(), asynchronous=False)
+    saver = Saver(str(tmp_path / "ckpt"), alone(), TensorStaging(), asynchronous=False)
     model = {"w": torch.ones(100_000), "b": torch.ones(3), "big": torch.zeros(2**20)}
     state = {"model": model, "progress": {"step": 7}}
     saver.save(7, state, {"rng": {}})
@@ -156,7 +157,7 @@ ATTACKS: dict[str, Callable[[Document], Any]] = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_forged_manifest_is_refused(manifest: Path, name: str) -> None:
+def test_forged_manifest_is_refused(manifest: Path, name: str) -> None:
     forge(manifest, ATTACKS[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError) as refused:
@@ -167,7 +168,7 @@ def test_a_forged_manifest_is_refused(manifest: Path, name: str) -> None:
         restore(str(manifest.parent.parent), True, alone())
 
 
-def test_an_untouched_forgery_loads(manifest: Path) -> None:
+def test_manifest_forged_without_change_loads(manifest: Path) -> None:
     """So that the attacks above are refused for what they change."""
     forge(manifest, lambda document: None)
     assert load(str(manifest.parent)).shared["progress"] == {"step": 7}
@@ -175,13 +176,13 @@ def test_an_untouched_forgery_loads(manifest: Path) -> None:
     assert load(str(manifest.parent)).shared["model"]["w"].eq(1).all()
 
 
-def test_digests_of_components_that_do_not_fit_are_refused(manifest: Path) -> None:
+def test_mismatched_component_digests_are_refused(manifest: Path) -> None:
     forge(manifest, lambda document: document["digests"].update(model="0" * 64), components=False)
     with pytest.raises(CheckpointError, match="components"):
         load(str(manifest.parent))
 
 
-def test_a_pickle_in_place_of_a_file_is_never_run(manifest: Path, tmp_path: Path) -> None:
+def test_pickle_in_place_of_a_chunk_or_manifest_is_never_run(manifest: Path, tmp_path: Path) -> None:
     trap = tmp_path / "owned"
     payload = pickle.dumps(Payload(trap))
     chunk = next(path for path in (manifest.parent.parent / "chunks").rglob("*") if path.is_file())
@@ -225,14 +226,14 @@ def test_a_pickle_in_place_of_a_file_is_never_run(manifest: Path, tmp_path: Path
         b'{"format": 1}',
     ],
 )
-def test_text_that_is_no_manifest_is_refused(manifest: Path, text: bytes) -> None:
+def test_invalid_manifest_text_is_refused(manifest: Path, text: bytes) -> None:
     manifest.write_bytes(text)
     with pytest.raises(CheckpointError):
         load(str(manifest.parent))
     assert verify(str(manifest.parent)).problems
 
 
-def test_deep_nesting_with_digests_that_fit_is_refused(manifest: Path) -> None:
+def test_deeply_nested_manifest_is_refused(manifest: Path) -> None:
     def nest(document: Document) -> None:
         deep: Any = 1
         for _ in range(200):
@@ -244,9 +245,9 @@ def test_deep_nesting_with_digests_that_fit_is_refused(manifest: Path) -> None:
         load(str(manifest.parent))
 
 
-def test_a_newer_format_is_an_error_and_not_passed_over(manifest: Path) -> None:
+def test_checkpoint_of_newer_format_raises_and_is_not_skipped(manifest: Path) -> None:
     root = str(manifest.parent.parent)
-    Saver(root, alone(), asynchronous=False).save(8, {"model": {"w": torch.ones(2)}}, {})
+    Saver(root, alone(), TensorStaging(), asynchronous=False).save(8, {"model": {"w": torch.ones(2)}}, {})
     newer = manifest.parent.parent / "step-000008" / "manifest.json"
     newer.write_text(newer.read_text().replace('"format":2', '"format":3'))
     with pytest.raises(NewerFormat, match="upgrade"):
@@ -255,7 +256,7 @@ def test_a_newer_format_is_an_error_and_not_passed_over(manifest: Path) -> None:
         restore(root, True, alone())
 
 
-def test_a_huge_file_in_place_of_a_manifest_or_chunk_is_not_read_whole(manifest: Path) -> None:
+def test_huge_manifest_or_chunk_is_not_read_whole(manifest: Path) -> None:
     good = manifest.read_bytes()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     chunk = next(path for path in (manifest.parent.parent / "chunks").rglob("*") if path.is_file())
@@ -273,7 +274,7 @@ def test_a_huge_file_in_place_of_a_manifest_or_chunk_is_not_read_whole(manifest:
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/passwd", "a/../b", "a//b", "", "a\0b", ".", "..", "a/.hidden", "a\\b", "C:x"]
 )
-def test_names_that_could_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+def test_storage_names_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     storage = LocalStorage(tmp_path / "inside")
     for use in (check_name, storage.read, storage.size, storage.delete, lambda n: storage.write(n, b"x")):
         with pytest.raises(CheckpointError):
@@ -281,6 +282,6 @@ def test_names_that_could_leave_the_folder_are_refused(tmp_path: Path, name: str
     assert not list(tmp_path.iterdir())
 
 
-def test_render_and_parse_are_inverse(manifest: Path) -> None:
+def test_manifest_render_and_parse_are_inverse(manifest: Path) -> None:
     loaded = load(str(manifest.parent)).manifest
     assert render(loaded) == manifest.read_bytes()

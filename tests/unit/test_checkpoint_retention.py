@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from distributed.checkpoint.candidates import find
-from distributed.checkpoint.chunks import ChunkStore, chunk_name
-from distributed.checkpoint.local import LocalStorage
-from distributed.checkpoint.manifest import step_of
-from distributed.checkpoint.reading import load, verify
-from distributed.checkpoint.retention import Collector, Known, Retention, choose
-from distributed.checkpoint.saving import Saver
+from distributed.checkpoint.format.manifest import step_of
+from distributed.checkpoint.restore.candidates import find
+from distributed.checkpoint.restore.reading import load, verify
+from distributed.checkpoint.save.retention import Collector, Known, Retention, choose
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.chunks import ChunkStore, chunk_name
+from distributed.checkpoint.storage.local import LocalStorage
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import ConfigError
 from distributed.runtime.session import Session
@@ -39,7 +40,7 @@ def chosen(saved: list[Known], **how: Any) -> list[int | None]:
     return [step_of(name) for name in choose(saved, Retention(**how))]
 
 
-def test_which_stay() -> None:
+def test_retention_keeps_last_every_best_and_pinned() -> None:
     saved = [Known(step, metric=float(step % 7)) for step in range(10, 101, 10)]
     assert choose(saved, Retention()) == []
     assert chosen(saved, keep_last=2) == [10, 20, 30, 40, 50, 60, 70, 80]
@@ -51,13 +52,13 @@ def test_which_stay() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_every": 5}, {"keep_last": 1, "best": "most"}])
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_retention_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Retention(**wrong)
 
 
-def test_removed_checkpoints_leave_nothing_and_the_kept_ones_are_whole(tmp_path: Path) -> None:
-    saver = Saver(str(tmp_path), alone(), keep_last=2, keep_every=4, best="max", asynchronous=False)
+def test_removed_checkpoints_leave_no_chunk_and_kept_are_whole(tmp_path: Path) -> None:
+    saver = Saver(str(tmp_path), alone(), TensorStaging(), keep_last=2, keep_every=4, best="max", asynchronous=False)
     for step in range(1, 10):
         saver.save(step, state(step), {"rng": {"n": torch.tensor(step)}}, metric=-abs(step - 3.0))
     assert steps(tmp_path) == [9, 8, 4, 3]
@@ -71,9 +72,9 @@ def test_removed_checkpoints_leave_nothing_and_the_kept_ones_are_whole(tmp_path:
     assert not LocalStorage(tmp_path).list("parts")
 
 
-def test_a_save_of_another_process_in_flight_is_not_disturbed(tmp_path: Path) -> None:
+def test_collection_spares_chunks_of_a_save_in_flight(tmp_path: Path) -> None:
     """Its chunks have no manifest yet: new ones, and old ones that it found and means to use again."""
-    Saver(str(tmp_path), alone(), asynchronous=False).save(1, state(1), {})
+    Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False).save(1, state(1), {})
     time.sleep(0.02)
     other = ChunkStore(LocalStorage(tmp_path))
     new, _ = other.put(b"new")
@@ -81,7 +82,7 @@ def test_a_save_of_another_process_in_flight_is_not_disturbed(tmp_path: Path) ->
     assert written == 0
     abandoned, _ = other.put(b"abandoned")
     os.utime(tmp_path / chunk_name(abandoned), (0, 0))
-    saver = Saver(str(tmp_path), alone(), keep_last=1, asynchronous=False)
+    saver = Saver(str(tmp_path), alone(), TensorStaging(), keep_last=1, asynchronous=False)
     saver.save(2, state(2), {})
     assert steps(tmp_path) == [2]
     left = LocalStorage(tmp_path).list("chunks")
@@ -91,15 +92,15 @@ def test_a_save_of_another_process_in_flight_is_not_disturbed(tmp_path: Path) ->
     assert not verify(str(tmp_path / "step-000002")).problems
 
 
-def test_a_chunk_that_was_removed_is_written_again_when_it_comes_back(tmp_path: Path) -> None:
-    saver = Saver(str(tmp_path), alone(), keep_last=1, asynchronous=False)
+def test_collected_chunk_is_written_again_when_needed(tmp_path: Path) -> None:
+    saver = Saver(str(tmp_path), alone(), TensorStaging(), keep_last=1, asynchronous=False)
     for step, content in ((1, 1), (2, 2), (3, 1)):
         saver.save(step, state(content), {})
     assert torch.equal(load(str(tmp_path / "step-000003")).shared["model"]["w"], state(1)["model"]["w"])
 
 
-def test_while_a_manifest_cannot_be_read_no_chunk_is_removed(tmp_path: Path) -> None:
-    saver = Saver(str(tmp_path), alone(), asynchronous=False)
+def test_unreadable_manifest_blocks_chunk_removal(tmp_path: Path) -> None:
+    saver = Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False)
     for step in (1, 2, 3):
         saver.save(step, state(step), {})
     before = LocalStorage(tmp_path).list("chunks")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from distributed.checkpoint.candidates import find
-from distributed.checkpoint.chunks import ChunkStore, chunk_name
-from distributed.checkpoint.local import LocalStorage
-from distributed.checkpoint.manifest import Part, Piece, Ref, TensorEntry
-from distributed.checkpoint.reading import load, load_parts, verify
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.tensors import DTYPES, digest_components
+from distributed.checkpoint.format.manifest import Part, Piece, Ref, TensorEntry
+from distributed.checkpoint.format.tensors import DTYPES, digest_components
+from distributed.checkpoint.restore.candidates import find
+from distributed.checkpoint.restore.reading import load, load_parts, verify
+from distributed.checkpoint.restore.restoring import restore
+from distributed.checkpoint.restore.rng import restore_rng, rng_state
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.chunks import ChunkStore, chunk_name
+from distributed.checkpoint.storage.local import LocalStorage
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
@@ -73,9 +77,9 @@ def every_kind() -> dict[str, Any]:
     }
 
 
-def test_every_kind_of_state_comes_back_byte_for_byte(tmp_path: Path) -> None:
+def test_every_kind_of_state_is_restored_bitwise(tmp_path: Path) -> None:
     state, own = every_kind(), {"rng": {"torch": torch.get_rng_state()}}
-    saver = Saver(str(tmp_path), alone())
+    saver = Saver(str(tmp_path), alone(), TensorStaging())
     saver.save(500, state, own, {"settings": {"epochs": 3}}, metric=0.25)
     path = saver.wait()
     assert path == str(tmp_path / "step-000500")
@@ -88,9 +92,9 @@ def test_every_kind_of_state_comes_back_byte_for_byte(tmp_path: Path) -> None:
     assert not verify(path).problems
 
 
-def test_digests_are_the_same_for_live_and_stored_state_and_name_what_differs(tmp_path: Path) -> None:
+def test_digests_of_live_and_stored_state_agree_by_component(tmp_path: Path) -> None:
     state, own = every_kind(), {"rng": {"words": torch.arange(5)}}
-    saver = Saver(str(tmp_path), alone(), asynchronous=False)
+    saver = Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False)
     saver.save(1, state, own)
     stored = load(str(tmp_path / "step-000001")).manifest.digests
     live = digest_components(state) | {"rank-0/rng": digest_components(own)["rng"]}
@@ -100,9 +104,9 @@ def test_digests_are_the_same_for_live_and_stored_state_and_name_what_differs(tm
     assert [name for name in changed if changed[name] != stored[name]] == ["optimizer"]
 
 
-def test_a_save_after_a_small_change_writes_little(tmp_path: Path) -> None:
+def test_save_after_a_small_change_writes_few_bytes(tmp_path: Path) -> None:
     state = {"model": {f"w{i}": torch.randn(2**20) for i in range(20)}, "optimizer": {"m": torch.randn(5 * 2**20)}}
-    saver = Saver(str(tmp_path), alone(), asynchronous=False)
+    saver = Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False)
     saver.save(1, state, {})
     assert saver.last_saved is not None
     total = saver.last_saved.total_bytes
@@ -113,7 +117,7 @@ def test_a_save_after_a_small_change_writes_little(tmp_path: Path) -> None:
     assert saver.last_saved.written_bytes <= 0.1 * total
     saver.save(3, state, {})
     assert saver.last_saved.written_bytes == 0
-    again = Saver(str(tmp_path), alone(), asynchronous=False)  # another process finds the chunks too
+    again = Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False)  # another process finds the chunks too
     again.save(4, state, {})
     assert again.last_saved is not None
     assert again.last_saved.written_bytes == 0
@@ -123,15 +127,17 @@ def test_a_save_after_a_small_change_writes_little(tmp_path: Path) -> None:
 
 def test_small_tensors_share_chunks(tmp_path: Path) -> None:
     state = {"model": {f"bias{i}": torch.randn(64) for i in range(1000)}}
-    Saver(str(tmp_path), alone(), asynchronous=False).save(1, state, {})
+    Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False).save(1, state, {})
     assert len(LocalStorage(tmp_path).list("chunks")) == 1
     assert same(load(str(tmp_path / "step-000001")).shared, state)
 
 
-def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
+def test_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
     gate = threading.Event()
     state = {"model": {"w": torch.zeros(2**21), "b": torch.zeros(3)}}
-    saver = Saver(str(tmp_path), alone(), at=lambda point: gate.wait(60) if point == "chunk written" else None)
+    saver = Saver(
+        str(tmp_path), alone(), TensorStaging(), at=lambda point: gate.wait(60) if point == "chunk written" else None
+    )
     saver.save(1, state, {})
     for tensor in state["model"].values():
         tensor.fill_(7)
@@ -143,7 +149,7 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
     assert load(str(tmp_path / "step-000002")).shared["model"]["w"].eq(7).all()
 
 
-def test_an_error_behind_the_loop_is_raised_by_the_next_call_and_saving_goes_on(tmp_path: Path) -> None:
+def test_async_save_error_is_raised_by_next_call_then_recovers(tmp_path: Path) -> None:
     broken = {"now": False}
 
     def fail(point: str) -> None:
@@ -152,7 +158,7 @@ def test_an_error_behind_the_loop_is_raised_by_the_next_call_and_saving_goes_on(
 
     saved: list[int] = []
     storage = LocalStorage(tmp_path, at=fail)
-    saver = Saver(storage, alone(), on_saved=lambda done: saved.append(done.step))
+    saver = Saver(storage, alone(), TensorStaging(), on_saved=lambda done: saved.append(done.step))
     saver.save(1, {"model": {"w": torch.ones(3)}}, {})
     saver.wait()
     broken["now"] = True
@@ -167,21 +173,21 @@ def test_an_error_behind_the_loop_is_raised_by_the_next_call_and_saving_goes_on(
     assert not list(tmp_path.rglob("*.tmp")), "a failed write leaves nothing behind"
 
 
-def test_a_chunk_that_was_damaged_on_disk_is_not_relied_on_by_the_next_save(tmp_path: Path) -> None:
+def test_next_save_does_not_reuse_a_damaged_chunk(tmp_path: Path) -> None:
     state = {"model": {"frozen": torch.randn(2**18), "w": torch.zeros(2**18)}}
-    Saver(str(tmp_path), alone(), asynchronous=False).save(1, state, {})
+    Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False).save(1, state, {})
     entry = load(str(tmp_path / "step-000001")).manifest.shared.tensors["model/frozen"]
     victim = tmp_path / chunk_name(entry.pieces[0].refs[0].chunk)
     content = bytearray(victim.read_bytes())
     content[100] ^= 1
     victim.write_bytes(content)
     assert "model/frozen" in str(verify(str(tmp_path / "step-000001")))
-    Saver(str(tmp_path), alone(), asynchronous=False).save(2, state, {})
+    Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False).save(2, state, {})
     assert same(load(str(tmp_path / "step-000002")).shared, state)
 
 
-def test_what_cannot_be_stored_is_refused_by_name(tmp_path: Path) -> None:
-    saver = Saver(str(tmp_path), alone())
+def test_unstorable_state_is_refused_by_name(tmp_path: Path) -> None:
+    saver = Saver(str(tmp_path), alone(), TensorStaging())
     with pytest.raises(CheckpointError, match="model/embedding"):
         saver.save(1, {"model": {"embedding": torch.eye(3).to_sparse()}}, {})
     with pytest.raises(CheckpointError, match="function"):
@@ -189,13 +195,13 @@ def test_what_cannot_be_stored_is_refused_by_name(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_resume_finds_the_newest_or_the_named_one(tmp_path: Path) -> None:
+def test_resume_finds_the_newest_or_the_named_checkpoint(tmp_path: Path) -> None:
     root = str(tmp_path)
     assert restore(root, True, alone()) is None
     assert restore(root, False, alone()) is None
     with pytest.raises(CheckpointError, match="no checkpoint"):
         restore(root, root, alone())
-    saver = Saver(root, alone(), asynchronous=False)
+    saver = Saver(root, alone(), TensorStaging(), asynchronous=False)
     for step in (5, 20, 1_000_000, 100):
         saver.save(step, {"model": {"w": torch.full((2,), step)}}, {"rng": {"step": step}})
     assert [found.step for found in find(root, True)] == [1_000_000, 100, 20, 5]
@@ -211,13 +217,25 @@ def test_resume_finds_the_newest_or_the_named_one(tmp_path: Path) -> None:
         assert "model/new" in str(restored.report)
 
 
-def test_a_tensor_in_boxes_is_put_together(tmp_path: Path) -> None:
+def test_sharded_tensor_is_assembled_on_load(tmp_path: Path) -> None:
     whole = torch.arange(24, dtype=torch.int32).reshape(4, 6)
     boxes = [((0, 4), (0, 2)), ((0, 1), (2, 6)), ((1, 4), (2, 6))]
-    saver = Saver(str(tmp_path), alone(), asynchronous=False)
+    saver = Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False)
     saver.save(1, {"model": {str(i): whole[slice(*a), slice(*b)].clone() for i, (a, b) in enumerate(boxes)}}, {})
     loaded = load(str(tmp_path / "step-000001"))
     refs: list[tuple[Ref, ...]] = [entry.pieces[0].refs for entry in loaded.manifest.shared.tensors.values()]
     pieces = tuple(Piece(ref, box) for ref, box in zip(refs, boxes, strict=True))
     part = Part({"w": {"__tensor__": "w"}}, {"w": TensorEntry("int32", (4, 6), pieces, "0" * 64, "shard")})
     assert torch.equal(load_parts(loaded.manifest, [part], ChunkStore(LocalStorage(tmp_path)))[0]["w"], whole)
+
+
+def test_random_generators_resume_their_sequence() -> None:
+    def draw() -> list[float]:
+        return [random.gauss(), random.random(), np.random.randn(), np.random.random(), torch.rand(()).item()]
+
+    draw()  # a second number of each normal pair is kept for the next call
+    held = rng_state(torch.device("cpu"))
+    wanted = draw()
+    assert draw() != wanted
+    restore_rng(held, torch.device("cpu"))
+    assert draw() == wanted

@@ -16,8 +16,21 @@ import pytest
 import safetensors.torch
 import torch
 
-from distributed.checkpoint.assembly import (
-    Outline,
+from distributed.checkpoint.exchange.catalog import open_one
+from distributed.checkpoint.exchange.diff import compare
+from distributed.checkpoint.exchange.export import export_checkpoint
+from distributed.checkpoint.exchange.verify import verify_all
+from distributed.checkpoint.format.boxes import box_shape, find_fault
+from distributed.checkpoint.format.digests import digest_bytes, digest_json
+from distributed.checkpoint.format.layout import ChunkPlan, share
+from distributed.checkpoint.format.manifest import Manifest, Part, manifest_file, render, step_name
+from distributed.checkpoint.format.parsing import Damaged, component_digests, parse_chunks, parse_part
+from distributed.checkpoint.format.tensors import digest_components
+from distributed.checkpoint.format.tree_spec import TreeSpec
+from distributed.checkpoint.restore.gathering import Boxes
+from distributed.checkpoint.restore.reading import load, verify
+from distributed.checkpoint.restore.restoring import Restored, restore
+from distributed.checkpoint.save.assembly import (
     RankPart,
     StoredChunk,
     assemble,
@@ -26,29 +39,16 @@ from distributed.checkpoint.assembly import (
     render_rank_part,
     stored_boxes,
 )
-from distributed.checkpoint.boxes import box_shape, find_fault
-from distributed.checkpoint.chunks import ChunkStore, Damaged, chunk_name
-from distributed.checkpoint.digests import digest_bytes, digest_json
-from distributed.checkpoint.exchange_catalog import open_one
-from distributed.checkpoint.exchange_diff import compare
-from distributed.checkpoint.exchange_export import export_checkpoint
-from distributed.checkpoint.exchange_verify import verify_all
-from distributed.checkpoint.gathering import Boxes
-from distributed.checkpoint.layout import ChunkPlan, share
-from distributed.checkpoint.local import LocalStorage
-from distributed.checkpoint.manifest import Manifest, Part, manifest_file, render, step_name
-from distributed.checkpoint.outlining import outline
-from distributed.checkpoint.parsing import component_digests, parse_chunks, parse_part
-from distributed.checkpoint.reading import load, verify
-from distributed.checkpoint.restoring import Restored, restore
-from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.staging import HostBuffer, copy_chunks
-from distributed.checkpoint.tensors import digest_components
+from distributed.checkpoint.save.outline import outline
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import HostBuffer, TensorStaging, copy_chunks
+from distributed.checkpoint.storage.chunks import ChunkStore, chunk_name
+from distributed.checkpoint.storage.local import LocalStorage
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
-from distributed.runtime.portions import Box, Portion, whole_box
 from distributed.runtime.session import Session
-from distributed.train.digest import digest
+from distributed.runtime.tensor_shard import Box, TensorShard, whole_box
+from distributed.train.checks.digest import digest
 
 TYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool, torch.complex128, torch.float8_e5m2)
 SHAPES = ((), (0,), (5, 0, 2), (1,), (7,), (16, 6), (5, 7), (3, 4, 5), (2, 3, 2, 4), (1, 40), (600_000,), (700, 3001))
@@ -86,10 +86,12 @@ def random_cuts(numbers: random.Random, box: Box, most: int) -> list[Box]:
     return boxes
 
 
-def split(whole: torch.Tensor, owners: Sequence[Sequence[Box]], stores: bool = True) -> list[Portion]:
+def split(whole: torch.Tensor, owners: Sequence[Sequence[Box]], stores: bool = True) -> list[TensorShard]:
     """A portion for each rank; the pieces are views, most of them not contiguous."""
     shape = tuple(whole.shape)
-    return [Portion(shape, whole.dtype, tuple((box, part_of(whole, box)) for box in boxes), stores) for boxes in owners]
+    return [
+        TensorShard(shape, whole.dtype, tuple((box, part_of(whole, box)) for box in boxes), stores) for boxes in owners
+    ]
 
 
 def deal(numbers: random.Random, boxes: Sequence[Box], ranks: int) -> list[list[Box]]:
@@ -121,10 +123,18 @@ def save_as(root: Path, trees: Sequence[dict[str, Any]], step: int = 1) -> Manif
         shared = {places[id(chunk)]: done for chunk, done in zip(mine, store(mine, tensors), strict=True)}
         in_boxes = store(whole.box_plan, tensors)
         lengths = chunk_lengths(whole.box_plan, in_boxes)
-        part = RankPart(rank, whole.signature, shared, Part({}, {}), lengths, 0, stored_boxes(whole, in_boxes))
+        part = RankPart(
+            rank,
+            signature=whole.signature,
+            shared=shared,
+            own=Part({}, {}),
+            chunks=lengths,
+            written_bytes=0,
+            boxes=stored_boxes(whole, in_boxes),
+        )
         parts.append(parse_rank_part(render_rank_part(part), "part"))
-    assert isinstance(first, Outline)
-    manifest = assemble(step, first, parts, {}, None, {})
+    assert isinstance(first, TreeSpec)
+    manifest = assemble(step, first, parts, meta={}, metric=None, frameworks={})
     storage.write(manifest_file(step_name(step)), render(manifest))
     return manifest
 
@@ -140,7 +150,7 @@ def read_as(root: Path, wanted: Boxes) -> Restored:
 
 
 @pytest.mark.parametrize(("seed", "dtype"), [(seed, TYPES[seed % len(TYPES)]) for seed in range(35)])
-def test_any_parts_come_back_as_any_other_parts(tmp_path: Path, seed: int, dtype: torch.dtype) -> None:
+def test_saved_shards_load_as_any_other_shards(tmp_path: Path, seed: int, dtype: torch.dtype) -> None:
     numbers = random.Random(seed)
     ranks = numbers.randint(1, 6)
     whole = {str(number): filled(shape, dtype, seed + number) for number, shape in enumerate(SHAPES)}
@@ -171,7 +181,7 @@ def test_any_parts_come_back_as_any_other_parts(tmp_path: Path, seed: int, dtype
             assert raw(piece) == raw(part_of(tensor, box)), (name, box)
 
 
-def test_plain_tensors_are_read_in_parts_and_those_are_saved_whole_again(tmp_path: Path) -> None:
+def test_whole_tensors_read_as_shards_are_saved_whole_again(tmp_path: Path) -> None:
     model: dict[str, Any] = {
         "w": torch.randn(3000, 700),
         "b": torch.randn(7),
@@ -179,7 +189,7 @@ def test_plain_tensors_are_read_in_parts_and_those_are_saved_whole_again(tmp_pat
         "none": torch.empty(0, 3),
     }
     model["half"] = torch.randn(5).to(torch.bfloat16)
-    Saver(str(tmp_path / "a"), alone(), asynchronous=False).save(1, {"model": model, "step": 3}, {})
+    Saver(str(tmp_path / "a"), alone(), TensorStaging(), asynchronous=False).save(1, {"model": model, "step": 3}, {})
     halves: list[dict[str, tuple[Box, ...]]] = [
         {"model/w": (((0, 3000), (0, 333)),), "model/b": (((0, 3),),)},
         {"model/w": (((0, 3000), (333, 700)),), "model/b": (((3, 7),),)},
@@ -192,10 +202,10 @@ def test_plain_tensors_are_read_in_parts_and_those_are_saved_whole_again(tmp_pat
     assert digest_components(found) == digest_components({"model": model, "step": 3})
 
 
-def test_only_the_chunks_that_are_needed_are_read(tmp_path: Path) -> None:
+def test_shard_load_reads_only_the_chunks_it_needs(tmp_path: Path) -> None:
     rows = filled((4096, 4096), torch.float32, 1)  # 64 MiB
     model = {"w": rows, "other": filled((2**21,), torch.float32, 2)}
-    Saver(str(tmp_path), alone(), asynchronous=False).save(1, {"model": model}, {})
+    Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False).save(1, {"model": model}, {})
     read = read_as(tmp_path, lambda name, shape: (((1024, 2048), (5, 9)),) if name == "model/w" else ())
     assert raw(read.shared["model"]["w"].pieces[0][1]) == raw(rows[1024:2048, 5:9])
     assert read.shared["model"]["other"].pieces == ()
@@ -207,7 +217,7 @@ def test_only_the_chunks_that_are_needed_are_read(tmp_path: Path) -> None:
         read_as(tmp_path, lambda name, shape: (((1024, 2049), (5, 9)),) if name == "model/w" else ())
 
 
-def test_a_tensor_of_one_rank_is_stored_as_if_all_had_it(tmp_path: Path) -> None:
+def test_tensor_of_one_rank_is_stored_as_replicated(tmp_path: Path) -> None:
     whole = {"large": torch.randn(3_000_000), "small": torch.randn(3, 5).t(), "scalar": torch.tensor(1.5)}
     whole["none"] = torch.empty(0, 2)
     owners = {"large": 1, "small": 0, "scalar": 2, "none": 1}
@@ -221,7 +231,7 @@ def test_a_tensor_of_one_rank_is_stored_as_if_all_had_it(tmp_path: Path) -> None
         for rank in range(3)
     ]
     manifest = save_as(tmp_path / "parts", trees)
-    Saver(str(tmp_path / "plain"), alone(), asynchronous=False).save(1, {"model": whole}, {})
+    Saver(str(tmp_path / "plain"), alone(), TensorStaging(), asynchronous=False).save(1, {"model": whole}, {})
     plain = load(str(tmp_path / "plain" / "step-000001")).manifest
     assert manifest.digests == plain.digests == digest_components({"model": whole})
     for name, entry in manifest.shared.tensors.items():
@@ -230,14 +240,14 @@ def test_a_tensor_of_one_rank_is_stored_as_if_all_had_it(tmp_path: Path) -> None
     assert manifest.shared.tensors["model/large"] == plain.shared.tensors["model/large"], "the same chunks"
 
 
-def test_the_saver_takes_portions_and_copies_them_before_it_returns(tmp_path: Path) -> None:
+def test_saver_copies_shards_before_it_returns(tmp_path: Path) -> None:
     whole = filled((64, 3000), torch.float32, 0)
     state = whole.clone()
     left, right = ((0, 64), (0, 1700)), ((0, 64), (1700, 3000))
     portion = split(state, [[right, left]])[0]
     shared = {"model": {"w": portion, "tied": portion, "plain": torch.ones(3)}}
     own = {"rng": {"words": split(torch.arange(4), [[((0, 4),)]])[0]}}
-    saver = Saver(str(tmp_path), alone())
+    saver = Saver(str(tmp_path), alone(), TensorStaging())
     saver.prepare(shared, own)
     for step in (1, 2):
         saver.save(step, shared, own)
@@ -271,7 +281,7 @@ BAD_CUTS: dict[str, list[list[Box]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CUTS)
-def test_parts_that_are_not_the_whole_are_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_shards_that_do_not_cover_the_tensor_are_refused(tmp_path: Path, name: str) -> None:
     whole = torch.arange(24).reshape(4, 6)
     trees = [{"model": {"good": torch.ones(2), "w": portion}} for portion in split(whole, BAD_CUTS[name])]
     with pytest.raises(CheckpointError, match="model/w"):
@@ -279,14 +289,14 @@ def test_parts_that_are_not_the_whole_are_refused_by_name(tmp_path: Path, name: 
     assert not (tmp_path / "step-000001").exists()
 
 
-def test_copies_that_are_not_stored_do_no_harm(tmp_path: Path) -> None:
+def test_replica_that_is_not_stored_does_no_harm(tmp_path: Path) -> None:
     whole = torch.arange(24).reshape(4, 6)
     portions = [*split(whole, [[whole_box((4, 6))]]), *split(whole * 0, [[whole_box((4, 6))]], stores=False)]
     save_as(tmp_path, [{"model": {"w": portion}} for portion in portions])
     assert torch.equal(load(str(tmp_path / "step-000001")).shared["model"]["w"], whole)
 
 
-def test_ranks_with_other_shapes_or_kinds_are_refused_and_other_boxes_are_not() -> None:
+def test_signature_depends_on_shape_and_dtype_not_on_ranges() -> None:
     whole = torch.arange(24).reshape(4, 6)
     one, other = split(whole, [[((0, 2), (0, 6))], [((2, 4), (0, 6))]])
     signatures = [
@@ -296,8 +306,8 @@ def test_ranks_with_other_shapes_or_kinds_are_refused_and_other_boxes_are_not() 
             other,
             whole,
             replace(one, shape=(5, 6)),
-            Portion((4, 6), torch.float32),
-            Portion((4, 6), torch.int64),
+            TensorShard((4, 6), torch.float32),
+            TensorShard((4, 6), torch.int64),
         )
     ]
     assert signatures[0] == signatures[1] == signatures[5]
@@ -307,34 +317,34 @@ def test_ranks_with_other_shapes_or_kinds_are_refused_and_other_boxes_are_not() 
 @pytest.mark.parametrize(
     "portion",
     [
-        Portion((4, 6), torch.float32, ((((0, 2), (0, 6)), torch.zeros(2, 5)),)),
-        Portion((4, 6), torch.float32, ((((3, 5), (0, 6)), torch.zeros(2, 6)),)),
-        Portion((4, 6), torch.float32, ((((0, 2),), torch.zeros(2)),)),
-        Portion((4, 6), torch.float32, ((((0, 2), (0, 6)), torch.zeros(2, 6, dtype=torch.float64)),)),
-        Portion((4, 6), torch.quint8),
+        TensorShard((4, 6), torch.float32, ((((0, 2), (0, 6)), torch.zeros(2, 5)),)),
+        TensorShard((4, 6), torch.float32, ((((3, 5), (0, 6)), torch.zeros(2, 6)),)),
+        TensorShard((4, 6), torch.float32, ((((0, 2),), torch.zeros(2)),)),
+        TensorShard((4, 6), torch.float32, ((((0, 2), (0, 6)), torch.zeros(2, 6, dtype=torch.float64)),)),
+        TensorShard((4, 6), torch.quint8),
     ],
 )
-def test_a_portion_that_contradicts_itself_is_refused_by_name(tmp_path: Path, portion: Portion) -> None:
+def test_inconsistent_shard_is_refused_by_name(tmp_path: Path, portion: TensorShard) -> None:
     with pytest.raises(CheckpointError, match="model/w"):
-        Saver(str(tmp_path), alone()).save(1, {"model": {"w": portion}}, {})
+        Saver(str(tmp_path), alone(), TensorStaging()).save(1, {"model": {"w": portion}}, {})
 
 
-def test_a_box_that_the_stored_tensor_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
-    Saver(str(tmp_path), alone(), asynchronous=False).save(1, {"model": {"w": torch.ones(4, 6)}}, {})
+def test_range_outside_the_stored_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False).save(1, {"model": {"w": torch.ones(4, 6)}}, {})
     bad: list[Box] = [((0, 5), (0, 6)), ((0, 4),), ((3, 2), (0, 6)), ((-1, 2), (0, 6))]
     for box in bad:
         with pytest.raises(CheckpointError, match="model/w"):
             read_as(tmp_path, these({"model/w": (box,)}))
 
 
-def test_the_report_goes_by_the_whole_shape(tmp_path: Path) -> None:
-    Saver(str(tmp_path), alone(), asynchronous=False).save(
+def test_restore_report_compares_whole_shapes(tmp_path: Path) -> None:
+    Saver(str(tmp_path), alone(), TensorStaging(), asynchronous=False).save(
         1, {"model": {"w": torch.ones(4, 6), "v": torch.ones(2)}}, {}
     )
     expected = {
-        "w": Portion((4, 6), torch.float32),
-        "v": Portion((3,), torch.float32),
-        "new": Portion((1,), torch.int8),
+        "w": TensorShard((4, 6), torch.float32),
+        "v": TensorShard((3,), torch.float32),
+        "new": TensorShard((1,), torch.int8),
     }
     restored = restore(str(tmp_path), True, alone(), expected={"model": expected}, boxes=lambda name, shape: ())
     assert restored is not None
@@ -379,7 +389,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_forged_boxes_are_refused(tmp_path: Path, name: str) -> None:
+def test_forged_shard_ranges_are_refused(tmp_path: Path, name: str) -> None:
     cut = [[((0, 2), (0, 6))], [((2, 4), (0, 6))]]
     trees = [{"model": {"w": portion}} for portion in split(torch.arange(24.0).reshape(4, 6), cut)]
     manifest = replace(save_as(tmp_path, trees), world_size=1, own=(Part({}, {}),))
@@ -394,7 +404,7 @@ def test_forged_boxes_are_refused(tmp_path: Path, name: str) -> None:
         read_as(tmp_path, lambda name, shape: (((0, 1), (0, 6)),))
 
 
-def test_damage_in_a_box_is_found_and_named(tmp_path: Path) -> None:
+def test_damage_in_a_shard_is_found_and_named(tmp_path: Path) -> None:
     whole = filled((2048, 512), torch.float32, 3)
     cuts = [[((0, 2048), (start, start + 128))] for start in range(0, 512, 128)]
     manifest = save_as(tmp_path, [{"model": {"w": portion}} for portion in split(whole, cuts)])
@@ -412,7 +422,7 @@ def test_damage_in_a_box_is_found_and_named(tmp_path: Path) -> None:
         export_checkpoint(open_one(path), str(tmp_path / "m.safetensors"))
 
 
-def test_diff_compares_content_where_it_is_cut_otherwise(tmp_path: Path) -> None:
+def test_diff_compares_content_across_shardings(tmp_path: Path) -> None:
     whole = {"w": filled((1000, 900), torch.bfloat16, 1), "v": torch.randn(40, 3), "same": torch.randn(9)}
 
     def save(folder: str, rows: bool, change: float = 0.0) -> str:
@@ -442,7 +452,7 @@ def test_diff_compares_content_where_it_is_cut_otherwise(tmp_path: Path) -> None
     assert found.changed[0].largest == pytest.approx(0.5)
 
 
-def test_exports_hold_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exports_of_shards_hold_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = random.Random(5)
     whole = {
         "w": filled((300, 1000), torch.float64, 1),
@@ -454,7 +464,7 @@ def test_exports_hold_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     save_as(tmp_path, [{"model": {name: parts[rank] for name, parts in portions.items()}} for rank in range(3)])
     opened = open_one(str(tmp_path))
-    monkeypatch.setattr("distributed.checkpoint.exchange._RUN_BYTES", 10_000)
+    monkeypatch.setattr("distributed.checkpoint.exchange.named_tensors._RUN_BYTES", 10_000)
     out = safetensors.torch.load_file(export_checkpoint(opened, str(tmp_path / "m.safetensors")).files[0])
     other = torch.load(export_checkpoint(opened, str(tmp_path / "m.pt"), "pt").files[0], weights_only=True)
     for name, tensor in whole.items():
@@ -462,19 +472,19 @@ def test_exports_hold_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert out[name].shape == tensor.shape
 
 
-def test_a_live_digest_is_of_what_is_here() -> None:
+def test_shard_digest_depends_on_range_shape_and_values() -> None:
     whole = torch.randn(8, 6)
     top, bottom = split(whole, [[((0, 4), (0, 6))], [((4, 8), (0, 6))]])
-    same = Portion((8, 6), torch.float32, ((((0, 4), (0, 6)), whole[:4].clone()),))
-    moved = Portion((8, 6), torch.float32, ((((4, 8), (0, 6)), whole[:4]),))
+    same = TensorShard((8, 6), torch.float32, ((((0, 4), (0, 6)), whole[:4].clone()),))
+    moved = TensorShard((8, 6), torch.float32, ((((4, 8), (0, 6)), whole[:4]),))
     longer = replace(same, shape=(9, 6))
-    changed = Portion((8, 6), torch.float32, ((((0, 4), (0, 6)), whole[:4] + 1e-3),))
-    nothing = Portion((8, 6), torch.float32)
+    changed = TensorShard((8, 6), torch.float32, ((((0, 4), (0, 6)), whole[:4] + 1e-3),))
+    nothing = TensorShard((8, 6), torch.float32)
     assert digest({"w": top}) == digest({"w": same})
     assert len({digest({"w": leaf}) for leaf in (top, bottom, moved, longer, changed, nothing, whole)}) == 7
 
 
-def test_boxes_that_are_many_are_checked_quickly_and_are_limited() -> None:
+def test_many_shard_ranges_are_checked_and_limited() -> None:
     columns: list[Box] = [((0, 10), (start, start + 1)) for start in range(4096)]
     assert find_fault(columns, (10, 4096)) == ""
     assert "overlap" in find_fault([*columns[:-1], ((9, 10), (17, 18))], (10, 4096))
@@ -486,7 +496,7 @@ def test_boxes_that_are_many_are_checked_quickly_and_are_limited() -> None:
 MEMORY = """
 import sys, threading, time
 import psutil, torch
-from distributed.checkpoint.restoring import restore
+from distributed.checkpoint.restore.restoring import restore
 from distributed.core.env import WorkerEnv
 from distributed.runtime.session import Session
 
@@ -512,7 +522,7 @@ print(held, peak - before)
 """
 
 
-def test_a_rank_that_loads_a_quarter_never_holds_the_whole(tmp_path: Path) -> None:
+def test_loading_a_quarter_never_holds_the_whole_in_memory(tmp_path: Path) -> None:
     """8 tensors of 24 MB, cut by rows, are read by columns: every chunk is needed, and few are in memory at a time."""
     whole = {f"w{i}": filled((3000, 2000), torch.float32, i) for i in range(8)}
     cuts: list[list[Box]] = [[((start, start + 750), (0, 2000))] for start in range(0, 3000, 750)]

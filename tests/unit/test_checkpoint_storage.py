@@ -14,11 +14,12 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from distributed.checkpoint.reading import load
-from distributed.checkpoint.remote import RemoteStorage
-from distributed.checkpoint.restoring import restore
-from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.storage import LocalStorage, NotThere, Storage, check_writable, open_storage
+from distributed.checkpoint.restore.reading import load
+from distributed.checkpoint.restore.restoring import restore
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.remote import RemoteStorage
+from distributed.checkpoint.storage.urls import LocalStorage, NotThere, Storage, check_writable, open_storage
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
 from distributed.runtime.session import Session
@@ -55,10 +56,10 @@ def test_local_and_remote_storage_behave_alike(tmp_path: Path) -> None:
         assert storage.list() == ["c"]
 
 
-def test_a_checkpoint_goes_to_any_fsspec_url(tmp_path: Path) -> None:
+def test_checkpoint_is_saved_to_any_fsspec_url(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/run"
     state = {"model": {"w": torch.randn(2**21), "b": torch.randn(4)}}
-    saver = Saver(url, alone(), keep_last=1)
+    saver = Saver(url, alone(), TensorStaging(), keep_last=1)
     for step in (1, 2):
         state["model"]["b"] += 1
         saver.save(step, state, {})
@@ -92,7 +93,7 @@ class Flaky(MemoryFileSystem):
         return bytes(super().cat_file(path, start, end, **options))
 
 
-def test_transient_failures_are_tried_again_a_bounded_number_of_times() -> None:
+def test_transient_storage_failures_are_retried_up_to_a_limit() -> None:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
     pauses: list[float] = []
     storage = RemoteStorage("flaky://run", tries=4, sleep=pauses.append)
@@ -108,7 +109,7 @@ def test_transient_failures_are_tried_again_a_bounded_number_of_times() -> None:
     assert storage.read("a") == b"1"
 
 
-def test_an_unwritable_or_full_place_is_told_before_the_run(tmp_path: Path) -> None:
+def test_unwritable_or_full_storage_is_refused_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file"):
         check_writable(open_storage(str(tmp_path / "file" / "inside")))
@@ -116,7 +117,7 @@ def test_an_unwritable_or_full_place_is_told_before_the_run(tmp_path: Path) -> N
         check_writable(open_storage(str(tmp_path / "new")), 2**60)
     with pytest.raises(CheckpointError, match="fsspec"):
         open_storage("nosuchscheme://x")
-    saver = Saver("/proc/nowhere", alone())
+    saver = Saver("/proc/nowhere", alone(), TensorStaging())
     with pytest.raises(CheckpointError, match="/proc/nowhere"):
         saver.prepare({"model": {"w": torch.ones(3)}}, {})
 
@@ -152,8 +153,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_save(small_disk: Path) -> None:
-    saver = Saver(str(small_disk), alone(), keep_last=1, guard_s=0)
+def test_disk_full_during_a_save_keeps_the_last_checkpoint(small_disk: Path) -> None:
+    saver = Saver(str(small_disk), alone(), TensorStaging(), keep_last=1, guard_s=0)
     first = {"model": {f"w{i}": torch.full((2**18,), i) for i in range(3)}}  # 6 MiB
     saver.save(1, first, {})
     saver.wait()

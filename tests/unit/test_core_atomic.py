@@ -15,8 +15,17 @@ import pytest
 import torch
 from torch import nn
 
+from distributed.core.atomic import (
+    Sealed,
+    make_private,
+    open_sealed,
+    read_sealed,
+    replace_file,
+    replace_folder,
+    write_private,
+    write_sealed,
+)
 from distributed.core.errors import LaunchError
-from distributed.core.private_files import Sealed, make_private, open_sealed, read_sealed, write_private, write_sealed
 from distributed.trainers.payload import write_payload
 from distributed.worker import load_job
 
@@ -44,7 +53,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_folders_and_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
+def test_folders_and_files_are_private_under_any_umask(tmp_path: Path) -> None:
     with everyone_may_write():
         folder = make_private(tmp_path / "runs" / "a")
         write_private(folder / "plan.json", "{}")
@@ -54,7 +63,7 @@ def test_folders_and_files_are_private_whatever_the_umask(tmp_path: Path) -> Non
     assert mode(make_private(shared)) == 0o775, "what the user made stays as it is"
 
 
-def test_whoever_reads_a_file_keeps_it_when_it_is_written_again(tmp_path: Path) -> None:
+def test_open_reader_keeps_old_content_after_a_rewrite(tmp_path: Path) -> None:
     write_private(tmp_path / "file", b"first")
     with (tmp_path / "file").open("rb") as reader:
         write_private(tmp_path / "file", b"2")
@@ -66,7 +75,7 @@ def job(value: float) -> Any:
     return {"model": nn.Linear(2, 1), "data": torch.full((40_000,), value)}
 
 
-def test_a_payload_is_mapped_from_the_file_that_was_written(tmp_path: Path) -> None:
+def test_payload_is_loaded_from_the_file_the_launcher_wrote(tmp_path: Path) -> None:
     sealed = write_payload_of(tmp_path, 1.0)
     found: Any = load_job(tmp_path, sealed)
     (tmp_path / sealed.name).unlink()
@@ -82,7 +91,7 @@ def write_payload_of(folder: Path, value: float) -> Sealed:
 
 
 @pytest.mark.parametrize("how", ["another content", "the same size", "no archive", "a link", "a fifo"])
-def test_code_in_another_file_of_that_name_is_not_run(tmp_path: Path, how: str) -> None:
+def test_replaced_payload_file_is_refused_and_not_run(tmp_path: Path, how: str) -> None:
     sealed = write_payload_of(tmp_path, 1.0)
     payload, mark = tmp_path / sealed.name, tmp_path / "mark"
     size = payload.stat().st_size
@@ -104,7 +113,7 @@ def test_code_in_another_file_of_that_name_is_not_run(tmp_path: Path, how: str) 
     assert not mark.exists()
 
 
-def test_a_file_of_another_user_or_that_others_may_write_is_refused(tmp_path: Path) -> None:
+def test_sealed_file_with_other_owner_mode_or_content_is_refused(tmp_path: Path) -> None:
     sealed = write_sealed(tmp_path / "code", b"code")
     assert read_sealed(tmp_path, sealed) == b"code"
     with pytest.raises(LaunchError, match="owns it"):
@@ -115,3 +124,22 @@ def test_a_file_of_another_user_or_that_others_may_write_is_refused(tmp_path: Pa
     write_private(tmp_path / "code", b"edoc")
     with pytest.raises(LaunchError, match="its content is not what was written"):
         read_sealed(tmp_path, sealed)
+
+
+def test_shared_file_mode_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        replace_file(tmp_path / "shared", "1")
+        write_private(tmp_path / "own", "1")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"shared": 0o640, "own": 0o600}
+
+
+def test_replace_folder_swaps_in_the_new_folder(tmp_path: Path) -> None:
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    replace_folder(tmp_path / "new", tmp_path / "old")
+    assert [path.name for path in tmp_path.rglob("*")] == ["old", "new"]

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from distributed.core.env import WorkerEnv, worker_env
-from distributed.core.env_horovod import horovod_driver, remember_world, take_out_elastic, take_place
+from distributed.engines.horovod.env import horovod_driver, remember_world, take_out_elastic, take_place
 
 TOLD = {
     "HOROVOD_HOSTNAME": "b",
@@ -28,7 +28,7 @@ def own_environ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(TOLD))
 
 
-def test_a_rank_of_horovodrun_knows_its_place_but_not_where_to_meet() -> None:
+def test_horovodrun_rank_has_its_place_but_no_master_port() -> None:
     expected = WorkerEnv(3, 1, 4, 2, 1, 2, launcher="horovodrun")
     assert worker_env(TOLD) == expected
     assert expected.master_port == 0
@@ -36,38 +36,38 @@ def test_a_rank_of_horovodrun_knows_its_place_but_not_where_to_meet() -> None:
     assert horovod_driver(TOLD).slot == "b:1"
 
 
-def test_horovodrun_inside_a_job_of_slurm_or_mpi_is_what_counts() -> None:
+def test_horovodrun_takes_precedence_over_slurm_and_mpi() -> None:
     for outer in (SLURM, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}):
         found = worker_env(TOLD | outer)
         assert found is not None
         assert found.launcher == "horovodrun"
 
 
-def test_variables_that_tune_horovod_make_no_world() -> None:
+def test_horovod_tuning_variables_make_no_world() -> None:
     assert worker_env({"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}) is None
 
 
-def test_the_place_in_a_later_world_is_what_every_reader_finds() -> None:
+def test_worker_env_follows_the_place_in_a_later_world() -> None:
     remember_world(WorkerEnv(nominal_ranks=4))
     assert take_place("0,3,0,1,0,3", attempt=2)
     found = worker_env()
     assert found == WorkerEnv(0, 0, 3, 1, 0, 3, launcher="horovodrun", attempt=2, restarts=2, nominal_ranks=4)
 
 
-def test_a_process_without_a_place_keeps_the_one_that_it_had() -> None:
+def test_process_without_a_new_place_keeps_its_old_rank() -> None:
     assert not take_place("-1,-1,-1,-1,-1,-1", attempt=1)
     found = worker_env()
     assert found is not None
     assert found.rank == 3
 
 
-def test_a_broken_answer_of_the_driver_is_not_taken_for_a_place() -> None:
+def test_malformed_driver_answer_is_refused() -> None:
     for answer in ("", "0,2", "0,2,0,1,0,x"):
         with pytest.raises(ValueError, match=r"invalid literal|shorter"):
             take_place(answer, attempt=1)
 
 
-def test_horovod_is_not_told_that_the_run_is_elastic() -> None:
+def test_horovod_elastic_variable_is_removed() -> None:
     assert not take_out_elastic()
     os.environ["HOROVOD_ELASTIC"] = "1"
     assert take_out_elastic()

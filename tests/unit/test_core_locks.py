@@ -21,13 +21,15 @@ import psutil
 import pytest
 import torch
 
-from distributed.checkpoint.ownership import FolderTakenError, LockObject, check_held, hold_folder
-from distributed.checkpoint.remote import RemoteStorage
-from distributed.checkpoint.saving import Saver
-from distributed.checkpoint.storage import open_storage
+from distributed.checkpoint.save.saver import Saver
+from distributed.checkpoint.save.staging import TensorStaging
+from distributed.checkpoint.storage.ownership import FolderTakenError, LockObject, check_held, hold_folder
+from distributed.checkpoint.storage.remote import RemoteStorage
+from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError, LaunchError
-from distributed.core.locks import FILE, STALE_S, InUse, Lock, LockFile, Owner, Seen
+from distributed.core.locks import STALE_S, InUse, Lock, LockFile, Owner, Seen
+from distributed.core.run_dir import LOCK
 from distributed.launch.run_lock import owned
 from distributed.runtime.session import Session
 from tests.conftest import clean_environ
@@ -47,15 +49,15 @@ def lock(folder: Path, token: str = "mine", said: list[str] | None = None) -> Lo
 
 
 def leave(folder: Path, owner: Owner, age_s: float = 0.0) -> None:
-    (folder / FILE).write_bytes(owner.to_text())
-    os.utime(folder / FILE, (time.time() - age_s,) * 2)
+    (folder / LOCK).write_bytes(owner.to_text())
+    os.utime(folder / LOCK, (time.time() - age_s,) * 2)
 
 
 def of_another_host() -> Owner:
     return replace(Owner.me("theirs"), host="another", pid=1)
 
 
-def test_a_living_process_keeps_its_folder_until_it_is_killed(tmp_path: Path) -> None:
+def test_folder_lock_holds_until_its_process_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=clean_environ()
     )
@@ -65,7 +67,7 @@ def test_a_living_process_keeps_its_folder_until_it_is_killed(tmp_path: Path) ->
         pass
     assert f"process {process.pid} on " in str(refused.value)
     assert "another run_dir" in str(refused.value)
-    assert os.listdir(tmp_path) == [FILE], "nothing was written"
+    assert os.listdir(tmp_path) == [LOCK], "nothing was written"
     process.send_signal(signal.SIGKILL)
     while not Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].startswith(" Z"):
         time.sleep(0.01)  # dead, and nobody has asked for its exit code
@@ -76,20 +78,29 @@ def test_a_living_process_keeps_its_folder_until_it_is_killed(tmp_path: Path) ->
     assert os.listdir(tmp_path) == []
 
 
-def test_a_process_number_that_is_used_again_is_no_owner(tmp_path: Path) -> None:
+def test_lock_of_a_reused_pid_is_stale(tmp_path: Path) -> None:
     leave(tmp_path, replace(Owner.me("theirs"), started="0"))
     lock(tmp_path).acquire().release()
     assert os.listdir(tmp_path) == []
 
 
-def test_a_second_run_of_the_same_process_is_refused_and_a_later_one_is_not(tmp_path: Path) -> None:
+def test_second_run_of_a_process_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     with lock(tmp_path).acquire(), pytest.raises(InUse):
         lock(tmp_path, "another").acquire(patience_s=0.6)
     with lock(tmp_path, "another").acquire():
         pass
 
 
-def test_a_run_that_resumes_waits_for_the_one_before_it(tmp_path: Path) -> None:
+def test_release_leaves_the_lock_of_another_launch(tmp_path: Path) -> None:
+    first = lock(tmp_path).acquire()
+    assert first.is_held()
+    leave(tmp_path, Owner.me("another"))
+    assert not first.is_held()
+    first.release()
+    assert os.listdir(tmp_path) == [LOCK]
+
+
+def test_resuming_run_waits_for_the_previous_run(tmp_path: Path) -> None:
     first = lock(tmp_path).acquire()
     threading.Timer(0.3, first.release).start()
     said: list[str] = []
@@ -97,22 +108,22 @@ def test_a_run_that_resumes_waits_for_the_one_before_it(tmp_path: Path) -> None:
         assert "waiting" in said[0]
 
 
-def test_a_restarted_world_of_the_same_launch_takes_the_lock_at_once(tmp_path: Path) -> None:
+def test_restarted_world_of_the_same_launch_takes_the_lock(tmp_path: Path) -> None:
     leave(tmp_path, replace(of_another_host(), token="mine"))
     with lock(tmp_path).acquire():
-        assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_another_host_is_known_by_its_heartbeat(tmp_path: Path) -> None:
+def test_lock_of_another_host_is_stale_without_heartbeat(tmp_path: Path) -> None:
     leave(tmp_path, of_another_host(), age_s=STALE_S / 2)
-    threading.Timer(0.2, lambda: os.utime(tmp_path / FILE)).start()
+    threading.Timer(0.2, lambda: os.utime(tmp_path / LOCK)).start()
     with pytest.raises(InUse):
         lock(tmp_path).acquire()
     leave(tmp_path, of_another_host(), age_s=STALE_S + 1)
     lock(tmp_path).acquire().release()
 
 
-def test_of_many_who_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
+def test_stale_lock_is_taken_by_one_of_many(tmp_path: Path) -> None:
     for _ in range(8):
         leave(tmp_path, replace(Owner.me("theirs"), started="0"))
         locks = [lock(tmp_path, f"run-{number}") for number in range(4)]
@@ -133,12 +144,10 @@ def test_of_many_who_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
         got[0].release()
 
 
-def test_a_guard_that_was_left_over_is_removed_and_waited_for_without_haste(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftover_lock_guard_is_removed_after_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
     leave(tmp_path, replace(Owner.me("theirs"), started="0"))
-    guard = tmp_path / f".{FILE}.taking"
+    guard = tmp_path / f".{LOCK}.taking"
     guard.touch()
 
     def nap(seconds: float) -> None:
@@ -149,10 +158,10 @@ def test_a_guard_that_was_left_over_is_removed_and_waited_for_without_haste(
     monkeypatch.setattr(time, "sleep", nap)
     with lock(tmp_path).acquire():
         assert len(naps) == 3, "twice while somebody may be at work, once after it was removed"
-        assert os.listdir(tmp_path) == [FILE]
+        assert os.listdir(tmp_path) == [LOCK]
 
 
-def test_a_hidden_process_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_process_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     living, gone = replace(Owner.me("theirs"), pid=1), replace(Owner.me("theirs"), pid=ended.pid)
     ended.wait()
@@ -175,13 +184,13 @@ class Guarded(LockFile):
         return now
 
 
-def test_the_guard_of_another_who_is_at_work_stays(tmp_path: Path) -> None:
-    guard = tmp_path / f".{FILE}.taking"
+def test_lock_guard_in_use_by_another_stays(tmp_path: Path) -> None:
+    guard = tmp_path / f".{LOCK}.taking"
     leave(tmp_path, of_another_host())
     guard.touch()
     os.utime(guard, (time.time() - STALE_S - 1,) * 2)
     assert not Guarded(tmp_path).take(Seen(of_another_host().to_text(), 0.0), b"mine")
-    assert sorted(os.listdir(tmp_path)) == [guard.name, FILE]
+    assert sorted(os.listdir(tmp_path)) == [guard.name, LOCK]
 
 
 class Watched(RemoteStorage):
@@ -198,19 +207,19 @@ class Watched(RemoteStorage):
         return text
 
 
-def test_of_two_who_take_a_stale_object_one_gets_it() -> None:
+def test_stale_lock_object_is_taken_by_one_of_two() -> None:
     url, stale = f"memory://{uuid.uuid4().hex}", of_another_host().to_text()
-    open_storage(url).write(FILE, stale)
+    open_storage(url).write(LOCK, stale)
     both_read, both_wrote = threading.Barrier(2), threading.Barrier(2)
     places = [LockObject(Watched(url, both_read), sleep=lambda _: both_wrote.wait(60)) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         got = list(pool.map(lambda place, text: place.take(Seen(stale, 0.0), text), places, [b"one", b"two"]))
     assert sorted(got) == [False, True]
-    assert open_storage(url).read(FILE) == (b"one" if got[0] else b"two")
+    assert open_storage(url).read(LOCK) == (b"one" if got[0] else b"two")
 
 
 @pytest.mark.parametrize("make", [lambda path: str(path), lambda path: f"memory://{uuid.uuid4().hex}"])
-def test_a_checkpoint_folder_has_one_writer(tmp_path: Path, make: Callable[[Path], str]) -> None:
+def test_checkpoint_folder_has_one_writer(tmp_path: Path, make: Callable[[Path], str]) -> None:
     url = make(tmp_path / "checkpoints")
     first = hold_folder(open_storage(url), "mine", resume=False)
     with pytest.raises(CheckpointError, match="in use by process"):
@@ -219,15 +228,15 @@ def test_a_checkpoint_folder_has_one_writer(tmp_path: Path, make: Callable[[Path
     first.release()
     storage = open_storage(url)
     hold_folder(storage, "another", resume=False).release()
-    storage.write(FILE, replace(Owner.me("theirs"), started="0").to_text())
+    storage.write(LOCK, replace(Owner.me("theirs"), started="0").to_text())
     hold_folder(storage, "mine", resume=False).release()
-    assert storage.size(FILE) is None
+    assert storage.size(LOCK) is None
 
 
 @pytest.mark.parametrize("make", [lambda path: str(path), lambda path: f"memory://{uuid.uuid4().hex}"])
 @pytest.mark.parametrize("left", [of_another_host().to_text(), None], ids=["taken", "taken and released"])
 @pytest.mark.parametrize("when", ["chunk written", "manifest written"])
-def test_a_save_in_flight_ends_where_another_run_took_the_folder(
+def test_save_in_flight_stops_when_another_run_took_the_folder(
     tmp_path: Path, make: Callable[[Path], str], left: bytes | None, when: str
 ) -> None:
     storage = open_storage(make(tmp_path / "checkpoints"))
@@ -235,10 +244,10 @@ def test_a_save_in_flight_ends_where_another_run_took_the_folder(
 
     def at(point: str) -> None:
         if point == taken_at:
-            storage.write(FILE, left) if left is not None else storage.delete(FILE)
+            storage.write(LOCK, left) if left is not None else storage.delete(LOCK)
 
     session = Session(WorkerEnv(), torch.device("cpu"), None)
-    saver = Saver(storage, session, keep_last=1, check_held=partial(check_held, held), at=at)
+    saver = Saver(storage, session, TensorStaging(), keep_last=1, check_held=partial(check_held, held), at=at)
     saver.save(1, {"model": {"w": torch.ones(3)}}, {}, wait=True)
     taken_at = when
     saver.save(2, {"model": {"w": torch.zeros(3)}}, {})
@@ -248,10 +257,10 @@ def test_a_save_in_flight_ends_where_another_run_took_the_folder(
     before = {"step-000002/manifest.json"} if when == "manifest written" else set()
     assert found == {"step-000001/manifest.json", *before}
     held.release()
-    assert (storage.read(FILE) if storage.size(FILE) is not None else None) == left
+    assert (storage.read(LOCK) if storage.size(LOCK) is not None else None) == left
 
 
-def test_a_run_that_lost_its_directory_says_so_and_is_not_queued_again(
+def test_run_that_lost_its_directory_raises_and_is_not_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distributed.core.locks.BEAT_S", 0.01)

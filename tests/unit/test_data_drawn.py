@@ -68,7 +68,7 @@ def drawn(orders: DrawnOrders, epochs: range) -> list[list[int]]:
     ],
     ids=["seeded", "unseeded", "with state", "with state of an iteration", "torch's", "torch's with generator"],
 )
-def test_orders_go_on_after_a_resume(make: Any, is_restored: bool, stands_in: int) -> None:
+def test_sampler_orders_continue_after_a_resume(make: Any, is_restored: bool, stands_in: int) -> None:
     whole = DrawnOrders(OwnSampler(make()), 1)
     before, state = drawn(whole, range(3)), whole.state(stands_in)
     later = drawn(whole, range(3, 5))
@@ -86,7 +86,7 @@ def test_orders_go_on_after_a_resume(make: Any, is_restored: bool, stands_in: in
         assert [sorted(order) for order in again] == [list(range(LENGTH))] * 2
 
 
-def test_the_rank_that_draws_can_change_with_the_world() -> None:
+def test_another_rank_can_draw_the_order_after_a_fault() -> None:
     """Another rank draws after a fault: one that has only been sent the orders until then."""
     whole = drawn(DrawnOrders(OwnSampler(Kept(0)), 1), range(4))
     first, second = OwnSampler(Kept(0)), OwnSampler(Kept(0))
@@ -98,7 +98,7 @@ def test_the_rank_that_draws_can_change_with_the_world() -> None:
     assert after.note == ""
 
 
-def test_an_order_that_was_drawn_is_not_drawn_again() -> None:
+def test_drawn_order_is_kept_by_the_next_world() -> None:
     """A world that breaks before its first step of an epoch has drawn the order, which the next one must have too."""
     sampler = OwnSampler(Kept(None))
     first = DrawnOrders(sampler, 1)
@@ -110,7 +110,7 @@ def test_an_order_that_was_drawn_is_not_drawn_again() -> None:
     assert second.note == ""
 
 
-def test_epochs_may_come_in_any_order_and_under_any_seed() -> None:
+def test_torch_sampler_order_depends_only_on_epoch_and_seed() -> None:
     sampler = OwnSampler(WeightedRandomSampler([1.0] * LENGTH, LENGTH))
     first = {(epoch, seed): sampler.draw(epoch, seed).tolist() for epoch in (3, 0, 1) for seed in (1, 2)}
     again = {key: sampler.draw(*key).tolist() for key in sorted(first)}
@@ -118,7 +118,7 @@ def test_epochs_may_come_in_any_order_and_under_any_seed() -> None:
     assert len({tuple(order) for order in first.values()}) == 6
 
 
-def test_a_checkpoint_that_knows_no_orders_can_be_resumed() -> None:
+def test_checkpoint_without_sampler_orders_can_be_resumed() -> None:
     whole = drawn(DrawnOrders(OwnSampler(Restorable(0)), 1), range(5))
     old = DrawnOrders(OwnSampler(Restorable(0)), 1)
     old.load_state({})
@@ -128,7 +128,7 @@ def test_a_checkpoint_that_knows_no_orders_can_be_resumed() -> None:
     assert (drawn(resumed, range(4, 5)), resumed.note) == (whole[4:], "")
 
 
-def test_an_order_is_kept_in_half_the_bytes() -> None:
+def test_saved_order_uses_int32_where_it_fits() -> None:
     orders = DrawnOrders(OwnSampler(range(LENGTH)), 1)
     assert orders.order(0).dtype == torch.int64
     assert orders.state(0)["order"].dtype == torch.int32

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 
-from distributed.data.fingerprint import fingerprint
+from distributed.data.checks.fingerprint import fingerprint
 from distributed.data.source import Source
 
 
@@ -49,7 +49,7 @@ NAMES = [f"/data/{n}.png" for n in range(30)]
         (Files(NAMES, [1.0] * 30), Files(NAMES, [1.0] * 29 + [2.0]), "dataset.labels"),
     ],
 )
-def test_other_data_has_another_fingerprint(one: Any, other: Any, part: str) -> None:
+def test_fingerprint_of_other_data_differs(one: Any, other: Any, part: str) -> None:
     mine, theirs = fingerprint(Source(one)), fingerprint(Source(other))
     assert next(name for name in mine if mine[name] != theirs.get(name)) == part
 
@@ -64,11 +64,11 @@ def test_other_data_has_another_fingerprint(one: Any, other: Any, part: str) -> 
     ],
     ids=["tensors", "subset", "files in another folder", "what is no number"],
 )
-def test_the_same_data_has_the_same_fingerprint(one: Any, other: Any) -> None:
+def test_fingerprint_of_equal_data_is_equal(one: Any, other: Any) -> None:
     assert fingerprint(Source(one)) == fingerprint(Source(other))
 
 
-def test_settings_of_the_loader_are_part_of_it() -> None:
+def test_fingerprint_includes_loader_settings() -> None:
     whole = fingerprint(Source(tensors()))
     for source in (Source(tensors(), shuffle=True), Source(tensors(), batch_size=4), Source(tensors(), sampler=[1])):
         assert fingerprint(source) != whole

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from distributed.core.errors import DataError
-from distributed.data.ledger import Ledger, check_ledgers, ledger_path, read_ledger, rewind_ledgers
+from distributed.core.run_dir import LedgerDir
+from distributed.data.checks.ledger import Ledger, check_ledgers, read_ledger, rewind_ledgers
 
 
 def write(folder: Path, rank: int, *records: tuple[int, int, list[int]]) -> None:
@@ -17,7 +18,7 @@ def write(folder: Path, rank: int, *records: tuple[int, int, list[int]]) -> None
     ledger.close()
 
 
-def test_exactly_once_over_two_ranks(tmp_path: Path) -> None:
+def test_ledger_of_two_ranks_is_exactly_once(tmp_path: Path) -> None:
     write(tmp_path, 0, (1, 0, [3, 1]), (2, 0, [4]), (3, 1, [0, 1]))
     write(tmp_path, 1, (1, 0, [0, 2]), (2, 0, []), (3, 1, [2, 3]), (4, 1, [4]))
     report = check_ledgers(tmp_path, 5)
@@ -25,7 +26,7 @@ def test_exactly_once_over_two_ranks(tmp_path: Path) -> None:
     assert (report.steps, report.samples) == (4, 10)
 
 
-def test_what_is_repeated_or_missing_is_named(tmp_path: Path) -> None:
+def test_ledger_names_repeated_and_missing_samples(tmp_path: Path) -> None:
     write(tmp_path, 0, (1, 0, [0, 1, 1]), (2, 1, [0, 1, 2, 3]), (3, 2, [0]))
     report = check_ledgers(tmp_path, 4, finished=False)
     assert report.repeated == {0: [1]}
@@ -34,9 +35,9 @@ def test_what_is_repeated_or_missing_is_named(tmp_path: Path) -> None:
     assert check_ledgers(tmp_path, 4).missing[2] == [1, 2, 3]
 
 
-def test_a_torn_record_is_no_step_and_a_rewind_drops_what_is_taken_again(tmp_path: Path) -> None:
+def test_torn_ledger_record_is_ignored_and_rewind_drops_steps(tmp_path: Path) -> None:
     write(tmp_path, 0, (1, 0, [0, 1]), (2, 0, [2]), (3, 0, [3]))
-    path = ledger_path(tmp_path, 0)
+    path = LedgerDir(tmp_path).file(0)
     whole = path.read_bytes()
     for cut in range(len(whole) - 27, len(whole)):
         path.write_bytes(whole[:cut])
@@ -47,7 +48,7 @@ def test_a_torn_record_is_no_step_and_a_rewind_drops_what_is_taken_again(tmp_pat
     assert check_ledgers(tmp_path, 4).is_exact
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
-    ledger_path(tmp_path, 0).write_bytes(b"something else")
+def test_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
+    LedgerDir(tmp_path).file(0).write_bytes(b"something else")
     with pytest.raises(DataError, match="no sample ledger"):
         check_ledgers(tmp_path, 4)

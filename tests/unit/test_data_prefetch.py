@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distributed.core.plan import BatchPlan
-from distributed.data.loader import StreamLoader, TrainLoader
-from distributed.data.prefetch import Prefetch
-from distributed.data.rows import RowLoader, Rows
+from distributed.data.loading.loader import StreamLoader, TrainLoader
+from distributed.data.loading.prefetch import Prefetch
+from distributed.data.loading.rows import RowLoader, Rows
 from distributed.data.source import Source, read_source
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def seen(step: Any) -> list[tuple[list[int], float, int]]:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_steps_and_indices_are_those_of_the_loader(batch: BatchPlan, workers: int) -> None:
+def test_prefetched_steps_and_indices_equal_the_loaders(batch: BatchPlan, workers: int) -> None:
     source = Source(Numbers(), shuffle=True, num_workers=workers)
     plain, ahead = (TrainLoader(source, batch, batch.ranks - 1, seed=1, seeds_batches=True) for _ in range(2))
     prefetch = Prefetch(ahead, CPU)
@@ -51,7 +51,7 @@ def test_steps_and_indices_are_those_of_the_loader(batch: BatchPlan, workers: in
             assert prefetch.indices == plain.indices == prefetch.sample_indices(epoch, number)
 
 
-def test_it_is_one_step_ahead_and_no_more() -> None:
+def test_prefetch_is_exactly_one_step_ahead() -> None:
     source = Source(TensorDataset(torch.arange(12)), shuffle=True)
     rows = Rows.of(source, CPU)
     assert rows is not None
@@ -65,14 +65,14 @@ def test_it_is_one_step_ahead_and_no_more() -> None:
     assert positions == [1, 2, 3, 3]
 
 
-def test_an_epoch_that_is_left_can_be_begun_again() -> None:
+def test_unfinished_prefetch_epoch_can_start_again() -> None:
     prefetch = Prefetch(TrainLoader(Source(Numbers()), BatchPlan(4), 0, seed=1), CPU)
     first = next(iter(prefetch.epoch(0)))
     assert next(seen(step) for step in prefetch.epoch(0)) == seen(first)
     assert list(prefetch.epoch(0, 8)) == []
 
 
-def test_a_stream_is_read_ahead_too() -> None:
+def test_prefetch_reads_a_stream_ahead() -> None:
     source = read_source(DataLoader(Stream(), batch_size=4), "train_loader")
     loader = StreamLoader(source, BatchPlan(4), 0, seed=0, split="share", agree=lambda n, m: (n, m))
     prefetch = Prefetch(loader, CPU)
@@ -90,7 +90,7 @@ class Broken(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_is_raised_when_its_step_is_asked_for(workers: int) -> None:
+def test_prefetch_error_is_raised_at_its_step(workers: int) -> None:
     prefetch = Prefetch(TrainLoader(Source(Broken(), num_workers=workers), BatchPlan(4), 0, seed=1), CPU)
     steps = prefetch.epoch(0)
     assert [next(steps).microbatches[0].batch.tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -109,7 +109,7 @@ class Counted(IterableDataset[int]):
 
 
 @pytest.mark.parametrize(("max_steps", "read"), [(3, 12), (None, 16)])
-def test_the_last_step_of_a_run_waits_for_no_other(max_steps: int | None, read: int) -> None:
+def test_prefetch_reads_nothing_after_max_steps(max_steps: int | None, read: int) -> None:
     data = Counted()
     source = read_source(DataLoader(data, batch_size=4), "train_loader")
     loader = StreamLoader(source, BatchPlan(4), 0, seed=0, split="share", agree=lambda n, m: (n, m))
@@ -121,7 +121,7 @@ def test_the_last_step_of_a_run_waits_for_no_other(max_steps: int | None, read: 
 
 
 @pytest.mark.parametrize(("epoch", "first"), [(0, 0), (1, 0), (1, 3)])
-def test_nor_does_it_in_a_later_epoch(epoch: int, first: int) -> None:
+def test_prefetch_reads_nothing_after_max_steps_in_later_epoch(epoch: int, first: int) -> None:
     inner = TrainLoader(Source(Numbers()), BatchPlan(4), 0, seed=1)
     outer = Prefetch(inner, CPU, max_steps=8 + 5)
     taken = []

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, Weighte
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan, Plan, SpeedPlan
-from distributed.data.leaf_loader import LeafLoader
-from distributed.data.loader import EvalLoader, TrainLoader
-from distributed.data.rows import Placing, RowBatch, RowEvalLoader, RowLoader, Rows
+from distributed.data.loading.loader import EvalLoader, TrainLoader
+from distributed.data.loading.rows import Placing, RowBatch, RowEvalLoader, RowLoader, Rows
+from distributed.data.loading.transfer import to_device
+from distributed.data.loading.virtual_rank_loader import LeafLoader
 from distributed.data.source import Source, read_source
-from distributed.data.transfer import to_device
 from distributed.runtime.session import Session
 from distributed.train.loaders import open_evaluation, open_training, state_to_come
 
@@ -74,7 +74,9 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     "batch",
     [BatchPlan(8), BatchPlan(3, 4), BatchPlan(4, 2, 3), BatchPlan(2, 3, drop_last=True), BatchPlan(2, 3).for_ranks(7)],
 )
-def test_steps_are_those_of_a_data_loader(make: Callable[[], Any], options: dict[str, Any], batch: BatchPlan) -> None:
+def test_row_loader_steps_equal_a_data_loaders(
+    make: Callable[[], Any], options: dict[str, Any], batch: BatchPlan
+) -> None:
     source = read_source(DataLoader(make(), batch_size=batch.per_device, **options), "train_loader")
     rows = rows_of(source)
     for rank, epoch, first in itertools.product(range(batch.ranks), range(2), (0, 1, 4)):
@@ -94,7 +96,7 @@ def test_steps_are_those_of_a_data_loader(make: Callable[[], Any], options: dict
 
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"sampler": Backwards()}])
-def test_an_evaluation_is_that_of_a_data_loader(in_step: bool, options: dict[str, Any]) -> None:
+def test_row_evaluation_equals_a_data_loaders(in_step: bool, options: dict[str, Any]) -> None:
     source = read_source(DataLoader(subset(), batch_size=4, **options), "val_loader")
     for ranks in (1, 3, 5):
         for rank in range(ranks):
@@ -104,7 +106,7 @@ def test_an_evaluation_is_that_of_a_data_loader(in_step: bool, options: dict[str
             assert all(same(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=True))
 
 
-def test_reading_draws_nothing() -> None:
+def test_row_loader_draws_no_random_numbers() -> None:
     source = Source(tensors(), shuffle=True)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     for _ in RowLoader(source, rows_of(source), BatchPlan(4), 0, seed=1).epoch(0):
@@ -114,7 +116,7 @@ def test_reading_draws_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
-def test_a_sampler_is_drawn_as_by_a_data_loader() -> None:
+def test_row_loader_draws_a_sampler_as_a_data_loader_does() -> None:
     sampler = WeightedRandomSampler([1.0] * LENGTH, num_samples=50)
     source = read_source(DataLoader(tensors(), batch_size=8, sampler=sampler), "train_loader")
     loader, sampled = (
@@ -126,7 +128,7 @@ def test_a_sampler_is_drawn_as_by_a_data_loader() -> None:
     assert all(mine == theirs for mine, theirs in found)
 
 
-def test_a_sampler_that_leaves_the_dataset_is_refused() -> None:
+def test_sampler_index_outside_the_dataset_is_refused() -> None:
     source = Source(tensors(), sampler=[0, LENGTH])
     with pytest.raises(DataError, match=f"draws sample {LENGTH}"):
         next(RowLoader(source, rows_of(source), BatchPlan(2), 0, seed=1).epoch(0))
@@ -165,7 +167,7 @@ def init(worker: int) -> None:
     ],
     ids=["own", "subclass", "under", "collate", "init", "grad", "sparse", "meta", "outside", "empty"],
 )
-def test_what_is_more_than_rows_is_read_sample_by_sample(source: Source) -> None:
+def test_data_other_than_plain_tensors_is_not_read_as_rows(source: Source) -> None:
     assert Rows.of(source, CPU) is None
 
 
@@ -174,21 +176,21 @@ def test_what_is_more_than_rows_is_read_sample_by_sample(source: Source) -> None
     [torch.randn(6, 3, 4, 4).to(memory_format=torch.channels_last), torch.randn(4, 4, 6).permute(2, 1, 0)],
     ids=["channels last", "transposed"],
 )
-def test_a_batch_has_the_layout_that_a_data_loader_gives_it(images: torch.Tensor) -> None:
+def test_row_batch_has_the_memory_layout_of_a_data_loaders(images: torch.Tensor) -> None:
     source = Source(TensorDataset(images))
     (step, *_) = RowLoader(source, rows_of(source), BatchPlan(3), 0, seed=0).epoch(0)
     (expected, *_) = TrainLoader(source, BatchPlan(3), 0, seed=0).epoch(0)
     assert same(step.microbatches[0].batch, expected.microbatches[0].batch)
 
 
-def test_workers_are_not_started_for_rows() -> None:
+def test_row_loader_starts_no_workers() -> None:
     source = Source(tensors(), shuffle=True, num_workers=3, persistent_workers=True)
     loader = RowLoader(source, rows_of(source), BatchPlan(4), 0, seed=1)
     assert sum(step.samples for step in loader.epoch(0)) == LENGTH
     assert not torch.multiprocessing.active_children()
 
 
-def test_a_run_gets_the_loader_that_its_data_allows() -> None:
+def test_loader_kind_follows_data_and_plan() -> None:
     session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
     plan, bitwise = Plan("run", BatchPlan(4)), Plan("run", BatchPlan(4, leaves=4))
     rows, pairs = Source(tensors(), num_workers=2), Source(Pairs())
@@ -200,7 +202,7 @@ def test_a_run_gets_the_loader_that_its_data_allows() -> None:
     assert [type(found.loader) for found in evaluations] == [RowEvalLoader, EvalLoader, type(None)]
 
 
-def test_a_promised_batch_is_gathered_when_it_is_moved() -> None:
+def test_row_batch_is_gathered_when_moved_to_the_device() -> None:
     x = torch.arange(12).view(6, 2)
     order = torch.tensor([5, 0, 3, 1])
     batch = RowBatch((x, x[:, 0].contiguous()), order.narrow(0, 1, 2))
@@ -223,16 +225,14 @@ GIB = 2**30
         (Placing("on", 133 * GIB, 132 * GIB), False, ["on the host", "133.0 GiB of 132.0 GiB"]),
     ],
 )
-def test_rows_go_to_the_device_where_they_leave_it_room_and_that_is_said(
-    placing: Placing, is_taken: bool, said: list[str]
-) -> None:
+def test_rows_are_placed_on_device_when_memory_allows(placing: Placing, is_taken: bool, said: list[str]) -> None:
     assert placing.is_taken == is_taken
     told = placing.decision("training")
     assert told.override == "data_on_device"
     assert all(part in str(told) for part in said)
 
 
-def test_room_is_left_for_the_state_that_an_optimizer_has_not_made_yet() -> None:
+def test_placing_reserves_memory_for_future_optimizer_state() -> None:
     layer = torch.nn.Linear(3, 4)
     layer.bias.requires_grad_(False)
     optimizer = torch.optim.Adam(layer.parameters())
@@ -242,7 +242,7 @@ def test_room_is_left_for_the_state_that_an_optimizer_has_not_made_yet() -> None
     assert state_to_come(optimizer, CPU) == 0
 
 
-def test_data_that_cannot_go_to_the_device_is_refused_where_it_was_told_to() -> None:
+def test_data_on_device_refuses_data_that_is_no_tensors() -> None:
     session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
     plan = Plan("run", BatchPlan(4), speed=SpeedPlan(data_on_device="on"))
     with pytest.raises(DataError, match="data_on_device=True"):

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
-from distributed.data.loader import EvalLoader, TrainLoader
+from distributed.data.loading.loader import EvalLoader, TrainLoader
 from distributed.data.source import Source, read_source
 
 LENGTH = 20
@@ -49,7 +49,7 @@ def batched(sampler: Any, drop_last: bool = False) -> Source:
     return read_source(DataLoader(Numbers(), batch_sampler=BatchSampler(sampler, 4, drop_last)), "train_loader")
 
 
-def test_the_sampler_inside_a_batch_sampler_is_drawn() -> None:
+def test_sampler_inside_a_batch_sampler_is_used() -> None:
     shuffled = batched(RandomSampler(Numbers()), drop_last=True)
     assert (shuffled.batch_size, shuffled.drop_last, shuffled.shuffle) == (4, True, True)
     only_three = batched(WeightedRandomSampler([float(i == 3) for i in range(LENGTH)], 16))
@@ -65,14 +65,14 @@ class Backwards(Sampler):
 
 
 @pytest.mark.parametrize("base", [SequentialSampler, RandomSampler])
-def test_a_class_derived_from_a_sampler_of_torch_is_drawn(base: type) -> None:
+def test_subclass_of_a_torch_sampler_is_used(base: type) -> None:
     derived = type("Derived", (Backwards, base), {})
     assert orders(read(sampler=derived(Numbers()))) == [list(range(LENGTH - 1, -1, -1))] * 2
     assert orders(batched(derived(Numbers()))) == [list(range(LENGTH - 1, -1, -1))] * 2
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_generator_gives_the_order_that_it_gives_in_torch(persistent: bool) -> None:
+def test_loader_generator_gives_torchs_order(persistent: bool) -> None:
     workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True} if persistent else {}
 
     def make() -> DataLoader:
@@ -84,7 +84,7 @@ def test_a_generator_gives_the_order_that_it_gives_in_torch(persistent: bool) ->
     assert expected[0] != expected[1]
 
 
-def test_a_samplers_generator_gives_the_order_that_it_gives_in_torch() -> None:
+def test_sampler_generator_gives_torchs_order() -> None:
     generator = torch.Generator().manual_seed(5)
     source = read(sampler=SubsetRandomSampler(range(10, 16), generator))
     again = SubsetRandomSampler(range(10, 16), torch.Generator().manual_seed(5))
@@ -93,13 +93,13 @@ def test_a_samplers_generator_gives_the_order_that_it_gives_in_torch() -> None:
     assert generator.get_state().equal(torch.Generator().manual_seed(5).get_state()), "it is drawn from in a copy"
 
 
-def test_a_sampler_over_a_part_of_the_dataset_draws_that_part() -> None:
+def test_sampler_over_part_of_the_dataset_draws_only_it() -> None:
     assert orders(read(sampler=SequentialSampler(range(6)))) == [list(range(6))] * 2
     assert [sorted(order) for order in orders(read(sampler=RandomSampler(range(6))))] == [list(range(6))] * 2
     assert orders(read(sampler=[5, 3, 3])) == [[5, 3, 3]] * 2
 
 
-def test_a_distributed_samplers_seed_gives_its_global_batches() -> None:
+def test_distributed_sampler_seed_gives_its_global_batches() -> None:
     ranks = [DistributedSampler(Numbers(), 2, rank, seed=7) for rank in range(2)]
     found = orders(read(sampler=DistributedSampler(Numbers(), 2, 0, seed=7)))
     for epoch, order in enumerate(found):
@@ -118,7 +118,7 @@ def test_validation_uses_the_samples_of_its_sampler_once() -> None:
         assert Counter(seen) == Counter(range(7, 18))
 
 
-def test_what_has_no_effect_is_told() -> None:
+def test_loader_options_without_effect_are_reported() -> None:
     assert "in_order=False" in read(in_order=False).sampling
     told = read(sampler=RandomSampler(Numbers()), generator=torch.Generator()).sampling
     assert "generator is not used" in told
@@ -154,12 +154,12 @@ class NoLength(Sampler):
         ),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(make: Any, named: str) -> None:
+def test_unsupported_sampling_is_refused_by_name(make: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
         read_source(make(), "train_loader")
 
 
-def test_a_sampler_that_draws_no_numbers_is_refused() -> None:
+def test_sampler_that_yields_no_indices_is_refused() -> None:
     source = read(sampler=BatchSampler(SequentialSampler(Numbers()), 2, False))
-    with pytest.raises(DataError, match="BatchSampler draws something that is no number"):
+    with pytest.raises(DataError, match="BatchSampler draws something that is no index"):
         orders(source)

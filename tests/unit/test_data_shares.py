@@ -18,8 +18,8 @@ from torch.utils.data import (
 from distributed.core.errors import DataError
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Plan
-from distributed.data.loader import EvalLoader, StreamLoader, TrainLoader
-from distributed.data.shares import EpochCut
+from distributed.data.loading.loader import EvalLoader, StreamLoader, TrainLoader
+from distributed.data.shares import EpochSplit
 from distributed.data.source import Source, read_source
 
 
@@ -54,7 +54,7 @@ def used(steps) -> list[int]:
     ("length", "ranks", "per_device", "accumulation"),
     list(itertools.product([1, 2, 3, 7, 16, 37, 64], [1, 2, 3, 4, 5], [1, 3, 4], [1, 2, 3])),
 )
-def test_every_sample_once(length: int, ranks: int, per_device: int, accumulation: int) -> None:
+def test_every_sample_is_used_once_for_any_split(length: int, ranks: int, per_device: int, accumulation: int) -> None:
     source = read_source(DataLoader(Numbers(length), shuffle=True), "train_loader")
     batch = BatchPlan(per_device, ranks, accumulation)
     by_rank = [steps_of(source, batch, rank) for rank in range(ranks)]
@@ -67,7 +67,7 @@ def test_every_sample_once(length: int, ranks: int, per_device: int, accumulatio
         assert all(m.size <= per_device for s in step for m in s.microbatches)
 
 
-def test_the_global_order_does_not_depend_on_the_number_of_ranks() -> None:
+def test_global_order_does_not_depend_on_world_size() -> None:
     source = read_source(DataLoader(Numbers(50), shuffle=True), "train_loader")
     orders = []
     for ranks, per_device in ((1, 12), (2, 6), (3, 4), (4, 3)):
@@ -77,7 +77,7 @@ def test_the_global_order_does_not_depend_on_the_number_of_ranks() -> None:
     assert orders[0] != [list(range(start, min(start + 12, 50))) for start in range(0, 50, 12)], "not shuffled"
 
 
-def test_epochs_differ_and_seeds_differ() -> None:
+def test_order_differs_by_epoch_and_seed() -> None:
     source = Source(Numbers(40), shuffle=True)
     batch = BatchPlan(4)
     first = used(TrainLoader(source, batch, 0, seed=1).epoch(0))
@@ -87,7 +87,7 @@ def test_epochs_differ_and_seeds_differ() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_can_begin_in_the_middle(workers: int) -> None:
+def test_epoch_can_start_at_any_step(workers: int) -> None:
     class Counting(Numbers):
         def __getitem__(self, index: int) -> int:
             return index
@@ -95,21 +95,22 @@ def test_an_epoch_can_begin_in_the_middle(workers: int) -> None:
     source = Source(Counting(30), shuffle=True, num_workers=workers, persistent_workers=workers > 0)
     loader = TrainLoader(source, BatchPlan(2, 2, 2), 1, seed=1)
     whole = [used([step]) for step in loader.epoch(2)]
-    assert [used([step]) for step in loader.epoch(2, 2)] == whole[2:]
+    for first in (2, len(whole)):
+        assert [used([step]) for step in loader.epoch(2, first)] == whole[first:]
 
 
-def test_sample_indices_tell_what_a_step_used() -> None:
+def test_sample_indices_equal_the_samples_of_the_step() -> None:
     loader = TrainLoader(Source(Numbers(29), shuffle=True), BatchPlan(3, 2, 2), 1, seed=4)
     for number, step in enumerate(loader.epoch(1)):
         assert loader.sample_indices(1, number) == used([step])
 
 
-def test_drop_last() -> None:
+def test_drop_last_drops_the_partial_global_batch() -> None:
     by_rank = [steps_of(Source(Numbers(30)), BatchPlan(4, 3, drop_last=True), rank) for rank in range(3)]
     assert sorted(i for steps in by_rank for i in used(steps)) == list(range(24))
 
 
-def test_a_distributed_sampler_is_replaced_and_that_is_said() -> None:
+def test_distributed_sampler_is_replaced_and_reported() -> None:
     sampler = DistributedSampler(Numbers(9), num_replicas=2, rank=0, shuffle=False)
     source = read_source(DataLoader(Numbers(9), batch_size=2, sampler=sampler), "train_loader")
     assert "DistributedSampler" in source.sampling
@@ -117,7 +118,7 @@ def test_a_distributed_sampler_is_replaced_and_that_is_said() -> None:
     assert sorted(by_rank[0] + by_rank[1]) == list(range(9))
 
 
-def test_a_users_own_sampler_is_drawn_alike_on_every_rank() -> None:
+def test_user_sampler_is_drawn_alike_on_every_rank() -> None:
     sampler = WeightedRandomSampler([1.0, 100.0, 1.0, 1.0], num_samples=40)
     source = read_source(DataLoader(Numbers(4), batch_size=2, sampler=sampler), "train_loader")
     torch.manual_seed(0)
@@ -131,7 +132,7 @@ def test_a_users_own_sampler_is_drawn_alike_on_every_rank() -> None:
 
 @pytest.mark.parametrize("length", [1, 5, 16, 23])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_shared_stream_gives_every_sample_once(length: int, workers: int) -> None:
+def test_shared_stream_gives_every_sample_once(length: int, workers: int) -> None:
     source = read_source(DataLoader(Stream(length), batch_size=2, num_workers=workers), "train_loader")
     batch = BatchPlan(2, 3, 2)
     loaders = [StreamLoader(source, batch, r, seed=0, split="share", agree=lambda n, m: (n, m)) for r in range(3)]
@@ -143,7 +144,7 @@ def test_a_shared_stream_gives_every_sample_once(length: int, workers: int) -> N
 
 
 @pytest.mark.parametrize(("per_device", "ranks", "accumulation"), [(8, 4, 1), (3, 4, 1), (7, 4, 1), (3, 4, 2)])
-def test_a_stream_loses_nothing_at_another_number_of_ranks(per_device: int, ranks: int, accumulation: int) -> None:
+def test_stream_resize_loses_no_sample(per_device: int, ranks: int, accumulation: int) -> None:
     first = BatchPlan(per_device, ranks, accumulation, of_stream=True)
     plan = Plan("run", first, mesh=MeshSpec(dp_replicate=ranks))
     source = read_source(DataLoader(Stream(1000), batch_size=per_device), "train_loader")
@@ -161,30 +162,28 @@ SMALL = list(itertools.product(range(1, 5), range(1, 5), range(1, 3)))
 
 
 @pytest.mark.parametrize(("per_device", "ranks", "accumulation"), SMALL)
-def test_every_sample_once_when_the_number_of_ranks_changes(per_device: int, ranks: int, accumulation: int) -> None:
+def test_resize_uses_every_sample_once(per_device: int, ranks: int, accumulation: int) -> None:
     batch = BatchPlan(per_device, ranks, accumulation)
     samples = 2 * batch.global_batch + batch.global_batch // 2
     for there in range(1, batch.global_batch + 3):  # also more ranks than a step has samples
         cut = batch.for_ranks(there)
         assert Counter(positions(samples, cut)) == Counter(range(samples))
         for step in range(cut.steps(samples)):
-            shares = [EpochCut(samples, cut, rank).cuts(step) for rank in range(there)]
+            shares = [EpochSplit(samples, cut, rank).cuts(step) for rank in range(there)]
             assert len({len(of_rank) for of_rank in shares}) == 1
             assert all(c.size <= per_device for of_rank in shares for c in of_rank)
             assert sum(c.weight for of_rank in shares for c in of_rank) == pytest.approx(there)
 
 
 def positions(samples: int, batch: BatchPlan) -> list[int]:
-    by_rank = [EpochCut(samples, batch, rank) for rank in range(batch.ranks)]
+    by_rank = [EpochSplit(samples, batch, rank) for rank in range(batch.ranks)]
     cuts = [c for of_rank in by_rank for step in range(of_rank.steps) for c in of_rank.cuts(step)]
     return [position for c in cuts for position in range(c.start, c.stop)]
 
 
 @pytest.mark.parametrize("there", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("per_device", "accumulation"), [(1, 1), (1, 2), (2, 1)])
-def test_a_loader_reads_and_names_every_sample_once_at_another_number_of_ranks(
-    there: int, per_device: int, accumulation: int
-) -> None:
+def test_resized_loader_reads_and_reports_every_sample_once(there: int, per_device: int, accumulation: int) -> None:
     """Where a share is empty, what stands in for it has no weight, and is not told as used."""
     batch = BatchPlan(per_device, 3, accumulation).for_ranks(there)
     seen, told = [], []
@@ -205,7 +204,7 @@ def test_evaluation_sees_every_sample_once(length: int, stream: bool) -> None:
     assert sorted(seen) == list(range(length))
 
 
-def test_a_loader_keeps_its_collate_function_and_options() -> None:
+def test_loader_keeps_its_collate_fn() -> None:
     source = read_source(
         DataLoader(Numbers(4), batch_size=2, collate_fn=lambda items: {"items": items}), "train_loader"
     )

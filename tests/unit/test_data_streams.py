@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
-from distributed.data.leaves import seed_generators
-from distributed.data.loader import EvalLoader, StreamLoader
+from distributed.data.checks.stream_digest import sample_digest
+from distributed.data.loading.loader import EvalLoader, StreamLoader
 from distributed.data.source import read_source
-from distributed.data.stream_digest import sample_digest
+from distributed.data.virtual_ranks import seed_generators
 
 LENGTH = 37
 
@@ -71,7 +71,7 @@ def used(steps: Any, noise: int = 0) -> list[int]:
     ("by", "workers"),
     [("random", 0), ("numpy", 0), ("torch", 0), ("random", 1), ("numpy", 1), ("torch", 1), ("worker's seed", 1)],
 )
-def test_ranks_share_one_shuffled_stream(by: str, workers: int) -> None:
+def test_ranks_read_one_shuffled_stream(by: str, workers: int) -> None:
     batch = BatchPlan(3, 2)
     by_rank = []
     for rank in range(2):
@@ -84,7 +84,7 @@ def test_ranks_share_one_shuffled_stream(by: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_goes_on_in_the_middle_of_an_epoch(workers: int) -> None:
+def test_stream_resumes_in_mid_epoch_at_any_world_size(workers: int) -> None:
     for ranks, per_device in ((2, 3), (1, 6), (3, 2)):  # with as many ranks as before, fewer and more
         whole = [used(loader(Shuffled("random"), BatchPlan(3, 2), rank).epoch(1)) for rank in range(2)]
         first = loader(Shuffled("random"), BatchPlan(3, 2), 0)
@@ -99,7 +99,7 @@ def test_a_stream_goes_on_in_the_middle_of_an_epoch(workers: int) -> None:
         assert sorted(rest) == sorted(whole[0][6:] + whole[1][6:])
 
 
-def test_a_stream_that_is_another_when_it_is_read_again_is_refused() -> None:
+def test_stream_that_differs_when_read_again_is_refused() -> None:
     first = loader(Shuffled("its own"), BatchPlan(3), 0)
     next(first.epoch(1))
     again = loader(Shuffled("its own"), BatchPlan(3), 0)
@@ -108,7 +108,7 @@ def test_a_stream_that_is_another_when_it_is_read_again_is_refused() -> None:
         next(again.epoch(1, 1))
 
 
-def test_reading_a_stream_leaves_the_ranks_generators_alone() -> None:
+def test_reading_a_stream_leaves_the_ranks_generators_unchanged() -> None:
     """So what a model draws does not hang on the stream, nor, after a resume, on what was passed over."""
 
     def drawn() -> tuple[float, float, float]:
@@ -122,7 +122,7 @@ def test_reading_a_stream_leaves_the_ranks_generators_alone() -> None:
         assert [drawn() for _ in itertools.islice(steps, 4)] == expected
 
 
-def test_what_collating_draws_is_not_drawn_for_samples_that_are_passed_over() -> None:
+def test_skipped_samples_are_not_collated() -> None:
     def noisy(samples: list[int]) -> float:
         return random.random()
 
@@ -134,14 +134,14 @@ def test_what_collating_draws_is_not_drawn_for_samples_that_are_passed_over() ->
     assert batches(0) == batches(5)
 
 
-def test_a_stream_of_its_own_on_each_rank_draws_its_own() -> None:
+def test_stream_split_by_dataset_shuffles_per_rank() -> None:
     mine, theirs, again = (
         used(loader(Shuffled("torch"), BatchPlan(3, 2), rank, split="dataset").epoch(0)) for rank in (0, 1, 0)
     )
     assert mine == again != theirs
 
 
-def test_an_evaluation_shares_one_shuffled_stream() -> None:
+def test_evaluation_ranks_read_one_shuffled_stream() -> None:
     source = read_source(DataLoader(Shuffled("random"), batch_size=3), "val_loader")
     seen, digests = [], set()
     for rank in range(2):
@@ -153,7 +153,7 @@ def test_an_evaluation_shares_one_shuffled_stream() -> None:
     assert len(digests) == 1
 
 
-def test_digests_tell_streams_apart() -> None:
+def test_stream_digests_differ_for_different_streams() -> None:
     def digest(stream: Any) -> int:
         mine = loader(stream, BatchPlan(3, 2), 0)
         next(mine.epoch(0))
@@ -178,9 +178,9 @@ def test_digests_tell_streams_apart() -> None:
         (torch.zeros(2), torch.zeros(3)),
     ],
 )
-def test_a_digest_looks_into_what_a_sample_is_made_of(one: Any, other: Any) -> None:
+def test_sample_digest_depends_on_nested_values(one: Any, other: Any) -> None:
     assert sample_digest((one, 0)) == sample_digest((one, 0)) != sample_digest((other, 0))
 
 
-def test_a_digest_does_not_hang_on_addresses() -> None:
+def test_sample_digest_does_not_depend_on_addresses() -> None:
     assert sample_digest((object(), torch.eye(2).to_sparse())) == sample_digest((object(), torch.eye(2).to_sparse()))

@@ -7,18 +7,20 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from distributed.core.plan import BatchPlan
-from distributed.data.leaf_loader import LeafLoader
+from distributed.data.loading.virtual_rank_loader import LeafLoader
 from distributed.data.source import Source
 
 LEAVES = 8
 
 
 class Draws(Dataset):
-    """(index, a random number)"""
+    """(index, a random number of each generator)"""
 
     offset = 0
 
@@ -28,8 +30,8 @@ class Draws(Dataset):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return index + self.offset, random.random()
+    def __getitem__(self, index: int) -> tuple[int, tuple[float, float, float]]:
+        return index + self.offset, (random.random(), np.random.random(), torch.rand(()).item())
 
 
 def plan(ranks: int, least_leaf: int = 1, drop_last: bool = False) -> BatchPlan:
@@ -55,22 +57,23 @@ def read(length: int, batch: BatchPlan, first_step: int = 0, **options: Any) -> 
 
 
 @pytest.mark.parametrize(("length", "least_leaf"), list(itertools.product([1, 3, 7, 16, 17, 50, 64], [1, 2])))
-def test_the_ranks_divide_the_leaves_and_nothing_else(length: int, least_leaf: int) -> None:
+def test_virtual_ranks_read_the_same_samples_at_any_world_size(length: int, least_leaf: int) -> None:
     one = read(length, plan(1, least_leaf))
     assert Counter(i for step in one for _, _, batch in step for i, _ in batch or []) == Counter(range(length))
     assert [[number for number, _, _ in step] for step in one] == [list(range(LEAVES))] * len(one)
     for ranks in (2, 4, 8):
         assert read(length, plan(ranks, least_leaf)) == one
     draws = [draw for step in one for _, _, batch in step for _, draw in batch or []]
-    assert len(set(draws)) == length, "every sample has a random number of its own"
+    for by_one in zip(*draws, strict=True):
+        assert len(set(by_one)) == length, "every sample has a random number of its own"
 
 
-def test_a_short_step_has_leaves_of_two_at_least_where_that_is_asked() -> None:
+def test_short_step_keeps_two_samples_per_virtual_rank() -> None:
     sizes = [[len(batch or []) for _, _, batch in step] for step in read(16 + 5, plan(1, least_leaf=2))]
     assert sizes == [[2] * 8, [3, 2, 0, 0, 0, 0, 0, 0]]
 
 
-def test_workers_and_a_late_start_change_no_draw() -> None:
+def test_workers_and_mid_epoch_start_change_no_random_draw() -> None:
     whole = read(50, plan(2))
     assert read(50, plan(2), num_workers=2) == whole
     assert read(50, plan(2), first_step=2, num_workers=2) == whole[2:]
@@ -84,7 +87,7 @@ def set_offset(worker: int) -> None:
     info.dataset.offset = 100  # ... and to be set
 
 
-def test_a_worker_init_fn_reaches_the_users_dataset() -> None:
+def test_worker_init_fn_reaches_the_users_dataset() -> None:
     source = Source(Draws(20), collate_fn=list, num_workers=1, worker_init_fn=set_offset)
     (step, *_) = LeafLoader(source, plan(1), 0, seed=1).epoch(0)
     assert [index for micro in step.microbatches for index, _ in micro.batch] == list(range(100, 116))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from distributed import Trainer
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
-from distributed.data.loader import EvalLoader, TrainLoader
+from distributed.data.loading.loader import EvalLoader, TrainLoader
+from distributed.data.loading.workers import (
+    WorkerCount,
+    candidates,
+    choose,
+    find_staff,
+    keep,
+    measure_rates,
+    with_workers,
+)
 from distributed.data.source import Source
-from distributed.data.workers import Staff, candidates, choose, find_staff, keep, measure_rates, with_workers
 
 
 class Augmented(Dataset[Any]):
@@ -47,13 +57,13 @@ def read(workers: int, first_step: int = 0) -> list[Any]:
     return [[micro.batch[0].tolist() for micro in step.microbatches] for step in loader.epoch(2, first_step)]
 
 
-def test_what_a_batch_draws_does_not_hang_on_who_reads_it() -> None:
+def test_augmentation_does_not_depend_on_worker_count() -> None:
     alone = read(0)
     assert read(1) == read(2) == alone
     assert read(0, 1) == read(2, 1) == alone[1:], "also after a resume"
 
 
-def test_nor_does_it_in_an_evaluation() -> None:
+def test_evaluation_augmentation_does_not_depend_on_workers() -> None:
     def values(workers: int) -> list[Any]:
         source = Source(Augmented(), num_workers=workers)
         return [batch[0].tolist() for batch, _ in EvalLoader(source, 4, 1, 2, batch_seed=5)]
@@ -63,7 +73,7 @@ def test_nor_does_it_in_an_evaluation() -> None:
     assert values(0) != other
 
 
-def test_reading_in_the_rank_leaves_its_generators_alone() -> None:
+def test_reading_without_workers_leaves_generators_unchanged() -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
@@ -80,7 +90,7 @@ def test_reading_in_the_rank_leaves_its_generators_alone() -> None:
         ({0: 9000, 1: 300, 2: 500, 4: 520, 8: 999}, [0, 1, 2, 4], 0),  # to send a batch costs more than to make it
     ],
 )
-def test_the_fewest_workers_that_are_as_good_as_the_best(
+def test_fewest_workers_within_5_percent_of_the_best_are_chosen(
     rates: dict[int, float], tried: list[int], chosen: int
 ) -> None:
     found = measure_rates(rates.__getitem__, candidates(8))
@@ -88,13 +98,13 @@ def test_the_fewest_workers_that_are_as_good_as_the_best(
     assert choose(found, overlaps=False) == chosen
 
 
-def test_candidates_end_with_the_cores_of_a_rank() -> None:
+def test_candidate_worker_counts_end_at_the_cores_of_a_rank() -> None:
     assert candidates(1) == [0, 1]
     assert candidates(2) == [0, 1, 2]
     assert candidates(12) == [0, 1, 2, 4, 8, 12]
 
 
-def test_measuring_leaves_the_dataset_of_the_rank_as_it_is(tmp_path: Path) -> None:
+def test_measuring_workers_leaves_dataset_and_generators_alone(tmp_path: Path) -> None:
     data, kept = Augmented(), tmp_path / "workers" / "rank-0.json"
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     source = Source(data, num_workers=1, timeout=30)
@@ -105,9 +115,9 @@ def test_measuring_leaves_the_dataset_of_the_rank_as_it_is(tmp_path: Path) -> No
     assert set(staff.rates) == {0, 1, 2}
     assert all(rate > 0 for rate in staff.rates.values())
     assert not torch.multiprocessing.active_children()
-    keep(Staff(7, {0: 1.0, 7: 9.0}), kept)
+    keep(WorkerCount(7, {0: 1.0, 7: 9.0}), kept)
     again = find_staff(Source(data), BatchPlan(4), 0, cores=2, overlaps=False, kept=kept, seconds=0.05)
-    assert again == Staff(7, {0: 1.0, 7: 9.0}), "a rank that was restarted does not measure again"
+    assert again == WorkerCount(7, {0: 1.0, 7: 9.0}), "a rank that was restarted does not measure again"
 
 
 class Shuffled:
@@ -123,7 +133,7 @@ class Shuffled:
         return len(self.dataset)
 
 
-def test_measuring_draws_nothing_from_a_sampler_of_the_users() -> None:
+def test_measuring_workers_does_not_advance_a_user_sampler() -> None:
     data = Augmented()
     sampler, untouched = Shuffled(data), Shuffled(data)
     staff = find_staff(Source(data, sampler=sampler), BatchPlan(4), 0, cores=2, overlaps=False, seconds=0.05)
@@ -140,7 +150,7 @@ class Once(Shuffled):
         return self.drawn
 
 
-def test_a_sampler_that_cannot_be_copied_keeps_the_data_loaders_number_and_that_is_said() -> None:
+def test_uncopyable_sampler_keeps_num_workers_with_a_reason() -> None:
     data = Augmented()
     source = Source(data, sampler=Once(data), num_workers=1)
     staff = find_staff(source, BatchPlan(4), 0, cores=2, overlaps=False, seconds=0.05)
@@ -149,7 +159,7 @@ def test_a_sampler_that_cannot_be_copied_keeps_the_data_loaders_number_and_that_
     assert len(list(source.sampler)) == len(data)
 
 
-def test_the_dataset_of_a_sampler_is_not_copied_to_measure() -> None:
+def test_measuring_workers_does_not_copy_the_dataset() -> None:
     class Whole(Augmented):
         def __deepcopy__(self, memo: Any) -> Any:
             raise MemoryError
@@ -159,13 +169,13 @@ def test_the_dataset_of_a_sampler_is_not_copied_to_measure() -> None:
     assert staff.rates[0] > 0
 
 
-def test_an_epoch_without_a_step_is_not_measured_for_ever() -> None:
+def test_epoch_without_a_step_ends_the_measurement() -> None:
     source = Source(Augmented(3))
     staff = find_staff(source, BatchPlan(4, drop_last=True), 0, cores=1, overlaps=False, seconds=0.05)
     assert staff.workers == 0
 
 
-def test_a_number_wins_over_the_data_loaders() -> None:
+def test_num_workers_setting_overrides_the_data_loaders() -> None:
     source = Source(Augmented(), num_workers=3, prefetch_factor=4, persistent_workers=True, timeout=30)
     two = TrainLoader(with_workers(source, 2), BatchPlan(4), 0, seed=1)
     none = TrainLoader(with_workers(source, 0), BatchPlan(4), 0, seed=1, seeds_batches=True)
@@ -185,7 +195,7 @@ def fit(folder: Path, name: str, data: Any, **settings: Any) -> tuple[list[float
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).tolist(), started
 
 
-def test_a_run_ends_with_the_same_bytes_whatever_was_measured_and_says_what(tmp_path: Path) -> None:
+def test_measured_worker_count_changes_no_byte_and_is_reported(tmp_path: Path) -> None:
     data = DataLoader(Augmented(), batch_size=8, shuffle=True)
     alone, _ = fit(tmp_path, "none", data, num_workers=0)
     chosen, started = fit(tmp_path, "auto", data, num_workers="auto")
@@ -197,13 +207,43 @@ def test_a_run_ends_with_the_same_bytes_whatever_was_measured_and_says_what(tmp_
     assert "[num_workers]" in told
 
 
-def test_of_a_stream_the_data_loaders_number_stays_and_that_is_said(tmp_path: Path) -> None:
+def test_stream_keeps_the_data_loaders_num_workers_with_reason(tmp_path: Path) -> None:
     _, started = fit(tmp_path, "stream", DataLoader(Stream(), batch_size=8), num_workers="auto")
     assert any("num_workers=0, the data loader's" in line for line in started["decisions"])
 
 
-def test_workers_over_data_of_ray_are_refused() -> None:
-    from distributed.data.ray_data import RayRows
+def test_num_workers_over_ray_data_are_refused() -> None:
+    from distributed.engines.ray.data import RayRows
 
     with pytest.raises(DataError, match="num_workers=2"):
         with_workers(Source(RayRows.__new__(RayRows)), 2)
+
+
+class Handle:
+    """Garbage that must not be freed in another process, as what is a GPU's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.itself = path, self
+
+    def __del__(self) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collecting(Augmented):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+def test_workers_do_not_run_finalizers_of_their_parent(tmp_path: Path) -> None:
+    source = Source(Collecting(8), shuffle=True, num_workers=1)
+    loader = TrainLoader(source, BatchPlan(4, 1, 1), 0, seed=1)
+    gc.disable()  # until then it is there
+    try:
+        Handle(tmp_path / "freed")
+        assert len(list(loader.epoch(0))) == 2
+    finally:
+        gc.enable()
+    gc.collect()
+    assert (tmp_path / "freed").read_text().split() == [str(os.getpid())]

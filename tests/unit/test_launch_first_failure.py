@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
-from distributed.core.failure import FailureRecord, is_collateral
-from distributed.launch.blame import Ending, describe, failure_error, first_failure
+from distributed.core.protocol.failure import FailureRecord, is_collateral
+from distributed.launch.supervise.aborts import aborted_record
+from distributed.launch.supervise.first_failure import Ending, describe, failure_error, first_failure
 
 
 def ending(
@@ -45,7 +47,7 @@ def outside(rank: int, time: float) -> Ending:
         ([outside(0, 1.0), outside(1, 2.0)], None),
     ],
 )
-def test_first_failure(endings, blamed):
+def test_first_failure_is_the_root_cause_not_collateral(endings, blamed):
     found = first_failure(endings)
     assert (found.rank if found else None) == blamed
 
@@ -58,11 +60,11 @@ def test_a_killed_rank_names_its_signal_and_its_log():
     assert "SIGSEGV" in describe(ending(0, 0.0, code=-signal.SIGSEGV, silent=True))
 
 
-def test_the_exit_code_is_that_of_the_error():
+def test_exit_code_is_that_of_the_ranks_error():
     assert failure_error(ending(0, 0.0), "n1").exit_code == 7
 
 
-def test_while_stopping_only_the_asked_for_ends_are_good():
+def test_exits_by_the_stop_signal_are_benign_only_while_stopping():
     for code in (0, 130, -signal.SIGINT):
         assert ending(0, 0.0, code=code, silent=True).is_benign(signal.SIGINT)
     assert ending(0, 0.0, code=-signal.SIGTERM, silent=True).is_benign(signal.SIGTERM)
@@ -84,3 +86,37 @@ def test_an_error_raised_from_a_broken_connection_is_collateral():
     own = ValueError("bad batch")
     own.__context__ = broken  # merely raised later
     assert not is_collateral(own)
+
+
+LAST_WORDS = """[rank1]:[E ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 1] {watchdog}: {words}
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] {watchdog}: {words}
+more that it says
+Fatal Python error: Aborted
+"""
+WATCHDOG = "Process group watchdog thread terminated with exception"
+
+
+@pytest.mark.parametrize(
+    ("words", "follows"),
+    [
+        ("CUDA error: device-side assert triggered", False),
+        ("NCCL error: remote process exited or there was a network error, NCCL version 2.28.9", True),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)", True),
+    ],
+)
+def test_rank_aborted_by_watchdog_is_blamed_only_for_gpu_errors(tmp_path: Path, words: str, follows: bool) -> None:
+    (tmp_path / "log").write_text(LAST_WORDS.format(watchdog=WATCHDOG, words=words))
+    record = aborted_record(str(tmp_path / "log"), rank=1, host="n1", pid=7, time=2.0)
+    assert record is not None
+    assert (record.message, record.collateral) == (words, follows)
+    assert record.traceback.startswith("Fatal Python error")
+    blamed = first_failure([Ending(1, -signal.SIGABRT, 2.0, "", record), ending(0, 3.0)])
+    assert blamed is not None
+    assert blamed.rank == (0 if follows else 1)
+
+
+def test_abort_without_watchdog_message_has_no_record(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("step 1\nFatal Python error: Aborted\n")
+    assert aborted_record(str(tmp_path / "log"), rank=1, host="n1", pid=7, time=2.0) is None
+    assert aborted_record(str(tmp_path / "none"), rank=1, host="n1", pid=7, time=2.0) is None

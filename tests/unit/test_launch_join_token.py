@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from distributed.core.errors import ConfigError, LaunchError
-from distributed.launch.elastic import StoreMeetingPoint
-from distributed.launch.join_token import find_tokens, leave_token, read_join_token, remove_token
-from distributed.launch.membership import Membership
 from distributed.launch.ports import free_port
+from distributed.launch.rendezvous.elastic import StoreMeetingPoint
+from distributed.launch.rendezvous.join_token import find_tokens, leave_token, read_join_token, remove_token
+from distributed.launch.rendezvous.membership import Membership
 from distributed.launch.request import LaunchRequest
 
 TOKEN = "a token of many letters"
 REQUEST = LaunchRequest(("x.py",), "r", 1, num_nodes=2, master_addr="127.0.0.1", node_rank=0)
 
 
-def test_a_token_is_found_by_its_own_user_alone(tmp_path: Path) -> None:
+def test_join_token_is_read_only_from_private_files(tmp_path: Path) -> None:
     shared, other = tmp_path / "run" / "join-token", tmp_path / "cache" / "n0"
     assert leave_token(TOKEN, [shared, other]) == [shared, other]
     assert shared.stat().st_mode & 0o777 == 0o600
@@ -35,7 +35,7 @@ def test_a_token_is_found_by_its_own_user_alone(tmp_path: Path) -> None:
     assert not shared.exists()
 
 
-def test_a_token_that_is_short_or_in_no_file_is_refused(tmp_path: Path) -> None:
+def test_short_or_unreadable_join_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     assert read_join_token(f"@{tmp_path / 'token'}", "--join-token") == TOKEN
     for bad, words in (("short", "5 characters"), (f"@{tmp_path / 'none'}", "cannot be read")):
@@ -48,7 +48,7 @@ def node(tmp_path: Path, request: LaunchRequest, home: str = "home") -> Membersh
     return Membership(request, point, timeout_s=1.0)
 
 
-def test_nodes_without_the_token_are_not_let_in_and_told_why(tmp_path: Path) -> None:
+def test_nodes_without_the_join_token_are_refused_with_reason(tmp_path: Path) -> None:
     request = replace(REQUEST, master_port=free_port())
     first = node(tmp_path, request)
     with pytest.raises(LaunchError, match="only 1 of 2 nodes"):

@@ -44,7 +44,7 @@ def ranks(*agents: Agent) -> list[tuple[int, int, int]]:
     return [(place["node_rank"], place["ranks"], place["world_size"]) for place in places]
 
 
-def test_two_nodes_meet_regroup_quickly_and_leave_together(start):
+def test_two_nodes_regroup_repeatedly_and_leave_together(start):
     a, b = start("a", node_rank=0), start("b", node_rank=1)
     a.gather(3), b.gather(1)
     assert ranks(a, b) == [(0, 1, 2), (1, 1, 2)]
@@ -59,7 +59,7 @@ def test_two_nodes_meet_regroup_quickly_and_leave_together(start):
     assert [agent.until("left")["left"] for agent in (a, b)] == [None, None]
 
 
-def test_a_killed_node_is_lost_the_other_goes_on_alone_and_takes_in_another(start):
+def test_survivor_of_a_killed_node_continues_and_admits_another(start):
     a, b = start("a", node_rank=0, **ELASTIC), start("b", node_rank=1, **ELASTIC)
     a.gather(), b.gather()
     assert ranks(a, b) == [(0, 1, 2), (1, 1, 2)]
@@ -74,7 +74,7 @@ def test_a_killed_node_is_lost_the_other_goes_on_alone_and_takes_in_another(star
     assert ranks(a, c) == [(0, 1, 3), (1, 2, 3)]
 
 
-def test_too_few_nodes_wait_for_another(start):
+def test_too_few_nodes_wait_for_a_replacement(start):
     a, b = start("a", node_rank=0, max_nodes=3), start("b", node_rank=1, max_nodes=3)
     a.gather(), b.gather()
     ranks(a, b)
@@ -87,7 +87,7 @@ def test_too_few_nodes_wait_for_another(start):
     assert ranks(a, c) == [(0, 1, 2), (1, 1, 2)]
 
 
-def test_a_third_node_joins_and_stands_by_when_three_make_no_legal_world(start):
+def test_third_node_is_standby_when_three_make_no_legal_world(start):
     a, b = start("a", node_rank=0, **ELASTIC), start("b", node_rank=1, **ELASTIC)
     a.gather(), b.gather()
     ranks(a, b)
@@ -110,7 +110,7 @@ def test_a_third_node_joins_and_stands_by_when_three_make_no_legal_world(start):
     assert [agent.until("left")["left"] for agent in (a, c)] == [None, None]
 
 
-def test_a_node_that_waits_hears_that_the_run_is_given_up_and_a_full_run_takes_no_more(start):
+def test_waiting_node_learns_run_failed_and_full_run_refuses(start):
     a, b = start("a", node_rank=0), start("b", node_rank=1)
     a.gather(), b.gather()
     ranks(a, b)
@@ -124,7 +124,7 @@ def test_a_node_that_waits_hears_that_the_run_is_given_up_and_a_full_run_takes_n
     assert "no good" in over["error"]
 
 
-def test_the_meeting_point_dies_and_may_come_back(start):
+def test_nodes_rejoin_a_restarted_rendezvous_host_or_time_out(start):
     more = {"num_nodes": 3, "min_nodes": 2}
     a = start("a", node_rank=0, **more)
     b = start("b", node_rank=1, rejoin_timeout_s=120.0, **more)
@@ -137,7 +137,7 @@ def test_the_meeting_point_dies_and_may_come_back(start):
         agent.until("cut off")
         agent.gather(7)
     gone = c.until("error")["error"]
-    assert "keeps the meeting point" in gone
+    assert "the rendezvous endpoint" in gone
     assert "resume_from_checkpoint=true" in gone
     again = start("again", node_rank=0, **more | {"first_call_s": 0.5}).gather()
     again.met(), b.met()

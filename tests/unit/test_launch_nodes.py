@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 
 from distributed.core.errors import LaunchError
-from distributed.core.store_client import StoreClient
-from distributed.core.store_wire import StoreLostError
-from distributed.launch.elastic import StoreMeetingPoint, elastic_nodes
-from distributed.launch.membership import Membership
-from distributed.launch.nodes import News
-from distributed.launch.peers import ARRIVED, ROUND, NodeTalk
+from distributed.core.protocol.store_client import StoreClient
+from distributed.core.protocol.store_wire import StoreLostError
 from distributed.launch.ports import free_port
+from distributed.launch.rendezvous.elastic import StoreMeetingPoint, elastic_nodes
+from distributed.launch.rendezvous.membership import Membership
+from distributed.launch.rendezvous.node_channel import ARRIVED, ROUND, NodeChannel
+from distributed.launch.rendezvous.nodes import News
+from distributed.launch.rendezvous.seating import NodeOffer, RoundRecord, arrange, seat
+from distributed.launch.rendezvous.store_server import LocalStore
 from distributed.launch.request import LaunchRequest
-from distributed.launch.seats import NodeCard, RoundRecord, arrange, seat
-from distributed.launch.store_server import LocalStore
 
 REQUEST = LaunchRequest(("x.py",), "r", 1, num_nodes=2, master_addr="127.0.0.1", join_token="a token of many letters")
-CARD = NodeCard("h", "127.0.0.1", None, 2, "runs/1", 0, 4000)
+CARD = NodeOffer("h", "127.0.0.1", None, 2, "runs/1", 0, 4000)
 
 
-def cards(*wanted: int | None) -> list[NodeCard]:
+def cards(*wanted: int | None) -> list[NodeOffer]:
     return [replace(CARD, host=f"h{seat_number}", wanted_rank=rank) for seat_number, rank in enumerate(wanted)]
 
 
@@ -42,11 +42,11 @@ def cards(*wanted: int | None) -> list[NodeCard]:
         ((5, 0, None), [1, 0, 2]),
     ],
 )
-def test_numbers_are_honoured_and_the_rest_filled_in(wanted, order):
+def test_given_node_ranks_are_kept_and_the_rest_assigned(wanted, order):
     assert seat(cards(*wanted)) == (order, [])
 
 
-def test_two_nodes_with_one_number_and_unequal_nodes_are_told_together():
+def test_duplicate_node_rank_and_unequal_nodes_reported_together():
     wrong = [*cards(0, 0), replace(CARD, ranks=4)]
     _, problems = seat(wrong)
     assert len(problems) == 2
@@ -69,17 +69,17 @@ def connect():
     store.close()
 
 
-def talk(connect: Callable[[], Any], hosts: list[str], **options: Any) -> list[NodeTalk]:
+def talk(connect: Callable[[], Any], hosts: list[str], **options: Any) -> list[NodeChannel]:
     store = connect()
     agents = [store.add(ARRIVED, 1) for _ in hosts]
-    talks = [NodeTalk(connect(), agent, keeps_store=agent == 1, **options) for agent in agents]
+    talks = [NodeChannel(connect(), agent, keeps_store=agent == 1, **options) for agent in agents]
     store.add(ROUND, 1)
     for each in talks:
         each.enter(1, agents, hosts, agents)
     return talks
 
 
-def test_a_failure_reaches_the_other_node_and_not_its_own(connect):
+def test_failure_news_reaches_the_other_node_not_its_sender(connect):
     talks = talk(connect, ["a", "b"])
     talks[0].tell(News(0, "a", "failed", "boom", rank=1))
     heard = wait_for(talks[1].news)
@@ -89,7 +89,7 @@ def test_a_failure_reaches_the_other_node_and_not_its_own(connect):
         each.leave(ok=False)
 
 
-def test_a_node_that_is_done_waits_for_the_others_and_hears_their_late_failure(connect):
+def test_finished_node_waits_and_learns_of_a_late_failure(connect):
     talks = talk(connect, ["a", "b"])
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(talks[0].leave, True)
@@ -101,13 +101,13 @@ def test_a_node_that_is_done_waits_for_the_others_and_hears_their_late_failure(c
     talks[0].leave(ok=False)
 
 
-def test_nodes_that_end_well_leave_together(connect):
+def test_nodes_that_succeed_leave_together(connect):
     talks = talk(connect, ["a", "b"])
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda each: each.leave(True), talks)) == [None, None]
 
 
-def test_a_node_that_falls_silent_is_lost(connect):
+def test_silent_node_is_reported_lost(connect):
     talks = talk(connect, ["a", "b"], lost_after_s=0.5)
     talks[1].close()
     lost = wait_for(talks[0].news)
@@ -127,7 +127,7 @@ class HangingStore:
         return getattr(self._store, name)
 
 
-def test_a_node_whose_store_hangs_is_told_that_it_is_cut_off(connect):
+def test_node_with_hanging_store_is_reported_cut_off(connect):
     store = HangingStore(connect())
     talks = talk(lambda: store, ["a"], cut_off_after_s=0.5)
     time.sleep(1.0)
@@ -153,11 +153,11 @@ class KilledStore:
         return getattr(self._store, name)
 
 
-def test_a_node_killed_while_it_tells_does_not_silence_others(connect):
+def test_node_killed_while_sending_does_not_block_others(connect):
     talks = talk(connect, ["a", "b"])
     for requests in range(8):
         store = KilledStore(connect())
-        killed = NodeTalk(store, connect().add(ARRIVED, 1))
+        killed = NodeChannel(store, connect().add(ARRIVED, 1))
         wait_for(lambda killed=killed: killed.has_looked)
         store.left = requests
         killed.tell(News(2, "c", "regroup", "never heard"))
@@ -169,11 +169,12 @@ def test_a_node_killed_while_it_tells_does_not_silence_others(connect):
         each.leave(ok=False)
 
 
-def test_those_who_stay_keep_their_order_and_the_world_its_legal_size():
-    before = RoundRecord(agents=(7, 3, 5), hosts=("a", "b", "c"), ranks=(2, 2, 2), attempt=4)
+def test_regrouped_nodes_keep_order_and_a_legal_world_size():
+    before = RoundRecord(agents=(7, 3, 5), hosts=("a", "b", "c"), ranks=(2, 2, 2), attempt=4, restarts=1)
     again = [replace(CARD, agent=agent, attempt=attempt) for agent, attempt in ((9, 1), (5, 0), (7, 2))]
     record = arrange(again, before)
     assert (record.agents, record.ranks, record.attempt) == ((7, 5, 9), (2, 2, 2), 5)
+    assert (record.restarts, arrange(again, None).restarts) == (2, 0)
     record = arrange([replace(card, sizes=(1, 2, 3, 8)) for card in again], before)
     assert record.ranks == (2, 1, 0)
     standby = record.place(9)
@@ -182,7 +183,7 @@ def test_those_who_stay_keep_their_order_and_the_world_its_legal_size():
     assert arrange([replace(CARD, sizes=(4, 8))], None).problems
 
 
-def test_a_rendezvous_that_is_not_complete_says_how_many_came():
+def test_incomplete_rendezvous_error_counts_the_nodes():
     request = replace(REQUEST, master_port=free_port())
     with pytest.raises(LaunchError, match="only 1 of 2 nodes"):
         elastic_nodes(request, timeout_s=1).gather(0)
@@ -213,7 +214,7 @@ def is_cut(store: StoreClient) -> bool:
         return True
 
 
-def test_a_connection_that_came_too_late_does_not_speak_for_the_node(tmp_path):
+def test_late_connection_is_closed_and_does_not_join(tmp_path):
     request = replace(REQUEST, node_rank=0, min_nodes=1, max_nodes=3, master_port=free_port())
     point = StallingPoint(request, tmp_path)
     node = Membership(request, point, first_call_s=0.1, last_call_s=0.1, try_s=0.5)
@@ -227,7 +228,7 @@ def test_a_connection_that_came_too_late_does_not_speak_for_the_node(tmp_path):
     node.close()
 
 
-def test_a_meeting_point_where_nobody_is():
+def test_unreachable_rendezvous_error_names_its_address():
     request = replace(REQUEST, node_rank=1, master_port=free_port())
     with pytest.raises(LaunchError, match=f"127.0.0.1:{request.master_port}"):
         elastic_nodes(request, timeout_s=1).gather(0)

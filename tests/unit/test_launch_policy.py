@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from distributed.core.failure import FailureRecord
-from distributed.launch.blame import Ending
-from distributed.launch.policy import Fault, GiveUp, Restart, Shrink, classify, decide, signature
+from distributed.core.protocol.failure import FailureRecord
+from distributed.launch.supervise.first_failure import Ending
+from distributed.launch.supervise.policy import Fault, GiveUp, Restart, Shrink, classify, decide, signature
 
 KILLED = -int(signal.SIGKILL)
 
@@ -18,7 +18,9 @@ KILLED = -int(signal.SIGKILL)
 def machine(
     step: int, slot: int = 0, *, rank: int = 0, host: str = "n1", code: int = -11, kind: str = "machine"
 ) -> Fault:
-    return Fault(kind, rank, host, step, "killed by SIGSEGV", "", code, slot)  # type: ignore[arg-type]
+    return Fault(
+        kind, rank=rank, host=host, step=step, message="killed by SIGSEGV", traceback="", exit_code=code, slot=slot
+    )  # type: ignore[arg-type]
 
 
 def hang(step: int, slot: int = 0) -> Fault:
@@ -27,7 +29,9 @@ def hang(step: int, slot: int = 0) -> Fault:
 
 def code(step: int, text: str = "boom", *, line: int = 3, exit_code: int = 1, rank: int = 0) -> Fault:
     trace = f'Traceback (most recent call last):\n  File "train.py", line {line}, in step\nValueError: {text}\n'
-    return Fault("code", rank, "n1", step, f"ValueError: {text}", trace, exit_code)
+    return Fault(
+        "code", rank=rank, host="n1", step=step, message=f"ValueError: {text}", traceback=trace, exit_code=exit_code
+    )
 
 
 def collateral(step: int) -> Fault:
@@ -87,14 +91,14 @@ def record(
         (Ending(2, 1, 1.0, "", record("CollectiveError", collateral=True)), {"is_alone": True}, "machine"),
     ],
 )
-def test_classify(ending: Ending, options: dict[str, bool], kind: str) -> None:
+def test_classify_assigns_fault_kind_by_ending(ending: Ending, options: dict[str, bool], kind: str) -> None:
     fault = classify(ending, 12, "n1", slot=1, **options)
     assert (fault.kind, fault.rank, fault.step, fault.slot) == (kind, 2, 12, 1)
     assert fault.host == ("n7" if ending.record else "n1"), "the rank itself knows best where it was"
     assert fault.message
 
 
-def test_a_fault_keeps_what_decides_over_it() -> None:
+def test_fault_keeps_exit_code_and_traceback() -> None:
     failed = classify(Ending(2, 1, 1.0, "", record("ConfigError", "batch_size is 0", 2)), 0, "n1")
     assert (failed.exit_code, failed.traceback) == (2, "Traceback …")
     assert classify(Ending(2, KILLED, 1.0, ""), 0, "n1").exit_code == KILLED
@@ -165,20 +169,22 @@ def test_a_fault_keeps_what_decides_over_it() -> None:
         ([machine(40, 1)] * 3, {"min_gpus": 1, "max_restarts": 2}, GiveUp),
     ],
 )
-def test_decide(faults: list[Fault], options: dict[str, Any], expected: type) -> None:
+def test_decide_restarts_shrinks_or_gives_up_by_fault_history(
+    faults: list[Fault], options: dict[str, Any], expected: type
+) -> None:
     found = decided(faults, **options)
     assert type(found) is expected, found
     assert found.reason
 
 
-def test_a_slot_that_is_left_out_is_named() -> None:
+def test_shrink_names_the_excluded_slot_and_host() -> None:
     found = decided([machine(40, 5, rank=13, host="n2")] * 3, min_gpus=1, gpus=8)
     assert isinstance(found, Shrink)
     assert found.slot == 5
     assert "n2" in found.reason
 
 
-def test_reasons_name_the_step_and_the_setting() -> None:
+def test_decision_reasons_name_step_and_setting() -> None:
     assert "same error at the same step twice" in decided([code(40)] * 2).reason
     assert "40" in decided([code(40)] * 2).reason
     assert "max_restarts=3" in decided(apart(40, 4), max_restarts=3).reason
@@ -197,7 +203,7 @@ def test_reasons_name_the_step_and_the_setting() -> None:
         ([hang(40)] * 3, False),  # that was us
     ],
 )
-def test_a_rank_killed_thrice_at_one_step_lacks_memory(faults: list[Fault], hints: bool) -> None:
+def test_rank_killed_thrice_at_one_step_hints_at_memory(faults: list[Fault], hints: bool) -> None:
     for options in ({}, {"min_gpus": 1}, {"max_restarts": 1}):
         assert ("memory" in decided(faults, **options).reason) == hints
 
@@ -221,12 +227,12 @@ def test_a_rank_killed_thrice_at_one_step_lacks_memory(faults: list[Fault], hint
         ),
     ],
 )
-def test_the_same_error_is_known_again(one: str, two: str, same: bool) -> None:
+def test_same_error_is_recognised_despite_varying_numbers(one: str, two: str, same: bool) -> None:
     assert (signature(code(5, one)) == signature(code(5, two))) == same
     assert (type(decided([code(5, one), code(5, two)])) is GiveUp) == same
 
 
-def test_out_of_memory_at_another_line_is_another_error() -> None:
+def test_out_of_memory_at_another_line_is_a_different_error() -> None:
     one = code(5, "CUDA out of memory. Tried to allocate 2 GiB")
     assert signature(one) != signature(code(5, "CUDA out of memory. Tried to allocate 2 GiB", line=4))
     assert signature(replace(one, traceback="")) == signature(replace(one, traceback="", rank=3))

@@ -19,21 +19,21 @@ from ray.experimental import internal_kv
 
 from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import LaunchError
-from distributed.core.failure import FailureRecord, failure_path
-from distributed.core.ray_run import place_name
-from distributed.launch import ray as launch_ray
-from distributed.launch.echo import Echo
-from distributed.launch.policy import Fault
-from distributed.launch.ray import RayLauncher, RayRun, wish_of
-from distributed.launch.ray_cluster import RayCluster, RayNode, Wish, shortage
-from distributed.launch.ray_following import Following
-from distributed.launch.ray_rank import END_AT_ONCE, RankEndedError, RankOrder, become_rank
-from distributed.launch.ray_verdict import AttemptEnd, RunGivenUpError, Verdict
+from distributed.core.protocol.failure import FailureRecord
+from distributed.core.run_dir import AttemptDir, RunDir
+from distributed.engines.ray import launcher as launch_ray
+from distributed.engines.ray import process_owner as ray_host
+from distributed.engines.ray.cluster import RayCluster, RayNode, Wish, shortage
+from distributed.engines.ray.follow import Following
+from distributed.engines.ray.launcher import RayLauncher, RayRun, wish_of
+from distributed.engines.ray.process_owner import RayProcessOwner
+from distributed.engines.ray.verdict import AttemptEnd, RunGivenUpError, Verdict
+from distributed.engines.ray.worker import END_AT_ONCE, RankEndedError, RankOrder, become_rank
+from distributed.launch.node.log_mirror import LogMirror
+from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.request import LaunchRequest
-from distributed.launch.stops import Stopped
-from distributed.launch.supervisor import Patience
-from distributed.runtime import ray_host
-from distributed.runtime.ray_host import RayHost
+from distributed.launch.supervise.policy import Fault
+from distributed.launch.supervise.supervisor import RestartLimits
 
 TWO = RayCluster((RayNode("n1", 8, 2), RayNode("n2", 4, 4)))
 
@@ -43,47 +43,47 @@ def asked(**more: object) -> LaunchRequest:
 
 
 def test_ranks_without_nodes_are_placed_anywhere() -> None:
-    assert wish_of(asked(ranks_per_node=6), Patience()) == Wish("cpu", 6, 6, 1, None)
-    assert shortage(wish_of(asked(ranks_per_node=12), Patience()), TWO) == []
+    assert wish_of(asked(ranks_per_node=6), RestartLimits()) == Wish("cpu", 6, 6, 1, None)
+    assert shortage(wish_of(asked(ranks_per_node=12), RestartLimits()), TWO) == []
 
 
-def test_nodes_are_asked_for_with_their_ranks() -> None:
-    wish = wish_of(asked(num_nodes=2, ranks_per_node=4, device="cuda"), Patience())
+def test_ray_nodes_are_requested_with_their_ranks() -> None:
+    wish = wish_of(asked(num_nodes=2, ranks_per_node=4, device="cuda"), RestartLimits())
     assert (wish.fewest, wish.most, wish.per_node) == (8, 8, 4)
     [problem] = shortage(wish, TWO)
-    assert problem.what == "2 nodes with 4 GPUs each asked for, and the Ray cluster has 1 such node"
+    assert problem.what == "2 nodes with 4 GPUs each are needed, and the Ray cluster has 1 such node"
     assert "n1 (8 CPUs, 2 GPUs)" in problem.why
     assert "num_gpus=6" in problem.do
 
 
-def test_one_rank_a_node_is_on_different_nodes() -> None:
-    assert wish_of(asked(num_nodes=2, ranks_per_node=1), Patience()).strategy == "STRICT_SPREAD"
-    assert wish_of(asked(num_nodes=2, ranks_per_node=2), Patience()).strategy == "PACK"
+def test_one_rank_per_node_uses_strict_spread() -> None:
+    assert wish_of(asked(num_nodes=2, ranks_per_node=1), RestartLimits()).strategy == "STRICT_SPREAD"
+    assert wish_of(asked(num_nodes=2, ranks_per_node=2), RestartLimits()).strategy == "PACK"
 
 
-def test_only_the_fewest_ranks_must_have_a_place() -> None:
-    wish = wish_of(asked(num_nodes=2, min_nodes=1, max_nodes=4, ranks_per_node=4), Patience())
+def test_cluster_must_fit_only_the_minimum_ranks() -> None:
+    wish = wish_of(asked(num_nodes=2, min_nodes=1, max_nodes=4, ranks_per_node=4), RestartLimits())
     assert (wish.fewest, wish.most) == (4, 16)
     assert shortage(wish, TWO) == []
-    few = wish_of(asked(ranks_per_node=20), Patience(min_gpus=3))
+    few = wish_of(asked(ranks_per_node=20), RestartLimits(min_gpus=3))
     assert (few.fewest, few.most) == (3, 20)
     assert shortage(few, TWO) == []
 
 
-def test_what_an_autoscaler_can_bring_counts() -> None:
+def test_autoscaler_maximum_counts_as_capacity() -> None:
     grows = RayCluster(TWO.nodes, grows_to={"CPU": 64.0})
-    assert shortage(wish_of(asked(ranks_per_node=32), Patience()), grows) == []
-    assert shortage(wish_of(asked(ranks_per_node=65), Patience()), grows) != []
+    assert shortage(wish_of(asked(ranks_per_node=32), RestartLimits()), grows) == []
+    assert shortage(wish_of(asked(ranks_per_node=65), RestartLimits()), grows) != []
 
 
-def test_what_would_be_placed_is_described() -> None:
+def test_dry_run_describes_the_ray_placement() -> None:
     request = asked(num_nodes=4, ranks_per_node=8, device="cuda", address="auto")
-    text = RayLauncher().describe(request, Patience())
+    text = RayLauncher().describe(request, RestartLimits())
     assert "32 ranks on the Ray cluster at auto, with 1 CPU and 1 GPU each" in text
-    assert "distributed.launch.rank train.py" in text
+    assert "distributed.launch.node.rank train.py" in text
 
 
-def test_a_node_that_does_not_see_the_files_says_which_and_who_it_is(tmp_path: Path) -> None:
+def test_node_without_the_script_names_file_and_host(tmp_path: Path) -> None:
     order = RankOrder("x", ("train.py",), str(tmp_path), str(tmp_path), 0, 2, "cpu", None)
     with pytest.raises(LaunchError) as refused:
         become_rank(asdict(order))
@@ -91,37 +91,37 @@ def test_a_node_that_does_not_see_the_files_says_which_and_who_it_is(tmp_path: P
     assert socket.gethostname() in str(refused.value)
 
 
-def test_a_rank_knows_that_ray_started_it() -> None:
+def test_worker_env_knows_ray_as_the_launcher() -> None:
     env = WorkerEnv(rank=1, world_size=2, master_port=1, run_dir="run").to_environ()
     found = worker_env(env | {"DISTRIBUTED_LAUNCHER": "ray"})
     assert found is not None
     assert (found.launcher, found.is_followed) == ("ray", True)
 
 
-def failed(folder: Path, rank: int, message: str, *, collateral: bool = False, exit_code: int = 1) -> None:
+def failed(folder: AttemptDir, rank: int, message: str, *, collateral: bool = False, exit_code: int = 1) -> None:
     record = FailureRecord(rank, "n1", 1, 10.0 + rank, "RuntimeError", message, "Traceback", exit_code, collateral)
-    record.write(failure_path(folder, rank))
+    record.write(folder.failure(rank))
 
 
 @pytest.fixture
-def attempt(tmp_path: Path) -> Path:
+def attempt(tmp_path: Path) -> AttemptDir:
     return placed(tmp_path, 0)
 
 
-def placed(run_dir: Path, attempt: int) -> Path:
+def placed(run_dir: Path, attempt: int) -> AttemptDir:
     """The folder of an attempt of three ranks."""
-    folder = run_dir / "attempts" / str(attempt)
-    folder.mkdir(parents=True)
+    folder = RunDir(run_dir).attempt(attempt)
+    folder.path.mkdir(parents=True)
     for rank in range(3):
-        (folder / place_name(rank)).write_text(json.dumps({"host": f"n{rank}", "world_size": 3}))
+        folder.place(rank).write_text(json.dumps({"host": f"n{rank}", "world_size": 3}))
     return folder
 
 
-def blamed(attempt: Path, exceptions: dict[int, Exception]) -> AttemptEnd:
-    return Verdict("x", str(attempt.parent.parent), None, 0)._blame(attempt, exceptions)
+def blamed(attempt: AttemptDir, exceptions: dict[int, Exception]) -> AttemptEnd:
+    return Verdict("x", str(attempt.path.parent.parent), None, 0)._blame(attempt, exceptions)
 
 
-def test_a_rank_that_failed_of_itself_is_blamed_before_those_that_lost_it(attempt: Path) -> None:
+def test_rank_with_its_own_error_is_blamed_before_collateral(attempt: AttemptDir) -> None:
     failed(attempt, 0, "Connection closed by peer", collateral=True)
     failed(attempt, 2, "shapes differ")
     end = blamed(attempt, {0: RankEndedError(0, 1), 2: RankEndedError(2, 1)})
@@ -129,31 +129,31 @@ def test_a_rank_that_failed_of_itself_is_blamed_before_those_that_lost_it(attemp
     assert end.record is not None
 
 
-def test_a_worker_that_ray_lost_is_a_machine_s_fault(attempt: Path) -> None:
+def test_worker_lost_by_ray_is_a_machine_fault(attempt: AttemptDir) -> None:
     failed(attempt, 0, "Connection closed by peer", collateral=True)
     end = blamed(attempt, {0: RankEndedError(0, 1), 1: RuntimeError("actor died")})
     assert (end.fault.kind, end.fault.rank, end.fault.host) == ("machine", 1, "n1")
 
 
-def test_where_all_others_lost_their_connection_the_silent_one_is_gone(attempt: Path) -> None:
+def test_silent_rank_is_blamed_when_all_others_lost_connection(attempt: AttemptDir) -> None:
     failed(attempt, 0, "Connection closed by peer", collateral=True)
     failed(attempt, 1, "Connection closed by peer", collateral=True)
     end = blamed(attempt, {0: RankEndedError(0, 1)})
     assert (end.fault.kind, end.fault.rank, end.fault.host) == ("machine", 2, "n2")
 
 
-def test_an_error_before_a_rank_has_a_log_is_told(attempt: Path) -> None:
+def test_error_before_a_rank_has_a_log_is_reported(attempt: AttemptDir) -> None:
     end = blamed(attempt, {1: LaunchError("node n1 does not see the script", do="mount it")})
     assert (end.fault.kind, end.fault.exit_code) == ("code", 3)
     assert "does not see the script" in end.fault.message
 
 
-def test_the_end_of_an_attempt_is_read_as_it_was_written(attempt: Path) -> None:
+def test_attempt_end_is_read_back_as_written(attempt: AttemptDir) -> None:
     failed(attempt, 2, "shapes differ")
     end = blamed(attempt, {2: RankEndedError(2, 1)})
     end.write(attempt)
     assert AttemptEnd.read(attempt) == end
-    assert AttemptEnd.read(attempt.with_name("1")) is None
+    assert AttemptEnd.read(RunDir(attempt.path.parent.parent).attempt(1)) is None
 
 
 @pytest.fixture
@@ -173,26 +173,26 @@ def world_fails(verdict: Verdict, text: str = "actor died") -> None:
         verdict.after_worker_group_poll_status(SimpleNamespace(errors={1: RuntimeError(text)}))
 
 
-def test_worlds_that_end_before_they_have_ranks_use_up_the_restarts(
+def test_worlds_that_fail_without_ranks_use_up_restarts(
     tmp_path: Path, store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.launch.ray_verdict._GRACE_S", 0.0)
+    monkeypatch.setattr("distributed.engines.ray.verdict._GRACE_S", 0.0)
     before = placed(tmp_path, 3)  # of an earlier launch
     verdict = Verdict("x", str(tmp_path), 2, first_attempt=4)
     world_fails(verdict)
     world_fails(verdict)
     with pytest.raises(RunGivenUpError, match="3 faults in a row"):
         world_fails(verdict)
-    ends = [AttemptEnd.read(tmp_path / "attempts" / str(number)) for number in (4, 5, 6)]
+    ends = [AttemptEnd.read(RunDir(tmp_path).attempt(number)) for number in (4, 5, 6)]
     assert [end is not None and bool(end.given_up) for end in ends] == [False, False, True]
     assert AttemptEnd.read(before) is None
 
 
-def test_attempts_after_one_without_ranks_are_followed(tmp_path: Path) -> None:
+def test_attempt_after_one_without_ranks_is_followed(tmp_path: Path) -> None:
     placed(tmp_path, 0)
-    following = Following(str(tmp_path), 1, Echo(None), Wish("cpu", 3, 3))
+    following = Following(str(tmp_path), 1, LogMirror(None), Wish("cpu", 3, 3))
     died = Fault("machine", 1, "", -1, "its process is gone")
-    AttemptEnd(died).write(tmp_path / "attempts" / "1")
+    AttemptEnd(died).write(RunDir(tmp_path).attempt(1))
     following.look()
     assert not following.has_ranks
     (tmp_path / "attempts" / "2").mkdir()  # one that left no word at all
@@ -204,13 +204,13 @@ def test_attempts_after_one_without_ranks_are_followed(tmp_path: Path) -> None:
     assert [(event["event"], event.get("attempt")) for event in told][:1] == [("AttemptEnded", 1)]
 
 
-def test_a_run_that_was_given_up_before_it_had_ranks_again_says_why(tmp_path: Path) -> None:
+def test_run_given_up_before_new_ranks_reports_the_fault(tmp_path: Path) -> None:
     AttemptEnd(Fault("code", 0, "", 5, "an error of another launch"), given_up="over").write(placed(tmp_path, 0))
-    following = Following(str(tmp_path), 1, Echo(None), Wish("cpu", 3, 3))
+    following = Following(str(tmp_path), 1, LogMirror(None), Wish("cpu", 3, 3))
     assert following.failure() is None
     AttemptEnd(Fault("machine", 1, "n1", 5, "lost")).write(placed(tmp_path, 1))
     following.look()
-    AttemptEnd(Fault("machine", 2, "", 5, "gone"), given_up="2 faults in a row").write(tmp_path / "attempts" / "2")
+    AttemptEnd(Fault("machine", 2, "", 5, "gone"), given_up="2 faults in a row").write(RunDir(tmp_path).attempt(2))
     failure = following.failure()
     assert failure is not None
     assert (failure.rank, "gone" in str(failure)) == (2, True)
@@ -236,17 +236,17 @@ class Deaf:
         raise RuntimeError("the workers died")
 
 
-def test_ranks_that_do_not_stop_in_time_are_ended(
-    attempt: Path, store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_do_not_stop_within_grace_are_ended(
+    attempt: AttemptDir, store: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = attempt.parent.parent
+    run_dir = attempt.path.parent.parent
     (run_dir / "launch.json").write_text('{"id": "an earlier launch"}')
     ranks = Deaf(store)
     monkeypatch.setattr(launch_ray, "DataParallelTrainer", ranks)
     request = LaunchRequest(("train.py",), str(run_dir), 3)
-    patience = Patience(interrupt_grace_s=0.2)
+    patience = RestartLimits(interrupt_grace_s=0.2)
     with pytest.raises(Stopped):
-        RayRun(request, patience, wish_of(request, patience), TWO, Echo(None), None).wait()
+        RayRun(request, patience, wish_of(request, patience), cluster=TWO, echo=LogMirror(None), on_stop=None).wait()
     assert ranks.heard == "the end"
     assert store == {}
     launch = json.loads((run_dir / "launch.json").read_text())["id"]
@@ -281,8 +281,8 @@ def warnings(run_dir: Path) -> list[str]:
     return [json.loads(line)["message"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_checkpoint_is_told_once(tmp_path: Path, told: Told) -> None:
-    host = RayHost(WorkerEnv(run_dir=str(tmp_path)))
+def test_checkpoint_is_reported_to_ray_once(tmp_path: Path, told: Told) -> None:
+    host = RayProcessOwner(WorkerEnv(run_dir=str(tmp_path)))
     first = saved(tmp_path, "step-4")
     for path in (first, "", first):
         host.report({"step": 4}, path)
@@ -291,10 +291,10 @@ def test_a_checkpoint_is_told_once(tmp_path: Path, told: Told) -> None:
     assert warnings(tmp_path) == []
 
 
-def test_a_checkpoint_that_cannot_be_shown_costs_neither_the_reports_nor_the_run(tmp_path: Path, told: Told) -> None:
+def test_checkpoint_unreportable_to_ray_only_warns(tmp_path: Path, told: Told) -> None:
     (tmp_path / "of_ray").mkdir()
     (tmp_path / "of_ray" / "step-4").write_text("in the way")
-    host = RayHost(WorkerEnv(run_dir=str(tmp_path)))
+    host = RayProcessOwner(WorkerEnv(run_dir=str(tmp_path)))
     host.report({"step": 4}, saved(tmp_path, "step-4"))
     host.report({"step": 8}, saved(tmp_path, "step-8"))
     host.close()
@@ -303,13 +303,13 @@ def test_a_checkpoint_that_cannot_be_shown_costs_neither_the_reports_nor_the_run
     assert "step-4 could not be shown to Ray: FileExistsError" in message
 
 
-def test_a_report_that_ray_does_not_take_is_named_and_not_waited_for_for_ever(
+def test_report_not_taken_by_ray_warns_after_a_timeout(
     tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait: Callable[..., None] = lambda *arguments, **how: time.sleep(600)  # noqa: E731
     monkeypatch.setattr(ray.train, "report", wait)
     monkeypatch.setattr(ray_host, "_TELL_S", 0.2)
-    host = RayHost(WorkerEnv(run_dir=str(tmp_path)))
+    host = RayProcessOwner(WorkerEnv(run_dir=str(tmp_path)))
     host.report({"step": 4}, "")
     host.close()
     [message] = warnings(tmp_path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from distributed.core.events import RunReported, parse_event
-from distributed.launch.policy import Fault
-from distributed.launch.report import RunReport
+from distributed.launch.supervise.policy import Fault
+from distributed.launch.supervise.report import RunReport
 
 
 def fault(step: int, kind: str = "machine", rank: int = 1) -> Fault:
@@ -32,7 +32,7 @@ def disturbed() -> RunReport:
     return report
 
 
-def test_a_run_without_a_fault_loses_nothing() -> None:
+def test_run_without_faults_has_goodput_1() -> None:
     report = undisturbed()
     assert (report.attempts, report.faults, report.seconds, report.seconds_lost) == (1, {}, 100.0, 0.0)
     assert report.goodput == 1.0
@@ -40,7 +40,7 @@ def test_a_run_without_a_fault_loses_nothing() -> None:
     assert "lost" not in str(report)
 
 
-def test_a_fault_costs_the_wait_and_the_steps_taken_twice() -> None:
+def test_fault_costs_waiting_and_repeated_steps() -> None:
     report = disturbed()
     assert (report.attempts, report.faults, report.seconds) == (2, {"machine": 1}, 115.0)
     assert report.seconds_lost == pytest.approx(10 + 5 * 1.0)
@@ -48,7 +48,7 @@ def test_a_fault_costs_the_wait_and_the_steps_taken_twice() -> None:
     assert (report.recovery_p50, report.recovery_p95) == (10.0, 10.0)
 
 
-def test_the_mean_step_of_a_resumed_run_does_not_count_the_steps_before_it() -> None:
+def test_mean_step_of_a_resumed_run_starts_at_its_first_step() -> None:
     report = RunReport()
     report.attempt_began(0, 0.0, step=1000)
     report.fault(40.0, fault(1040))
@@ -57,7 +57,7 @@ def test_the_mean_step_of_a_resumed_run_does_not_count_the_steps_before_it() -> 
     assert report.seconds_lost == pytest.approx(10.0)
 
 
-def test_faults_on_the_way_back_do_not_count_twice() -> None:
+def test_fault_during_recovery_is_not_counted_twice() -> None:
     report = RunReport()
     report.attempt_began(0, 0.0)
     report.fault(10.0, fault(10))
@@ -71,7 +71,7 @@ def test_faults_on_the_way_back_do_not_count_twice() -> None:
     assert (report.recovery_p50, report.recovery_p95) == (6.0, 10.0)
 
 
-def test_a_fault_that_ended_the_run_costs_all_that_came_after() -> None:
+def test_final_fault_costs_all_time_after_it() -> None:
     report = RunReport()
     report.attempt_began(0, 0.0)
     report.fault(10.0, fault(10))
@@ -81,7 +81,7 @@ def test_a_fault_that_ended_the_run_costs_all_that_came_after() -> None:
     assert "not recovered" in str(report)
 
 
-def test_a_run_that_never_took_a_step_has_no_goodput() -> None:
+def test_run_without_a_step_has_no_goodput() -> None:
     report = RunReport()
     report.attempt_began(0, 0.0)
     report.fault(10.0, fault(0, "code"))
@@ -89,7 +89,7 @@ def test_a_run_that_never_took_a_step_has_no_goodput() -> None:
     assert report.goodput == 0.0
 
 
-def test_a_run_whose_steps_nobody_counts_has_the_time_it_ran() -> None:
+def test_run_without_counted_steps_has_goodput_by_time() -> None:
     report = RunReport()
     report.attempt_began(0, 0.0)
     report.fault(10.0, fault(-1))
@@ -99,7 +99,7 @@ def test_a_run_whose_steps_nobody_counts_has_the_time_it_ran() -> None:
     assert "step" not in str(report)
 
 
-def test_the_text_has_what_a_person_asks_for() -> None:
+def test_report_text_names_attempts_faults_and_source() -> None:
     text = str(disturbed())
     for fact in ("2 attempts", "done at step 100", "machine", "rank 1 on n1", "step 40", "SIGKILL", "step-35", "0:10"):
         assert fact in text, f"{fact!r} is not in:\n{text}"
@@ -107,7 +107,7 @@ def test_the_text_has_what_a_person_asks_for() -> None:
     assert "more" not in text
 
 
-def test_only_the_last_ten_faults_are_told_one_by_one() -> None:
+def test_report_lists_only_the_last_ten_faults() -> None:
     report = RunReport()
     report.attempt_began(0, 0.0)
     for number in range(1, 31):
@@ -120,7 +120,7 @@ def test_only_the_last_ten_faults_are_told_one_by_one() -> None:
     assert "p95 3.0 s" in text
 
 
-def test_the_event_holds_the_same() -> None:
+def test_report_event_equals_the_report() -> None:
     event = disturbed().event(7.0)
     assert parse_event(event.to_json()) == event
     assert isinstance(event, RunReported)

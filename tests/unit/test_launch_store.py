@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from distributed.core.env import StoreDoor
-from distributed.core.store_client import StoreClient
-from distributed.core.store_wire import (
+from distributed.core.protocol.store_client import StoreClient
+from distributed.core.protocol.store_wire import (
     CLIENT_BYTES,
     HELLO,
     NONCE_BYTES,
@@ -26,7 +26,7 @@ from distributed.core.store_wire import (
     StoreRefusedError,
     pack,
 )
-from distributed.launch.store_server import LocalStore, StoreServer
+from distributed.launch.rendezvous.store_server import LocalStore, StoreServer
 from distributed.runtime.rank_store import RankStore
 
 SECRET = "the secret of this run"
@@ -86,7 +86,7 @@ def use(store: dist.Store) -> list[Any]:
     ]
 
 
-def test_ranks_find_what_torchs_own_stores_would_give_them(local):
+def test_rank_store_behaves_like_torchs_hash_store(local):
     store = RankStore(local, attempt=3, timeout_s=10.0)
     assert use(store) == use(dist.HashStore())
     assert len(store.list_keys()) == store.num_keys() == 7
@@ -96,7 +96,7 @@ def test_ranks_find_what_torchs_own_stores_would_give_them(local):
     assert store.check([])  # as usable as before
 
 
-def test_a_wait_ends_with_the_last_of_its_keys_and_when_it_is_cut(local):
+def test_store_wait_ends_with_the_last_key_or_when_cut(local):
     client, other = (StoreClient(local.address, local.secret) for _ in range(2))
     found: list[Any] = []
     waiting = threading.Thread(target=lambda: found.append(client.wait(["a", "b"], 30.0)))
@@ -124,7 +124,7 @@ def test_a_wait_ends_with_the_last_of_its_keys_and_when_it_is_cut(local):
     assert other.get("a") == b"1"
 
 
-def test_a_client_of_a_store_that_ends_hears_of_it():
+def test_client_of_a_closed_store_raises():
     store = LocalStore()
     client = StoreClient(store.door.address, store.door.secret)
     store.close()
@@ -133,7 +133,7 @@ def test_a_client_of_a_store_that_ends_hears_of_it():
             client.get("a")
 
 
-def test_strangers_read_and_set_nothing_and_the_run_goes_on(tcp):
+def test_unauthenticated_clients_read_and_set_nothing(tcp):
     client = StoreClient(tcp.address, tcp.secret)
     client.set("asked", "no")
     port = port_of(tcp)
@@ -156,7 +156,7 @@ def test_strangers_read_and_set_nothing_and_the_run_goes_on(tcp):
     assert client.get("asked") == b"no"
 
 
-def test_a_flood_of_strangers_keeps_nobody_out():
+def test_flood_of_unauthenticated_clients_does_not_block_ranks():
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     server = StoreServer(listener, SECRET, most_strangers=20)
@@ -169,7 +169,7 @@ def test_a_flood_of_strangers_keeps_nobody_out():
     server.close()
 
 
-def test_a_client_that_was_dropped_among_many_comes_again():
+def test_dropped_client_retries_its_connection():
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(10)
     address = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
@@ -198,7 +198,7 @@ class FirstIsBroken(socket.socket):
         return line, peer
 
 
-def test_a_broken_connection_does_not_end_the_store():
+def test_broken_connection_does_not_end_the_store():
     listener = FirstIsBroken()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
@@ -210,7 +210,7 @@ def test_a_broken_connection_does_not_end_the_store():
     server.close()
 
 
-def test_what_an_authenticated_peer_gets_wrong_ends_its_connection_alone(tcp):
+def test_bad_request_ends_only_that_connection(tcp):
     client, odd = StoreClient(tcp.address, tcp.secret), StoreClient(tcp.address, tcp.secret)
     for request in ([b"exec", b"x"], [], [b"set", b"key"], [b"add", b"key", b"x"], [b"delete"]):
         with pytest.raises(StoreLostError):
@@ -218,7 +218,7 @@ def test_what_an_authenticated_peer_gets_wrong_ends_its_connection_alone(tcp):
     assert client.check([])
 
 
-def test_a_client_does_not_trust_whoever_has_the_port():
+def test_client_refuses_a_server_without_the_secret():
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def pretend() -> None:
@@ -234,7 +234,7 @@ def test_a_client_does_not_trust_whoever_has_the_port():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_another_user_of_the_machine_is_not_greeted(local):
+def test_other_user_of_the_machine_is_refused(local):
     name = local.address.removeprefix("unix:@")
     heard_nothing, heard_something = 3, 4
     pid = os.fork()
@@ -252,5 +252,5 @@ def test_another_user_of_the_machine_is_not_greeted(local):
     assert StoreClient(local.address, local.secret).check([])
 
 
-def test_no_secret_is_shown(local):
+def test_store_address_repr_hides_the_secret(local):
     assert local.secret not in repr(local)

@@ -56,7 +56,7 @@ class Stuck(Recorder):
         super().on(event)
 
 
-def test_everything_arrives_in_order_from_another_thread() -> None:
+def test_background_delivers_all_events_in_order() -> None:
     recorder = Recorder(delay_s=0.001)
     background = Background(recorder, size=3)  # smaller than the stream: the queue must push back, not drop
     for number in range(50):
@@ -69,7 +69,7 @@ def test_everything_arrives_in_order_from_another_thread() -> None:
     assert threading.current_thread().name not in recorder.threads
 
 
-def test_a_broken_observer_is_named_once_and_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_broken_observer_is_reported_once_and_dropped(capfd: pytest.CaptureFixture[str]) -> None:
     broken = Broken()
     background = Background(broken, size=2)
     for number in range(100):
@@ -82,7 +82,7 @@ def test_a_broken_observer_is_named_once_and_left_alone(capfd: pytest.CaptureFix
     assert "no route to host" in told
 
 
-def test_a_stuck_observer_does_not_hold_the_run_and_the_loss_is_told() -> None:
+def test_stuck_observer_does_not_block_and_losses_are_reported() -> None:
     stuck, told = Stuck(), []
     background = Background(stuck, size=2, patience_s=0.05, drain_s=0.2, warn=told.append)
     for number in range(50):
@@ -93,7 +93,7 @@ def test_a_stuck_observer_does_not_hold_the_run_and_the_loss_is_told() -> None:
     stuck.free.set()
 
 
-def test_an_observer_that_recovers_gets_the_end() -> None:
+def test_recovered_observer_gets_the_last_event() -> None:
     stuck, told = Stuck(), []
     background = Background(stuck, size=2, patience_s=0.05, drain_s=30, warn=told.append)
     for number in range(10):
@@ -106,7 +106,7 @@ def test_an_observer_that_recovers_gets_the_end() -> None:
     assert f"{11 - len(stuck.events)} lost" in told[-1]
 
 
-def test_one_broken_observer_does_not_silence_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+def test_broken_observer_does_not_silence_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     broken, recorder = Broken(), Recorder()
     observers = Observers([broken, recorder])
     observers.on(warned(1))
@@ -122,14 +122,14 @@ def make_plan(run_dir: Path, observe: ObservePlan) -> Plan:
     return Plan(run_dir=str(run_dir), batch=BatchPlan(8), observe=observe)
 
 
-def test_a_plan_without_dashboards_has_the_event_log(tmp_path: Path) -> None:
+def test_plan_without_dashboards_has_only_the_event_log(tmp_path: Path) -> None:
     observers = observers_for(make_plan(tmp_path, ObservePlan()))
     assert [type(observer) for observer in observers] == [EventLog]
     Observers(observers).on(warned(1))
     assert parse_event((tmp_path / "events.jsonl").read_text()) == warned(1)
 
 
-def test_a_plan_with_all_dashboards_has_all_and_imports_mlflow_later(tmp_path: Path) -> None:
+def test_plan_with_all_dashboards_imports_mlflow_lazily(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     before = "mlflow" in sys.modules
     plan = make_plan(tmp_path, ObservePlan(tensorboard_dir=str(tmp_path / "tb"), mlflow=MlflowPlan()))
@@ -168,5 +168,5 @@ def test_utilization_is_read_once_a_second() -> None:
     assert sampler.percent() == busy
 
 
-def test_utilization_of_a_device_that_is_not_there_is_unknown() -> None:
+def test_utilization_of_a_missing_device_is_unknown() -> None:
     assert UtilizationSampler("cuda", 4096).percent() is None

@@ -85,7 +85,7 @@ def epoch_ended(epoch: int, step: int) -> EpochEnded:
     return EpochEnded(time=0, epoch=epoch, step=step, seconds=3, samples=64, samples_per_second=21, metrics=metrics)
 
 
-def test_plain_output_tells_the_run_once() -> None:
+def test_plain_console_shows_run_facts_once() -> None:
     stream = io.StringIO()
     console = Console(stream)
     for event in (started(), EpochStarted(time=0, epoch=0, step=0), stepped(50), epoch_ended(0, 50), ended()):
@@ -109,7 +109,7 @@ def test_plain_output_tells_the_run_once() -> None:
     assert "interrupted" not in text
 
 
-def test_step_lines_are_rare_and_epoch_lines_are_not() -> None:
+def test_step_lines_are_throttled_but_epoch_lines_are_not() -> None:
     stream, clock = io.StringIO(), Clock()
     console = Console(stream, clock=clock)
     console.on(started())
@@ -123,7 +123,7 @@ def test_step_lines_are_rare_and_epoch_lines_are_not() -> None:
     assert [line[:9] for line in lines[-2:]] == ["epoch 1/2", "epoch 2/2"]
 
 
-def test_an_interrupted_run_says_so() -> None:
+def test_interrupted_run_is_shown_with_step_and_metrics() -> None:
     stream = io.StringIO()
     console = Console(stream)
     console.on(started())
@@ -132,7 +132,7 @@ def test_an_interrupted_run_says_so() -> None:
     assert "val_accuracy 0.8750" in stream.getvalue()
 
 
-def test_an_evaluation_may_name_its_metrics_without_val() -> None:
+def test_evaluation_metrics_get_the_val_prefix() -> None:
     stream = io.StringIO()
     console = Console(stream)
     console.on(started())
@@ -141,7 +141,7 @@ def test_an_evaluation_may_name_its_metrics_without_val() -> None:
     assert "val_accuracy 0.6250" in stream.getvalue()
 
 
-def test_a_restart_is_told_without_repeating_the_decisions() -> None:
+def test_restart_is_shown_without_repeating_decisions() -> None:
     stream = io.StringIO()
     console = Console(stream)
     console.on(started())
@@ -190,7 +190,7 @@ def test_a_restart_is_told_without_repeating_the_decisions() -> None:
         ),
     ],
 )
-def test_what_happens_to_a_rank_is_one_line(event: Event, facts: tuple[str, ...]) -> None:
+def test_rank_event_is_shown_as_one_line(event: Event, facts: tuple[str, ...]) -> None:
     stream = io.StringIO()
     Console(stream).on(event)
     (line,) = stream.getvalue().splitlines()
@@ -199,7 +199,7 @@ def test_what_happens_to_a_rank_is_one_line(event: Event, facts: tuple[str, ...]
     assert "-1" not in line, "what is not known is not said"
 
 
-def test_the_report_of_a_run_keeps_its_lines() -> None:
+def test_run_report_keeps_its_lines() -> None:
     stream = io.StringIO()
     text = "2 attempts\n  time lost 8.0 s"
     Console(stream).on(
@@ -208,7 +208,7 @@ def test_the_report_of_a_run_keeps_its_lines() -> None:
     assert stream.getvalue().splitlines() == text.splitlines()
 
 
-def test_a_stream_of_unknown_length_shows_the_steps_done() -> None:
+def test_run_of_unknown_length_shows_steps_without_eta() -> None:
     stream = io.StringIO()
     console = Console(stream)
     console.on(started(total=None))
@@ -218,7 +218,7 @@ def test_a_stream_of_unknown_length_shows_the_steps_done() -> None:
     assert "eta" not in last
 
 
-def test_disabled_shows_the_ranks_only() -> None:
+def test_disabled_console_shows_only_rank_output() -> None:
     stream = io.StringIO()
     console = Console(stream, enabled=False)
     console.on(started())
@@ -229,20 +229,20 @@ def test_disabled_shows_the_ranks_only() -> None:
     assert stream.getvalue() == "[r3] one\n[r3] two\n"
 
 
-def test_only_the_last_state_of_a_ranks_own_bar_is_kept() -> None:
+def test_only_last_state_of_a_ranks_progress_bar_is_kept() -> None:
     stream = io.StringIO()
     Console(stream).rank_line(0, " 10%\r 50%\r100%\n")
     assert stream.getvalue() == "[r0] 100%\n"
 
 
-def test_a_stream_that_cannot_write_a_character_gets_another() -> None:
+def test_unencodable_character_is_replaced() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     Console(stream).rank_line(0, "2 × 3")
     assert raw.getvalue() == b"[r0] 2 ? 3\n"
 
 
-def test_a_reader_that_went_away_does_not_end_the_run() -> None:
+def test_closed_pipe_does_not_end_the_run() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")
@@ -294,7 +294,7 @@ def on_terminal(ending: str) -> str:
     return written.decode()
 
 
-def test_a_terminal_has_a_bar_with_lines_above_it() -> None:
+def test_terminal_shows_progress_bar_below_lines() -> None:
     written = on_terminal("end")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
     assert "━" in text
@@ -305,7 +305,7 @@ def test_a_terminal_has_a_bar_with_lines_above_it() -> None:
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")  # the cursor is shown again
 
 
-def test_a_run_that_dies_leaves_the_cursor_visible() -> None:
+def test_interrupted_run_leaves_the_cursor_visible() -> None:
     written = on_terminal("interrupt")
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
 
@@ -329,7 +329,7 @@ console.close()
 """
 
 
-def test_a_notebook_has_one_bar_that_is_updated() -> None:
+def test_notebook_has_one_updated_progress_bar() -> None:
     nbclient = pytest.importorskip("nbclient", reason="the notebook extra is not installed")
     nbformat = pytest.importorskip("nbformat", reason="the notebook extra is not installed")
     pytest.importorskip("ipykernel", reason="the notebook extra is not installed")

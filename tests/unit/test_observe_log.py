@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from distributed.core.events import CheckpointSaved, EpochStarted, Event, RunStarted, StepEnded, Warned, parse_event
-from distributed.core.heartbeat import RECORD, Phase, heartbeat_path
+from distributed.core.protocol.heartbeat import RECORD, Phase
+from distributed.core.run_dir import RunDir
 from distributed.observe.console import Console
 from distributed.observe.event_log import EventLog
 from distributed.observe.follow import Follower
@@ -31,12 +32,12 @@ def warned(number: int) -> Warned:
 
 
 def beat(run_dir: Path, attempt: int, step: int, time_ns: int) -> None:
-    path = heartbeat_path(run_dir / "attempts" / str(attempt), 0)
+    path = RunDir(run_dir).attempt(attempt).heartbeat(0)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(RECORD.pack(step, time_ns, Phase.TRAINING, 0, b""))
 
 
-def test_events_come_back_as_they_were(tmp_path: Path) -> None:
+def test_events_are_read_back_unchanged(tmp_path: Path) -> None:
     events: list[Event] = [
         StepEnded(time=2.0, step=5, epoch=0, loss=0.25, learning_rate=0.1, samples_per_second=9.0, metrics={"f1": 0.5}),
         CheckpointSaved(time=3.0, step=5, path="ckpt", seconds=0.1),
@@ -51,7 +52,7 @@ def test_events_come_back_as_they_were(tmp_path: Path) -> None:
     assert [parse_event(line) for line in lines] == events
 
 
-def test_a_killed_writer_loses_nothing(tmp_path: Path) -> None:
+def test_killed_writer_loses_no_event(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys\n"
         "from distributed.core.events import Warned\n"
@@ -65,7 +66,7 @@ def test_a_killed_writer_loses_nothing(tmp_path: Path) -> None:
     assert [json.loads(line)["time"] for line in path.read_text().splitlines()] == list(range(100))
 
 
-def test_processes_that_share_a_log_do_not_mix_lines(tmp_path: Path) -> None:
+def test_processes_sharing_a_log_do_not_mix_lines(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from distributed.core.events import Warned\n"
@@ -81,7 +82,7 @@ def test_processes_that_share_a_log_do_not_mix_lines(tmp_path: Path) -> None:
     assert sorted(messages) == ["a" * 5000] * 300 + ["b" * 5000] * 300
 
 
-def test_a_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> None:
+def test_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event":"Warned","ti')
     seen = Collected()
@@ -92,7 +93,7 @@ def test_a_torn_last_line_does_not_swallow_the_next_event(tmp_path: Path) -> Non
     assert seen.events == [warned(1)]
 
 
-def test_a_follower_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
+def test_follower_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
     seen = Collected()
     follower = Follower(tmp_path, seen)
     follower.refresh()  # nothing there yet
@@ -107,7 +108,7 @@ def test_a_follower_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
     assert seen.events == [warned(1), warned(1)]
 
 
-def test_a_follower_of_a_resumed_run_skips_its_past(tmp_path: Path) -> None:
+def test_follower_of_a_resumed_run_skips_its_past(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.on(warned(1))
     late, all_of_it = Collected(), Collected()
@@ -119,7 +120,7 @@ def test_a_follower_of_a_resumed_run_skips_its_past(tmp_path: Path) -> None:
     assert all_of_it.events == [warned(1), warned(2)]
 
 
-def test_the_bar_moves_with_the_heartbeat_of_the_right_attempt(tmp_path: Path) -> None:
+def test_progress_follows_heartbeats_of_the_current_attempt(tmp_path: Path) -> None:
     beat(tmp_path, 0, step=90, time_ns=1)  # the past of a run that is resumed here
     stream, now = io.StringIO(), [0.0]
     console = Console(stream, clock=lambda: now[0])

@@ -72,7 +72,7 @@ def feed(observer: MlflowObserver, events: list[Event]) -> None:
     observer.close()
 
 
-def test_a_run_of_our_own(uri: str, tmp_path: Path) -> None:
+def test_mlflow_run_has_params_metrics_and_model(uri: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "step-10"
     checkpoint.mkdir()
     (checkpoint / "weights").write_bytes(b"1234")
@@ -100,7 +100,7 @@ def test_a_run_of_our_own(uri: str, tmp_path: Path) -> None:
     assert [file.path for file in client.list_artifacts(observer.run_id, "model")] == ["model/weights"]
 
 
-def test_a_run_that_the_user_has_open_stays_open(uri: str, tmp_path: Path) -> None:
+def test_mlflow_run_opened_by_the_user_stays_open(uri: str, tmp_path: Path) -> None:
     model = tmp_path / "model.pt"
     model.write_bytes(b"1234")
     mlflow.set_tracking_uri(uri)
@@ -130,13 +130,13 @@ def test_a_run_that_the_user_has_open_stays_open(uri: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("events", "status"), [(rest(status="interrupted"), "KILLED"), ([], "FAILED")], ids=["interrupted", "no word"]
 )
-def test_how_a_run_ended_is_told(uri: str, events: list[Event], status: str) -> None:
+def test_mlflow_run_status_follows_the_end_of_the_run(uri: str, events: list[Event], status: str) -> None:
     observer = MlflowObserver(MlflowPlan("ends", uri))
     feed(observer, [started(), stepped(5), *events])
     assert mlflow.MlflowClient(uri).get_run(observer.run_id).info.status == status
 
 
-def test_a_restart_continues_its_run(uri: str, tmp_path: Path) -> None:
+def test_restart_continues_its_mlflow_run(uri: str, tmp_path: Path) -> None:
     plan = MlflowPlan("restarts", uri)
     killed = MlflowObserver(plan, tmp_path)
     killed.on(started())
@@ -156,7 +156,7 @@ def test_a_restart_continues_its_run(uri: str, tmp_path: Path) -> None:
     assert after.run_id != run.info.run_id
 
 
-def test_without_an_address_mlflows_own_setting_counts_and_else_a_file_here(
+def test_tracking_uri_defaults_to_environment_then_local_file(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -172,7 +172,7 @@ def test_without_an_address_mlflows_own_setting_counts_and_else_a_file_here(
     assert (tmp_path / "mlflow.db").exists()
 
 
-def test_two_that_make_an_experiment_at_once_agree(uri: str) -> None:
+def test_concurrent_experiment_creation_agrees_on_one(uri: str) -> None:
     class Late:
         """A client that hears of the experiment only after it failed to make it, as in a race."""
 

@@ -70,7 +70,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(s.step, round(s.value, 6)) for s in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-def test_a_run_is_read_back_by_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_reads_back_the_runs_scalars(tmp_path: Path) -> None:
     observer = TensorBoardObserver(tmp_path)
     end = RunEnded(time=40, status="done", step=10, seconds=9, samples_per_second=70)
     for event in (started(), stepped(5), stepped(10, loss=0.25), evaluated(10), epoch_ended(10), end):
@@ -97,7 +97,7 @@ def test_a_run_is_read_back_by_tensorboard(tmp_path: Path) -> None:
     assert "momentum" not in summary  # nobody set it
 
 
-def test_what_was_logged_is_on_disk_before_the_end(tmp_path: Path) -> None:
+def test_tensorboard_values_are_on_disk_before_close(tmp_path: Path) -> None:
     observer = TensorBoardObserver(tmp_path)
     observer.on(stepped(5, loss=math.nan))
     found = read(tmp_path).Scalars("train/loss")
@@ -106,7 +106,7 @@ def test_what_was_logged_is_on_disk_before_the_end(tmp_path: Path) -> None:
     observer.close()
 
 
-def test_an_epoch_without_a_log_line_still_shows_its_loss(tmp_path: Path) -> None:
+def test_epoch_without_step_events_still_has_its_loss(tmp_path: Path) -> None:
     observer = TensorBoardObserver(tmp_path)
     observer.on(epoch_ended(10))
     observer.close()
@@ -115,7 +115,7 @@ def test_an_epoch_without_a_log_line_still_shows_its_loss(tmp_path: Path) -> Non
     assert found["val/loss"] == [(10, 0.75)]
 
 
-def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_replaces_values_after_its_checkpoint(tmp_path: Path) -> None:
     killed = TensorBoardObserver(tmp_path)
     for event in (started(), stepped(5), stepped(6), stepped(7)):
         killed.on(event)
@@ -127,7 +127,7 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path: Path) -
     assert scalars(tmp_path)["train/loss"] == [(5, 0.5), (6, 0.125)]
 
 
-def test_neither_tensorflow_nor_torch_is_imported(tmp_path: Path) -> None:
+def test_tensorboard_observer_imports_no_tensorflow_or_torch(tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     trap.mkdir()
     for name in ("tensorflow", "torch"):

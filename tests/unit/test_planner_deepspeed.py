@@ -16,10 +16,10 @@ from distributed.core.config import DistributedConfig
 from distributed.core.env import worker_env
 from distributed.core.errors import PlanError, Problem
 from distributed.core.plan import Plan
-from distributed.planner.deepspeed_adoption import adopt
+from distributed.engines.deepspeed.config_adoption import adopt
+from distributed.engines.deepspeed.process import complete
 from distributed.planner.hardware import Gpu, Hardware
 from distributed.planner.planning import JobProfile, make_plan
-from distributed.strategies.deepspeed_process import complete
 
 SAMPLES = JobProfile(loader_batch_size=4, samples=64, parameters=1000)
 
@@ -46,7 +46,7 @@ def decided(plan: Plan) -> str:
 
 def adopted(given: Any, **settings: Any) -> DistributedConfig:
     problems: list[Problem] = []
-    config = adopt(DistributedConfig(deepspeed_config=given, **settings), problems, ranks=2)
+    config = adopt(DistributedConfig(deepspeed_config=given, **settings), problems, world_size=2)
     assert problems == []
     return config
 
@@ -54,7 +54,7 @@ def adopted(given: Any, **settings: Any) -> DistributedConfig:
 # What is taken over
 
 
-def test_everything_that_has_a_setting_here_is_taken_over_with_the_file_as_its_source(tmp_path: Path) -> None:
+def test_deepspeed_values_become_settings_with_file_as_source(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     content = {
         "train_micro_batch_size_per_gpu": 8,
@@ -94,7 +94,7 @@ def test_everything_that_has_a_setting_here_is_taken_over_with_the_file_as_its_s
     assert {config.source(name) for name in expected} == {"ds.json"}
 
 
-def test_fp16_settings_are_those_of_the_scaler_unless_the_scale_stays_as_it_is() -> None:
+def test_fp16_section_sets_the_scaler_unless_scale_is_static() -> None:
     scaled = {"enabled": True, "loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 50}
     config = adopted({"fp16": scaled})
     assert (config.scaler_init_scale, config.scaler_growth_interval) == (1024, 50)
@@ -110,7 +110,7 @@ def test_fp16_settings_are_those_of_the_scaler_unless_the_scale_stays_as_it_is()
     assert "512 or 1024" in odd.do
 
 
-def test_old_spellings_mean_what_they_mean_to_deepspeed() -> None:
+def test_deprecated_deepspeed_keys_are_understood() -> None:
     config = adopted({"zero_optimization": {"stage": 2, "cpu_offload": True}, "bfloat16": {"enabled": True}})
     assert (config.offload_optimizer, config.mixed_precision) == ("cpu", "bf16")
     assert adopted({"zero_optimization": True}).zero_stage == 1
@@ -130,12 +130,12 @@ def test_old_spellings_mean_what_they_mean_to_deepspeed() -> None:
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, {}, (4, 1)),
     ],
 )
-def test_the_whole_batch_gives_what_is_left_open(content: Any, settings: Any, batch: tuple[int, int]) -> None:
+def test_train_batch_size_determines_the_open_batch_values(content: Any, settings: Any, batch: tuple[int, int]) -> None:
     plan = plan_of(content, **settings)
     assert (plan.batch.per_device, plan.batch.accumulation) == batch
 
 
-def test_a_whole_batch_that_does_not_fit_is_refused() -> None:
+def test_indivisible_train_batch_size_is_refused() -> None:
     (problem,) = refusals({"train_batch_size": 33})
     assert "train_batch_size=33" in problem.what
     assert "32 or 34" in problem.do
@@ -147,7 +147,7 @@ def test_a_whole_batch_that_does_not_fit_is_refused() -> None:
 # What DeepSpeed is given
 
 
-def test_deepspeed_is_given_everything_that_differs_from_its_defaults() -> None:
+def test_engine_config_overrides_deepspeeds_own_defaults() -> None:
     engine = engine_of(None)
     assert engine["zero_optimization"] == {"stage": 2}
     assert engine["gradient_clipping"] == 0.0  # its own default is 1.0
@@ -159,11 +159,11 @@ def test_deepspeed_is_given_everything_that_differs_from_its_defaults() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_stage_is_the_plans(stage: int) -> None:
+def test_engine_config_has_the_plans_zero_stage(stage: int) -> None:
     assert engine_of(None, zero_stage=stage)["zero_optimization"]["stage"] == stage
 
 
-def test_no_auto_is_left_and_what_became_of_each_is_said() -> None:
+def test_every_auto_is_resolved_and_reported() -> None:
     content = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -206,12 +206,12 @@ def test_no_auto_is_left_and_what_became_of_each_is_said() -> None:
     assert "zero_optimization.reduce_bucket_size=DeepSpeed's default" in said
 
 
-def test_an_auto_that_nothing_says_is_refused_by_name() -> None:
+def test_unresolvable_auto_is_refused_by_name() -> None:
     problems = refusals({"aio": {"block_size": "auto"}, "optimizer": {"type": "AdamW", "params": {"foreach": "auto"}}})
     assert ["aio.block_size" in problems[0].what, "optimizer.params.foreach" in problems[1].what] == [True, True]
 
 
-def test_an_auto_in_a_list_is_refused_by_its_place() -> None:
+def test_auto_inside_a_list_is_refused_with_its_index() -> None:
     given = {
         "aio": {"x": ["auto"]},
         "optimizer": {"type": "AdamW", "params": {"betas": ["auto", 0.9]}},
@@ -225,7 +225,7 @@ def test_an_auto_in_a_list_is_refused_by_its_place() -> None:
     }
 
 
-def test_the_users_own_keys_stay() -> None:
+def test_users_other_deepspeed_keys_are_kept() -> None:
     content = {
         "wall_clock_breakdown": True,
         "steps_per_print": 10,
@@ -245,7 +245,7 @@ def test_the_users_own_keys_stay() -> None:
     assert engine["zero_optimization"] == content["zero_optimization"]
 
 
-def test_an_optimizer_section_gets_the_rates_of_the_plan() -> None:
+def test_optimizer_section_gets_the_plans_learning_rate() -> None:
     section = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9]}}
     engine = engine_of({"optimizer": section}, lr_scaling="linear")
     assert engine["optimizer"] == {
@@ -258,7 +258,7 @@ def test_an_optimizer_section_gets_the_rates_of_the_plan() -> None:
     assert any("optimizer is set (deepspeed_config), but an optimizer is passed" in one.what for one in problems)
 
 
-def test_decisions_say_what_deepspeed_alone_would_do_otherwise() -> None:
+def test_decisions_report_differences_from_plain_deepspeed() -> None:
     said = decided(plan_of({"bf16": {"enabled": True}}))
     assert "parameters in bf16" in said
     assert "no gradient clipping" in said
@@ -267,7 +267,7 @@ def test_decisions_say_what_deepspeed_alone_would_do_otherwise() -> None:
     assert "no gradient clipping" not in decided(plan_of({"gradient_clipping": 0.0}))
 
 
-def test_real_deepspeed_accepts_what_is_made() -> None:
+def test_deepspeed_accepts_the_generated_config() -> None:
     deepspeed = pytest.importorskip("deepspeed")
     content = {
         "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10, "offload_param": {"device": "cpu"}},
@@ -285,7 +285,7 @@ def test_real_deepspeed_accepts_what_is_made() -> None:
 # What is refused
 
 
-def test_all_contradictions_are_listed_each_with_both_places_and_values(tmp_path: Path) -> None:
+def test_all_contradictions_are_listed_with_sources_and_values(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
     content = {
         "train_micro_batch_size_per_gpu": 8,
@@ -352,7 +352,7 @@ def test_all_contradictions_are_listed_each_with_both_places_and_values(tmp_path
         ),
     ],
 )
-def test_a_contradiction_names_both_sides(
+def test_contradiction_names_both_sides(
     content: Any, settings: Any, first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where the folder of the last case is made
@@ -361,7 +361,7 @@ def test_a_contradiction_names_both_sides(
     assert second in problem.what
 
 
-def test_the_same_value_in_both_places_is_no_contradiction() -> None:
+def test_equal_values_in_both_places_are_no_contradiction() -> None:
     content = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     plan = plan_of(content, batch_size=8, sharding="full", mixed_precision=True)
     assert (plan.batch.per_device, plan.shard.kind, plan.precision.kind) == (8, "full", "bf16")
@@ -380,7 +380,7 @@ def test_the_same_value_in_both_places_is_no_contradiction() -> None:
         ('{"optimizer": "AdamW"}', 'optimizer="AdamW"', "object"),
     ],
 )
-def test_a_file_that_is_no_configuration_says_why(tmp_path: Path, text: str, what: str, why: str) -> None:
+def test_invalid_deepspeed_config_file_is_refused_with_reason(tmp_path: Path, text: str, what: str, why: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     (problem,) = refusals(str(path))
@@ -389,7 +389,7 @@ def test_a_file_that_is_no_configuration_says_why(tmp_path: Path, text: str, wha
     assert why in problem.why
 
 
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_unreadable_deepspeed_config_file_is_refused(tmp_path: Path) -> None:
     (missing,) = refusals(str(tmp_path / "missing.json"))
     assert "No such file" in missing.why
     (folder,) = refusals(str(tmp_path))
@@ -439,7 +439,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         ({"fp16": {"enabled": True}}, "mixed_precision='fp16'", "leave it out"),  # on a CPU
     ],
 )
-def test_what_cannot_work_is_refused_with_what_to_do(content: Any, named: str, do: str) -> None:
+def test_unsupported_deepspeed_keys_are_refused_with_a_remedy(content: Any, named: str, do: str) -> None:
     (problem,) = refusals(content)
     assert named in problem.what
     assert do in problem.do
@@ -472,7 +472,7 @@ def places(content: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("place", list(places(WHOLE)), ids=".".join)
-def test_an_odd_value_anywhere_is_refused_or_has_a_plan_without_auto(place: tuple[str, ...]) -> None:
+def test_odd_values_are_refused_or_leave_no_auto(place: tuple[str, ...]) -> None:
     for settings in ({}, {"sharding": "full"}):
         for odd in ODD:
             content = copy.deepcopy(WHOLE)
@@ -488,12 +488,12 @@ def test_an_odd_value_anywhere_is_refused_or_has_a_plan_without_auto(place: tupl
 
 
 @pytest.mark.parametrize("odd", ["true", 1, [True]])
-def test_a_switch_that_is_no_switch_is_not_taken_for_off(odd: Any) -> None:
+def test_enabled_that_is_no_boolean_is_refused(odd: Any) -> None:
     (problem,) = refusals({"bf16": {"enabled": odd}})
     assert f"bf16.enabled={json.dumps(odd)}" in problem.what
 
 
-def test_what_is_switched_off_is_no_problem() -> None:
+def test_disabled_unsupported_sections_are_accepted() -> None:
     content = {
         "elasticity": {"enabled": False},
         "amp": {"enabled": False},
@@ -509,7 +509,7 @@ def test_what_is_switched_off_is_no_problem() -> None:
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "horovod", "pytorch-ddp"])
-def test_another_engine_refuses_a_deepspeed_configuration(backend: str) -> None:
+def test_other_engines_refuse_a_deepspeed_config(backend: str) -> None:
     problems = refusals({"bf16": {"enabled": True}}, backend=backend)
     assert [problem.what for problem in problems] == [
         f"deepspeed_config={{'bf16': {{'enabled': True}}}} with backend={backend!r}"
@@ -517,7 +517,7 @@ def test_another_engine_refuses_a_deepspeed_configuration(backend: str) -> None:
     assert "deepspeed" in problems[0].do
 
 
-def test_a_deepspeed_configuration_chooses_deepspeed() -> None:
+def test_deepspeed_config_selects_the_deepspeed_engine() -> None:
     plan = plan_of({"zero_optimization": {"stage": 3}}, backend="auto")
     assert plan.strategy == "deepspeed"
     assert "a DeepSpeed configuration is given" in decided(plan)
@@ -526,17 +526,17 @@ def test_a_deepspeed_configuration_chooses_deepspeed() -> None:
 # Offload
 
 
-def test_cpu_offload_moves_the_optimizer_and_in_stage_3_the_parameters() -> None:
+def test_cpu_offload_moves_optimizer_and_at_stage_3_parameters() -> None:
     assert engine_of(None, zero_stage=2, cpu_offload=True)["zero_optimization"] == {
         "stage": 2,
         "offload_optimizer": {"device": "cpu"},
     }
     plan = plan_of(None, zero_stage=3, cpu_offload=True)
     assert plan.engine["config"]["zero_optimization"]["offload_param"] == {"device": "cpu"}
-    assert "the parameters in host memory: cpu_offload asks for it" in decided(plan)
+    assert "the parameters in host memory: cpu_offload is set" in decided(plan)
 
 
-def test_files_are_under_the_offload_folder_which_is_made(tmp_path: Path) -> None:
+def test_offload_dir_is_created_and_used_for_nvme(tmp_path: Path) -> None:
     folder = tmp_path / "fast" / "disk"
     zero = engine_of(None, zero_stage=3, offload_optimizer="nvme", offload_dir=str(folder))["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": str(folder)}
@@ -546,7 +546,7 @@ def test_files_are_under_the_offload_folder_which_is_made(tmp_path: Path) -> Non
     assert zero["offload_param"] == {"device": "nvme", "nvme_path": str(folder), "buffer_size": 1000}  # not 10**8
 
 
-def test_parameters_in_fp32_stay_in_the_memory_of_a_cpu_where_their_files_would_be_bf16(tmp_path: Path) -> None:
+def test_fp32_parameters_on_cpu_are_not_offloaded_to_files(tmp_path: Path) -> None:
     settings = {"zero_stage": 3, "offload_parameters": "nvme", "offload_dir": str(tmp_path)}
     plan = plan_of(None, **settings)
     assert plan.engine["config"]["zero_optimization"]["offload_param"] == {"device": "cpu"}
@@ -555,7 +555,7 @@ def test_parameters_in_fp32_stay_in_the_memory_of_a_cpu_where_their_files_would_
     assert on_gpu["zero_optimization"]["offload_param"]["device"] == "nvme"
 
 
-def test_what_is_too_small_for_files_is_said(tmp_path: Path) -> None:
+def test_model_too_small_for_offload_files_is_reported(tmp_path: Path) -> None:
     settings = {"zero_stage": 3, "offload_optimizer": "nvme", "offload_dir": str(tmp_path)}
     assert "no files: DeepSpeed writes files of 1 MiB or more" in decided(plan_of(None, **settings))
     larger = JobProfile(loader_batch_size=4, samples=64, parameters=600_000)
@@ -572,7 +572,7 @@ def test_what_is_too_small_for_files_is_said(tmp_path: Path) -> None:
         ({"zero_stage": 3, "offload_optimizer": "cpu", "offload_dir": "x"}, "offload_dir='x'", "leave it out"),
     ],
 )
-def test_offload_settings_that_deny_each_other_are_refused(
+def test_contradictory_offload_settings_are_refused(
     settings: Any, what: str, do: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -581,14 +581,14 @@ def test_offload_settings_that_deny_each_other_are_refused(
     assert do in problem.do
 
 
-def test_host_memory_and_files_at_once_are_refused(tmp_path: Path) -> None:
+def test_cpu_and_nvme_offload_together_are_refused(tmp_path: Path) -> None:
     settings = {"zero_stage": 3, "cpu_offload": True, "offload_parameters": "nvme", "offload_dir": str(tmp_path)}
     (problem,) = refusals(None, **settings)
     assert "cpu_offload (argument), but offload_parameters='nvme' (argument)" in problem.what
 
 
 @pytest.mark.parametrize("place", ["a-file", "a-file/below", "/proc/offload"])
-def test_an_offload_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, place: str) -> None:
+def test_unwritable_offload_dir_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "a-file").write_text("")
     (problem,) = refusals(None, zero_stage=3, offload_optimizer="nvme", offload_dir=str(tmp_path / place))
     assert "cannot be written to" in problem.what
@@ -608,7 +608,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_too_small_says_what_is_there_and_what_is_needed(small_disk: Path) -> None:
+def test_too_small_offload_disk_is_refused_with_sizes(small_disk: Path) -> None:
     settings = {"zero_stage": 3, "offload_dir": str(small_disk), "mixed_precision": "bf16"}
     big = JobProfile(loader_batch_size=4, samples=64, parameters=100_000)
     (problem,) = refusals(None, big, offload_optimizer="nvme", **settings)
@@ -631,7 +631,7 @@ def test_a_disk_that_is_too_small_says_what_is_there_and_what_is_needed(small_di
 # Where it is launched from
 
 
-def test_the_deepspeed_launcher_is_known_by_its_words_also_on_several_nodes() -> None:
+def test_deepspeed_launcher_environment_is_recognised() -> None:
     words = {
         "RANK": "5",
         "LOCAL_RANK": "1",

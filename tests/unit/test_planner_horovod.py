@@ -33,7 +33,7 @@ def path_with_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def test_what_is_not_said_is_left_to_horovod() -> None:
+def test_unset_horovod_settings_keep_horovods_defaults() -> None:
     made = plan()
     assert made.engine == {
         "controller": "gloo",
@@ -47,7 +47,7 @@ def test_what_is_not_said_is_left_to_horovod() -> None:
 
 
 @pytest.mark.usefixtures("path_with_mpirun")
-def test_what_is_said_reaches_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_settings_reach_the_engine_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = plan(
         communication_backend="mpi",
@@ -68,7 +68,7 @@ def test_what_is_said_reaches_horovod(tmp_path: Path, monkeypatch: pytest.Monkey
     assert made.collectives == "gloo"  # torch has no MPI, and the session's world is torch's
 
 
-def test_adasum_without_mpi_on_three_ranks_in_half_precision_is_three_problems() -> None:
+def test_adasum_reports_all_three_problems_at_once() -> None:
     told = refusal(gradient_reduction="adasum", num_gpus=3, mixed_precision="fp16")
     assert "Adasum over MPI only" in told
     assert "communication_backend='mpi'" in told
@@ -76,14 +76,14 @@ def test_adasum_without_mpi_on_three_ranks_in_half_precision_is_three_problems()
     assert "mixed_precision='bf16'" in told
 
 
-def test_mpi_without_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_without_mpirun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     told = refusal(communication_backend="mpi")
     assert "no mpirun" in told
     assert "apt-get install libopenmpi-dev openmpi-bin" in told
 
 
-def test_ranks_that_are_there_need_no_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_under_srun_needs_no_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the compute nodes of a cluster, where srun starts them."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, value in {"STEP_ID": "0", "STEP_NUM_TASKS": "2", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
@@ -91,7 +91,7 @@ def test_ranks_that_are_there_need_no_mpirun(tmp_path: Path, monkeypatch: pytest
     assert plan(communication_backend="mpi").engine["controller"] == "mpi"
 
 
-def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_timeline_is_refused(tmp_path: Path) -> None:
     assert "no folder" in refusal(timeline=str(tmp_path / "missing" / "timeline.json"))
     assert "it is a folder" in refusal(timeline=str(tmp_path))
     if os.getuid() != 0:  # who may write everywhere
@@ -99,12 +99,12 @@ def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
         assert "may not write" in refusal(timeline=str(tmp_path / "timeline.json"))
 
 
-def test_gpus_are_refused() -> None:
+def test_horovod_without_nccl_refuses_gpus() -> None:
     told = refusal(hardware=Hardware(gpus=(Gpu("H200"), Gpu("H200")), cpu_cores=2))
     assert "without NCCL" in told
 
 
-def test_a_compression_that_horovod_does_not_know() -> None:
+def test_unknown_horovod_compression_is_refused() -> None:
     with pytest.raises(ConfigError, match="compression='int8'"):
         DistributedConfig(compression="int8")
 
@@ -113,5 +113,5 @@ def test_a_compression_that_horovod_does_not_know() -> None:
     "setting",
     [{"timeline": "t.json"}, {"cycle_time_ms": 1.0}, {"compression": "fp16"}, {"communication_backend": "mpi"}],
 )
-def test_its_settings_are_refused_under_other_engines(setting: dict[str, Any]) -> None:
+def test_horovod_settings_are_refused_under_other_engines(setting: dict[str, Any]) -> None:
     assert "horovod" in refusal(backend="pytorch-ddp", **setting)

@@ -95,7 +95,7 @@ REFUSED: list[tuple[int, int, dict[str, Any], str, str, str]] = [  # … what, w
     ),
     (8, 1, {"context_parallel": 2, "pipeline_parallel": 2}, "context_parallel with pipeline_parallel", "whole", "out"),
     (8, 1, {"compile": True, "context_parallel": 2}, "compile with context_parallel", "attention", "out"),
-    (8, 1, {"compile": True, "tensor_parallel": 2}, "compile with tensor_parallel", "by itself", "out"),
+    (8, 1, {"compile": True, "tensor_parallel": 2}, "compile with tensor_parallel", "separately", "out"),
     (8, 1, {"iterable_split": "dataset", "zero_stage": 3}, "iterable_split", "same samples", "iterable_split='share'"),
     (8, 1, {"lora": {"rnk": 2}}, "'rnk'", "", "rank"),
     (8, 1, {"lora": {"rank": 0}}, "rank 0", "", "8"),
@@ -118,7 +118,7 @@ def plan(world: int, nodes: int, asked: dict[str, Any], **more: bool) -> tuple[P
 
 
 @pytest.mark.parametrize(("world", "nodes", "asked", "mesh", "kind"), LEGAL)
-def test_a_legal_mesh_takes_every_rank_once(world, nodes, asked, mesh, kind):
+def test_legal_mesh_uses_every_rank_once(world, nodes, asked, mesh, kind):
     found, decisions, problems = plan(world, nodes, asked)
     assert not problems
     assert (found.mesh, found.shard.kind) == (mesh, kind)
@@ -130,7 +130,7 @@ def test_a_legal_mesh_takes_every_rank_once(world, nodes, asked, mesh, kind):
 
 
 @pytest.mark.parametrize(("world", "nodes", "asked", "what", "why", "do"), REFUSED)
-def test_a_refusal_says_what_why_and_what_to_do(world, nodes, asked, what, why, do):
+def test_illegal_mesh_error_says_what_why_and_do(world, nodes, asked, what, why, do):
     _, _, problems = plan(world, nodes, asked)
     assert len(problems) == 1, "one mistake is one problem"
     assert what in problems[0].what
@@ -140,7 +140,7 @@ def test_a_refusal_says_what_why_and_what_to_do(world, nodes, asked, what, why, 
 
 @pytest.mark.parametrize("world", range(1, 17))
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3, 4), repeat=2)))
-def test_a_mesh_is_refused_exactly_where_its_sizes_do_not_divide_the_ranks(world, sizes):
+def test_mesh_is_refused_iff_its_sizes_do_not_divide_the_ranks(world, sizes):
     asked = {"pipeline_parallel": sizes[0], "tensor_parallel": sizes[1]}
     found, _, problems = plan(world, 1, asked)
     assert bool(problems) == bool(world % (sizes[0] * sizes[1]))
@@ -154,7 +154,7 @@ def test_a_mesh_is_refused_exactly_where_its_sizes_do_not_divide_the_ranks(world
     assert found.mesh.world_size == world
 
 
-def test_all_refusals_are_raised_at_once():
+def test_all_mesh_problems_are_raised_at_once():
     asked = {"num_gpus": 6, "tensor_parallel": 4, "sharding": "full", "zero_stage": 1, "pipeline_schedule": "gpipe"}
     with pytest.raises(PlanError) as refused:
         make_plan(DistributedConfig(**asked), JobProfile(samples=64), Hardware(), run_dir="run")
@@ -163,7 +163,7 @@ def test_all_refusals_are_raised_at_once():
         assert hint in text
 
 
-def test_batchnorm_over_all_ranks_is_refused_for_stages():
+def test_sync_batchnorm_with_pipeline_is_refused():
     asked = {"pipeline_parallel": 2}
     assert "BatchNorm" in plan(4, 1, asked, has_batchnorm=True)[2][0].what
     assert not plan(4, 1, asked | {"sync_batchnorm": False}, has_batchnorm=True)[2]
@@ -173,7 +173,7 @@ def test_batchnorm_over_all_ranks_is_refused_for_stages():
     ("asked", "recompute"),
     [(False, ("", 1)), (True, ("full", 1)), ("full", ("full", 1)), ("selective", ("selective", 1)), (3, ("full", 3))],
 )
-def test_what_is_computed_again(asked, recompute):
+def test_activation_checkpointing_setting_maps_to_recompute(asked, recompute):
     memory = plan(2, 1, {"activation_checkpointing": asked})[0].memory
     assert (memory.recompute, memory.recompute_every) == recompute
 
@@ -188,7 +188,7 @@ def test_what_is_computed_again(asked, recompute):
         ({"rank": 2, "alpha": 1, "dropout": 0.1, "targets": ["a", "b"]}, LoraPlan(2, 1.0, 0.1, ("a", "b"))),
     ],
 )
-def test_which_adapters_are_trained(asked, lora):
+def test_lora_setting_maps_to_lora_plan(asked, lora):
     assert plan(2, 1, {"lora": asked})[0].memory.lora == lora
 
 
@@ -205,7 +205,7 @@ def test_which_adapters_are_trained(asked, lora):
         ({"pipeline_parallel": 2, "pipeline_schedule": "interleaved"}, BatchPlan(4, 2), (1, 4)),
     ],
 )
-def test_a_batch_is_cut_for_a_pipeline_and_stays_whole(asked, batch, cut):
+def test_pipeline_micro_batches_keep_the_global_batch(asked, batch, cut):
     problems: list[Problem] = []
     decisions: list[Decision] = []
     found = cut_for_pipeline(DistributedConfig(**asked), batch, decisions, problems)
@@ -223,7 +223,7 @@ def test_a_batch_is_cut_for_a_pipeline_and_stays_whole(asked, batch, cut):
         ({"pipeline_schedule": "zero_bubble"}, 3, "3 micro-batches and 2 stages", "pipeline_schedule='1f1b'"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_for_a_pipeline_is_refused(asked, size, what, do):
+def test_batch_indivisible_into_pipeline_micro_batches_refused(asked, size, what, do):
     problems: list[Problem] = []
     config = DistributedConfig(pipeline_parallel=2, **asked)
     cut_for_pipeline(config, BatchPlan(size), [], problems)
@@ -244,7 +244,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("mesh", "kind", "unit"), MESHES)
-def test_another_world_keeps_the_axes_that_share_a_model(mesh, kind, unit):
+def test_resized_plan_keeps_the_model_parallel_axes(mesh, kind, unit):
     batch = BatchPlan(4, mesh.data_ranks)
     before = Plan("run", batch, mesh=mesh, shard=ShardPlan(kind))
     sizes = before.legal_sizes
@@ -262,7 +262,7 @@ def test_another_world_keeps_the_axes_that_share_a_model(mesh, kind, unit):
         assert after.for_world(before.world_size, 1).mesh == mesh
 
 
-def test_a_stream_over_a_mesh_goes_on_where_its_steps_take_as_many_samples():
+def test_stream_on_a_mesh_resizes_only_with_even_batches():
     batch = BatchPlan(1, 3, of_stream=True)  # of 3 samples, which two data ranks cannot take one at a time
     before = Plan("run", batch, mesh=MeshSpec(dp_replicate=3, tp=2))
     assert before.legal_sizes == [2, 6]

@@ -26,20 +26,20 @@ def planned(profile: JobProfile | None = None, **settings: Any) -> Plan:
     return make_plan(config, profile or JobProfile(samples=64), CPUS, run_dir="unused")
 
 
-def test_several_nodes_need_no_meeting_point() -> None:
+def test_ray_plan_of_several_nodes_needs_no_master_addr() -> None:
     plan = planned(num_nodes=4, gpus_per_node=8, address="auto")
     assert (plan.world_size, plan.num_nodes, plan.strategy) == (32, 4, "ray")
     assert plan.engine == {"address": "auto", "fewest": 32, "most": 32}
 
 
-def test_an_address_alone_asks_for_ray() -> None:
+def test_address_alone_selects_ray() -> None:
     plan = make_plan(
         DistributedConfig(address="auto", batch_size=4, num_gpus=2), JobProfile(samples=64), CPUS, run_dir="unused"
     )
     assert plan.strategy == "ray"
 
 
-def test_gpus_that_this_machine_does_not_have_are_left_to_the_cluster() -> None:
+def test_gpus_missing_here_are_left_to_the_ray_cluster() -> None:
     config = DistributedConfig(backend="ray", address="auto", device="cuda", num_nodes=2, gpus_per_node=8)
     _, _, problems = plan_resources(config, Hardware(gpus=(Gpu("one"),)))
     assert problems == []
@@ -48,18 +48,18 @@ def test_gpus_that_this_machine_does_not_have_are_left_to_the_cluster() -> None:
 @pytest.mark.parametrize(
     "address", ["auto", "10.0.0.7:6379", "head:6379", "ray://head.example.org:10001", "[::1]:6379"]
 )
-def test_addresses_of_clusters_are_taken(address: str) -> None:
+def test_valid_ray_addresses_are_accepted(address: str) -> None:
     assert planned(num_gpus=2, address=address).engine["address"] == address
 
 
 @pytest.mark.parametrize("address", ["head", "ray://head", "http://head:8265", "head:port", "head:99999", ""])
-def test_what_is_no_address_is_refused_before_anything_is_asked(address: str) -> None:
+def test_invalid_ray_address_is_refused(address: str) -> None:
     with pytest.raises(PlanError, match="is not the address of a Ray cluster"):
         planned(num_gpus=2, address=address)
 
 
 @pytest.mark.parametrize("nodes", [{"num_nodes": 2}, {"num_nodes": 1, "max_nodes": 3}])
-def test_several_nodes_are_not_to_be_had_without_a_cluster(nodes: dict[str, int]) -> None:
+def test_several_nodes_without_a_ray_address_are_refused(nodes: dict[str, int]) -> None:
     with pytest.raises(PlanError, match=r"_nodes=\d \(.*\), but no address"):
         planned(gpus_per_node=2, **nodes)
 
@@ -74,26 +74,26 @@ def test_settings_that_ray_decides_are_refused_together() -> None:
     ]
 
 
-def test_a_number_of_ranks_that_may_change_is_told() -> None:
+def test_elastic_range_of_ranks_is_reported() -> None:
     plan = planned(num_nodes=2, gpus_per_node=2, min_nodes=1, max_nodes=3, address="auto")
     assert (plan.engine["fewest"], plan.engine["most"]) == (2, 6)
     assert any("2 to 6 ranks" in decision.choice for decision in plan.decisions)
 
 
-def test_numbers_of_ranks_between_which_a_run_cannot_train_are_refused() -> None:
+def test_elastic_range_with_illegal_world_sizes_is_refused() -> None:
     with pytest.raises(PlanError, match="cannot train with 3") as refused:
         planned(num_gpus=4, min_gpus=2, reproducible="bitwise", virtual_ranks=4)
     assert "min_gpus" in refused.value.problems[0].do
 
 
-def test_without_checkpoints_a_fault_begins_the_run_anew_and_that_is_told() -> None:
+def test_missing_checkpoint_frequency_is_reported_for_ray() -> None:
     said = [decision.override for decision in planned(num_gpus=2).decisions]
     assert "checkpoint_frequency" in said
     kept = planned(num_gpus=2, checkpoint_frequency=1)
     assert "checkpoint_frequency" not in [decision.override for decision in kept.decisions]
 
 
-def test_an_address_means_nothing_to_another_engine() -> None:
+def test_address_with_another_engine_is_refused() -> None:
     with pytest.raises(PlanError, match="address"):
         make_plan(
             DistributedConfig(backend="fsdp", address="auto", batch_size=4, num_gpus=2),
@@ -103,18 +103,18 @@ def test_an_address_means_nothing_to_another_engine() -> None:
         )
 
 
-def test_parameters_of_a_search_are_told_apart_from_settings() -> None:
+def test_search_parameters_are_separated_from_settings() -> None:
     trainer = RayTrainer(nn.Linear(4, 2), {"hidden_size": 8, "lr": 0.5, "batch_size": 4})
     assert trainer.config.given_values() == {"backend": "ray", "learning_rate": 0.5, "batch_size": 4}
     assert ["hidden_size" in str(note) for note in trainer.notes] == [True]
 
 
-def test_a_mistyped_setting_among_them_is_still_refused() -> None:
+def test_mistyped_setting_among_search_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="learning_rate"):
         RayTrainer(nn.Linear(4, 2), {"hidden_size": 8, "learning_rat": 0.5})
 
 
-def test_without_ray_the_extra_is_named(tmp_path: Path) -> None:
+def test_missing_ray_names_its_extra(tmp_path: Path) -> None:
     """In a process of its own, which cannot import it."""
     program = (
         "import sys, torch\n"

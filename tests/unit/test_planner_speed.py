@@ -41,7 +41,7 @@ def refused(machine: Hardware, **settings: Any) -> list[str]:
     return [problem.what for problem in caught.value.problems]
 
 
-def test_on_a_cpu_freed_memory_is_kept_and_nothing_else_changed() -> None:
+def test_cpu_plan_only_keeps_freed_memory() -> None:
     assert plan(CPU).speed == plan(CPU, mixed_precision="bf16").speed == SpeedPlan(keep_freed_memory=True)
     assert "keep_freed_memory" in {decision.override for decision in plan(CPU).decisions}
     without = plan(CPU, keep_freed_memory=False)
@@ -50,24 +50,24 @@ def test_on_a_cpu_freed_memory_is_kept_and_nothing_else_changed() -> None:
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"])
-def test_a_malloc_that_the_user_has_set_up_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_configured_by_the_user_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     assert not plan(CPU).speed.keep_freed_memory
     assert plan(CPU, keep_freed_memory=True).speed.keep_freed_memory
 
 
-def test_where_malloc_cannot_be_told_it_is_left_alone_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_freed_memory_without_glibc_is_off_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "confstr")
     assert not plan(CPU).speed.keep_freed_memory
     assert refused(CPU, keep_freed_memory=True) == ["keep_freed_memory=True would have no effect"]
 
 
-def test_ray_trains_in_a_thread_whose_memory_cannot_be_kept() -> None:
+def test_keep_freed_memory_under_ray_is_off_or_refused() -> None:
     assert not plan(CPU, backend="ray").speed.keep_freed_memory
     assert refused(CPU, backend="ray", keep_freed_memory=True) == ["keep_freed_memory=True would have no effect"]
 
 
-def test_a_hopper_gets_all_in_mixed_precision_each_with_a_reason_and_its_switch() -> None:
+def test_hopper_in_bf16_gets_every_speed_switch_with_reason() -> None:
     made = plan(HOPPER, mixed_precision="bf16", compile="auto")
     assert all(getattr(made.speed, name) for name in SWITCHES)
     told = {decision.override: decision.reason for decision in made.decisions}
@@ -93,19 +93,21 @@ def test_a_hopper_gets_all_in_mixed_precision_each_with_a_reason_and_its_switch(
         ),
     ],
 )
-def test_what_is_chosen_where(machine: Hardware, settings: dict[str, Any], chosen: set[str]) -> None:
+def test_speed_switches_follow_gpu_precision_and_engine(
+    machine: Hardware, settings: dict[str, Any], chosen: set[str]
+) -> None:
     speed = plan(machine, **settings).speed
     assert {name for name in SWITCHES if getattr(speed, name)} == chosen
 
 
-def test_an_allocator_that_the_user_has_set_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_configured_by_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert not plan(HOPPER).speed.expandable_segments
     assert plan(HOPPER, expandable_segments=True).speed.expandable_segments
 
 
 @pytest.mark.parametrize("name", SWITCHES[1:])
-def test_what_only_a_gpu_has_is_refused_on_a_cpu(name: str) -> None:
+def test_gpu_only_speed_switches_are_refused_on_cpu(name: str) -> None:
     assert refused(CPU, **{name: True}) == [f"{name}=True on a CPU"]
 
 
@@ -121,42 +123,54 @@ def test_what_only_a_gpu_has_is_refused_on_a_cpu(name: str) -> None:
         (CPU, {}, "off"),
     ],
 )
-def test_where_data_may_go_to_the_device(machine: Hardware, settings: dict[str, Any], chosen: str) -> None:
+def test_data_on_device_follows_device_engine_and_setting(
+    machine: Hardware, settings: dict[str, Any], chosen: str
+) -> None:
     assert plan(machine, **settings).speed.data_on_device == chosen
 
 
-def test_data_on_the_device_is_refused_where_it_would_not_be_used() -> None:
+def test_data_on_device_without_effect_is_refused() -> None:
     assert refused(CPU, data_on_device=True) == ["data_on_device=True on a CPU"]
     assert "data_on_device=True with backend='deepspeed'" in refused(HOPPER, backend="deepspeed", data_on_device=True)
     bitwise = {"reproducible": "bitwise", "virtual_ranks": 2}
     assert refused(HOPPER, data_on_device=True, **bitwise) == ["data_on_device=True with reproducible='bitwise'"]
 
 
-def test_a_fused_optimizer_can_be_had_on_a_cpu() -> None:
+def test_fused_optimizer_is_allowed_on_cpu() -> None:
     assert plan(CPU, fused_optimizer=True).speed.fused_optimizer
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_an_engine_with_kernels_of_its_own_takes_none(name: str) -> None:
+def test_deepspeed_refuses_every_speed_switch(name: str) -> None:
     assert f"{name}=True with backend='deepspeed'" in refused(HOPPER, backend="deepspeed", **{name: True})
 
 
 @pytest.mark.parametrize(("asked", "kind"), [(True, "compensated"), ("stochastic", "stochastic")])
-def test_parameters_in_bf16_bring_mixed_precision_and_say_why(asked: Any, kind: str) -> None:
+def test_bf16_parameters_imply_bf16_precision_with_reason(asked: Any, kind: str) -> None:
     made = plan(CPU, bf16_parameters=asked)
     assert (made.speed.parameters, made.precision.kind) == (kind, "bf16")
     assert "bf16_parameters" in {decision.override for decision in made.decisions}
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+@pytest.mark.parametrize("sharded", [{"zero_stage": 3}, {"zero_stage": 2}, {"backend": "fsdp"}])
+def test_bf16_parameters_are_allowed_with_sharding(sharded: dict[str, Any]) -> None:
+    made = plan(CPU, bf16_parameters=True, **sharded)
+    assert made.speed.parameters == "compensated"
+    assert made.precision.kind == "bf16"
+    assert "shards are in fp32" in next(d.reason for d in made.decisions if d.override == "bf16_parameters")
+
+
+def test_incompatible_speed_settings_are_refused() -> None:
     assert refused(CPU, bf16_parameters=True, mixed_precision="fp16") == ["bf16_parameters with mixed_precision='fp16'"]
-    for sharded in ({"zero_stage": 3}, {"tensor_parallel": 2}, {"zero_stage": 1}):
-        assert "bf16_parameters with a model that the ranks share out" in refused(CPU, bf16_parameters=True, **sharded)
+    for sharded in ({"tensor_parallel": 2}, {"zero_stage": 1}, {"backend": "fsdp", "context_parallel": 2}):
+        assert "bf16_parameters with a model that is sharded over ranks" in refused(
+            CPU, bf16_parameters=True, **sharded
+        )
     bitwise = {"reproducible": "bitwise", "virtual_ranks": 2}
     assert "bf16_parameters with reproducible='bitwise'" in refused(CPU, bf16_parameters=True, **bitwise)
-    assert "channels_last with a model that the ranks share out" in refused(HOPPER, channels_last=True, zero_stage=3)
+    assert "channels_last with a model that is sharded over ranks" in refused(HOPPER, channels_last=True, zero_stage=3)
     assert refused(CPU, compile_cache="here") == ["compile_cache without compile"]
 
 
-def test_adapters_may_be_beside_parameters_in_bf16() -> None:
+def test_lora_with_bf16_parameters_is_allowed() -> None:
     assert plan(CPU, bf16_parameters=True, lora=4).speed.parameters == "compensated"

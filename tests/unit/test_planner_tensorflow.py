@@ -9,9 +9,9 @@ import pytest
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import PlanError
 from distributed.core.plan import Plan
+from distributed.engines.tensorflow.plan import cut_for, processes
 from distributed.planner.hardware import Gpu, Hardware
 from distributed.planner.planning import JobProfile, make_plan
-from distributed.planner.tensorflow import cut_for, processes
 
 MACHINE = Hardware(cpu_cores=8, memory_bytes=2**34)
 
@@ -31,7 +31,7 @@ def plan(hardware: Hardware = MACHINE, **settings: Any) -> Plan:
         ({"num_gpus": 3, "tensorflow_strategy": "parameter_server", "parameter_servers": 2}, "parameter_server", 6, 1),
     ],
 )
-def test_a_plan_counts_replicas_and_a_launcher_processes(
+def test_tensorflow_plan_counts_replicas_and_processes(
     settings: dict[str, Any], strategy: str, tasks: int, replicas: int
 ) -> None:
     made = plan(**settings)
@@ -43,13 +43,13 @@ def test_a_plan_counts_replicas_and_a_launcher_processes(
     assert processes(config, nodes, settings["num_gpus"] // nodes) * nodes == tasks
 
 
-def test_the_choice_of_a_strategy_is_told_with_its_reason() -> None:
+def test_tensorflow_strategy_choice_is_reported() -> None:
     told = [decision for decision in plan(num_gpus=4).decisions if decision.override == "tensorflow_strategy"]
     assert [decision.choice for decision in told] == ["MirroredStrategy"]
     assert not [one for one in plan(num_gpus=1).decisions if one.override == "tensorflow_strategy"]
 
 
-def test_fewer_processes_keep_the_global_batch() -> None:
+def test_plan_for_fewer_processes_keeps_the_global_batch() -> None:
     whole = plan(num_gpus=4, tensorflow_strategy="multi_worker")
     cut = cut_for(whole, processes=2, num_nodes=1)
     assert (cut.world_size, cut.engine["processes"], cut.batch.global_batch) == (2, 2, whole.batch.global_batch)
@@ -73,12 +73,12 @@ def test_fewer_processes_keep_the_global_batch() -> None:
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_unsupported_by_tensorflow_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError) as caught:
         plan(**settings)
     assert words in str(caught.value)
 
 
-def test_more_gpus_than_there_are_are_refused() -> None:
+def test_more_gpus_than_the_node_has_are_refused() -> None:
     with pytest.raises(PlanError, match="4 GPUs asked for on this node, but it has 1"):
         plan(Hardware(gpus=(Gpu("A", 1, 8.0),), cpu_cores=8), num_gpus=4)

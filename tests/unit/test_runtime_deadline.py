@@ -8,7 +8,7 @@ import time
 from distributed.runtime.deadline import Deadline
 
 
-def test_a_wait_in_which_nothing_comes_is_ended_once() -> None:
+def test_deadline_fires_when_nothing_arrives() -> None:
     ended = threading.Event()
     deadline = Deadline(0.4, ended.set)
     began = time.monotonic()
@@ -18,7 +18,7 @@ def test_a_wait_in_which_nothing_comes_is_ended_once() -> None:
     assert deadline.has_passed
 
 
-def test_waits_that_end_or_in_which_something_comes_are_left_alone() -> None:
+def test_deadline_does_not_fire_while_something_arrives() -> None:
     ended = threading.Event()
     deadline, missing = Deadline(0.4, ended.set), list(range(20))
     deadline.begin(missing)

@@ -6,22 +6,23 @@ import subprocess
 import sys
 import time
 
-from distributed.core.heartbeat import Phase, heartbeat_path, read_beat
+from distributed.core.protocol.heartbeat import Phase, read_beat
+from distributed.core.run_dir import AttemptDir
 from distributed.runtime.heartbeat import Heartbeat
 
 
-def test_the_first_steps_of_an_attempt_have_no_deadline(tmp_path):
+def test_first_steps_of_an_attempt_are_in_phase_starting(tmp_path):
     heart = Heartbeat(tmp_path, 1)
     phases = []
     for step in range(10, 15):
         heart.beat(step)
-        phases.append(read_beat(heartbeat_path(tmp_path, 1)).phase)
+        phases.append(read_beat(AttemptDir(tmp_path).heartbeat(1)).phase)
     assert phases == [Phase.STARTING] * 3 + [Phase.TRAINING] * 2
-    assert read_beat(heartbeat_path(tmp_path, 1)).step == 14
+    assert read_beat(AttemptDir(tmp_path).heartbeat(1)).step == 14
 
 
-def test_what_is_not_a_step_has_a_phase_and_is_no_step_s_time(tmp_path):
-    path, heart = heartbeat_path(tmp_path, 0), Heartbeat(tmp_path, 0)
+def test_evaluation_and_saving_do_not_count_as_step_time(tmp_path):
+    path, heart = AttemptDir(tmp_path).heartbeat(0), Heartbeat(tmp_path, 0)
     for step in range(5):
         heart.beat(step)
     for phase in (Phase.EVALUATING, Phase.SAVING):
@@ -37,8 +38,8 @@ def test_what_is_not_a_step_has_a_phase_and_is_no_step_s_time(tmp_path):
     assert read_beat(path).phase is Phase.ENDED
 
 
-def test_the_slowest_step_is_remembered_and_slowly_forgotten(tmp_path):
-    path, heart = heartbeat_path(tmp_path, 0), Heartbeat(tmp_path, 0)
+def test_slowest_step_time_decays_slowly(tmp_path):
+    path, heart = AttemptDir(tmp_path).heartbeat(0), Heartbeat(tmp_path, 0)
     for step in range(4):
         heart.beat(step)
     time.sleep(0.2)
@@ -52,8 +53,8 @@ def test_the_slowest_step_is_remembered_and_slowly_forgotten(tmp_path):
     assert read_beat(path).slowest_ns < slow // 2
 
 
-def test_the_name_of_a_collective_is_there_as_long_as_it_lasts(tmp_path):
-    path, heart = heartbeat_path(tmp_path, 0), Heartbeat(tmp_path, 0)
+def test_heartbeat_names_the_collective_while_it_lasts(tmp_path):
+    path, heart = AttemptDir(tmp_path).heartbeat(0), Heartbeat(tmp_path, 0)
     heart.beat(7)
     with heart.collective("validation metrics"):
         assert read_beat(path).collective == "validation metrics"
@@ -64,6 +65,6 @@ def test_the_name_of_a_collective_is_there_as_long_as_it_lasts(tmp_path):
         assert read_beat(path).collective == "x" * 48
 
 
-def test_who_only_beats_needs_no_torch():
+def test_heartbeat_module_imports_no_torch():
     code = "import sys, distributed.runtime.heartbeat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

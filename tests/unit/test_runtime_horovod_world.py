@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from distributed.core.env import WorkerEnv
-from distributed.core.env_horovod import DriverAddress
 from distributed.core.errors import LaunchError
-from distributed.core.failure import is_collateral
-from distributed.runtime.horovod_world import Driver, find_meeting
+from distributed.core.protocol.failure import is_collateral
+from distributed.engines.horovod.env import DriverAddress
+from distributed.engines.horovod.world import Driver, find_meeting
 
 http_server = pytest.importorskip("horovod.runner.http.http_server", reason="no Horovod: make horovod")
 
@@ -34,19 +34,19 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     server.init([])
     told = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
     monkeypatch.setattr(os, "environ", dict(os.environ) | told)
-    monkeypatch.setattr("distributed.runtime.horovod_world._Meetings.held", 0)
+    monkeypatch.setattr("distributed.engines.horovod.world._Meetings.held", 0)
     yield
     server.stop()
 
 
 def meet_as(number: int, run_dir: str, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0) -> WorkerEnv:
     """As the process of this rank would, which has been at no meeting yet."""
-    monkeypatch.setattr("distributed.runtime.horovod_world._Meetings.held", 0)
+    monkeypatch.setattr("distributed.engines.horovod.world._Meetings.held", 0)
     return find_meeting(RANKS[number], run_dir, timeout_s).env
 
 
 @pytest.mark.usefixtures("driver")
-def test_all_ranks_meet_where_rank_0_listens_and_take_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_rendezvous_at_rank_0_and_share_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
     main = find_meeting(replace(RANKS[0], attempt=2, restarts=2, nominal_ranks=4), "runs/a", 5.0)
     assert main.listener is not None
     with main.listener, socket.create_connection((main.env.master_addr, main.env.master_port), timeout=5.0):
@@ -58,20 +58,20 @@ def test_all_ranks_meet_where_rank_0_listens_and_take_what_it_knows(monkeypatch:
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_rank_that_waits_in_vain_says_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="rank 0 did not say") as failed:
+def test_rank_waiting_in_vain_names_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="rank 0 published no address") as failed:
         meet_as(1, "", monkeypatch, timeout_s=0.2)
     assert not is_collateral(failed.value)
 
 
 @pytest.mark.usefixtures("driver")
-def test_in_a_later_world_it_takes_rank_0_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="rank 0 did not say") as failed:
+def test_missing_rank_0_in_a_later_world_is_collateral(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="rank 0 published no address") as failed:
         find_meeting(replace(RANKS[1], restarts=1), "", 0.2)
     assert is_collateral(failed.value)
 
 
-def test_a_driver_that_does_not_take_what_it_is_told_is_named() -> None:
+def test_driver_that_refuses_a_write_is_named() -> None:
     class Refuses(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
             self.send_error(503)
@@ -89,7 +89,7 @@ def test_a_driver_that_does_not_take_what_it_is_told_is_named() -> None:
     assert is_collateral(failed.value)
 
 
-def test_a_driver_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
     told = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": port}

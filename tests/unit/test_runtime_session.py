@@ -27,7 +27,7 @@ def come(store: Any, rank: int, world_size: int, timeout_s: float = 30.0) -> Non
     _await_all(store, WorkerEnv(rank=rank, world_size=world_size), timeout_s, lambda: False)
 
 
-def test_a_rank_asks_as_little_in_a_large_world_as_in_a_small_one():
+def test_store_requests_do_not_grow_with_world_size():
     asked = []
     for world_size in (2, 24):
         store = dist.HashStore()
@@ -40,6 +40,6 @@ def test_a_rank_asks_as_little_in_a_large_world_as_in_a_small_one():
     assert asked[0] == asked[1]
 
 
-def test_ranks_that_do_not_come_are_named():
+def test_ranks_missing_at_rendezvous_are_named():
     with pytest.raises(LaunchError, match="ranks 1, 2 did not come"):
         come(dist.HashStore(), 0, 3, timeout_s=0.0)

@@ -19,11 +19,11 @@ from torch import nn
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError, PlanError, TaskError
 from distributed.core.plan import Plan
-from distributed.runtime.portions import Portion, box_size
+from distributed.engines.deepspeed.engine import DeepSpeedEngine
+from distributed.engines.deepspeed.flat_ranges import fill_range, range_boxes, range_portion
+from distributed.engines.deepspeed.ops import check_ops, needed_ops, ops_folder
 from distributed.runtime.session import Session
-from distributed.strategies.deepspeed_engine import DeepSpeedEngine
-from distributed.strategies.deepspeed_ops import check_ops, needed_ops, ops_folder
-from distributed.strategies.flat_ranges import fill_range, range_boxes, range_portion
+from distributed.runtime.tensor_shard import TensorShard, box_size
 from distributed.train.task import Task
 from tests.zero import Rank, make_tied, plan_for
 
@@ -32,7 +32,7 @@ SHAPES = [(), (1,), (7,), (3, 5), (1, 4), (5, 1), (2, 3, 4), (3, 1, 2, 5)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_boxes_of_a_range_are_its_elements_in_order(shape: tuple[int, ...]) -> None:
+def test_shard_ranges_of_a_flat_range_cover_it_in_order(shape: tuple[int, ...]) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for start, stop in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
         boxes = range_boxes(shape, start, stop)
@@ -42,14 +42,14 @@ def test_the_boxes_of_a_range_are_its_elements_in_order(shape: tuple[int, ...]) 
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-def test_ranges_go_out_and_come_back_in_any_cut() -> None:
+def test_flat_ranges_round_trip_through_any_sharding() -> None:
     random.seed(0)
     for shape in SHAPES:
         whole = torch.randn(shape)
         size = whole.numel()
         cuts = sorted({0, size, *(random.randint(0, size) for _ in range(3))})
         parts = [range_portion(shape, a, whole.reshape(-1)[a:b]) for a, b in itertools.pairwise(cuts)]
-        together = Portion(shape, whole.dtype, tuple(piece for part in parts for piece in part.pieces))
+        together = TensorShard(shape, whole.dtype, tuple(piece for part in parts for piece in part.pieces))
         start = random.randint(0, size)
         for value in (whole, together):
             target = torch.full((size - start,), torch.nan)
@@ -57,27 +57,27 @@ def test_ranges_go_out_and_come_back_in_any_cut() -> None:
             assert torch.equal(target, whole.reshape(-1)[start:])
 
 
-def test_a_range_that_is_not_all_there_is_not_filled_silently() -> None:
+def test_filling_a_range_from_incomplete_shards_raises() -> None:
     half = range_portion((4,), 0, torch.zeros(2))
     with pytest.raises(AssertionError, match="2 of 4"):
         fill_range(torch.empty(4), 0, half)
 
 
-def test_ops_lie_in_a_folder_of_their_versions_unless_the_user_chose_one() -> None:
+def test_ops_folder_is_versioned_unless_the_user_chose_one() -> None:
     ours = ops_folder({"XDG_CACHE_HOME": "/cache"})
     assert ours.parent == Path("/cache/distributed-training/deepspeed-ops")
     assert torch.__version__ in ours.name
     assert ops_folder({"TORCH_EXTENSIONS_DIR": "/mine"}) == Path("/mine")
 
 
-def test_a_missing_compiler_is_named(tmp_path: Path) -> None:
+def test_missing_compiler_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"no C\+\+ compiler") as error:
         check_ops(("async_io",), {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-such-compiler"})
     assert "apt-get install g++ libaio-dev" in str(error.value)
     check_ops((), {"CXX": "no-such-compiler"})
 
 
-def test_missing_headers_are_named(tmp_path: Path) -> None:
+def test_missing_libaio_headers_are_named(tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
@@ -85,11 +85,11 @@ def test_missing_headers_are_named(tmp_path: Path) -> None:
         check_ops(("async_io",), {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": str(compiler)})
 
 
-def test_who_loads_an_op_waits_for_who_builds_and_not_for_a_lock_that_was_left(tmp_path: Path) -> None:
+def test_loading_an_op_waits_for_its_builder_not_a_stale_lock(tmp_path: Path) -> None:
     folder = ops_folder(os.environ)
     left = folder / "async_io" / "lock"  # as a compiler that was killed leaves it
     left.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "distributed.strategies.deepspeed_ops"]
+    command = [sys.executable, "-m", "distributed.engines.deepspeed.ops"]
     with open(folder / "building-async_io.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         loading = subprocess.Popen(
@@ -115,16 +115,16 @@ def test_who_loads_an_op_waits_for_who_builds_and_not_for_a_lock_that_was_left(t
         ),
     ],
 )
-def test_the_ops_that_a_configuration_needs(config: dict[str, Any], expected: tuple[str, ...]) -> None:
+def test_needed_ops_follow_the_deepspeed_config(config: dict[str, Any], expected: tuple[str, ...]) -> None:
     assert needed_ops(config) == expected
 
 
 def check(model: nn.Module, optimizer: Any = None, **settings: Any) -> None:
     plan = plan_for(WorkerEnv(), model, backend="deepspeed", **settings)
-    DeepSpeedEngine.check(Task(model, nn.CrossEntropyLoss(), optimizer=optimizer), plan)
+    DeepSpeedEngine(plan).check(Task(model, nn.CrossEntropyLoss(), optimizer=optimizer))
 
 
-def test_what_zero_cannot_hold_is_refused_by_name() -> None:
+def test_optimizers_unsupported_by_zero_are_refused_by_name() -> None:
     model = make_tied()
     trained = [p for p in model.parameters() if p.requires_grad]
     for optimizer in (torch.optim.LBFGS(trained), torch.optim.SparseAdam(trained), torch.optim.Adafactor(trained)):
@@ -142,7 +142,7 @@ def with_zero(plan: Plan, source: str, **values: Any) -> Plan:
     return replace(plan, engine={"config": config | {"zero_optimization": zero}, "source": source})
 
 
-def test_values_that_deepspeed_refuses_are_named_before_anything_starts() -> None:
+def test_values_deepspeed_rejects_are_named_before_start() -> None:
     wrong = {
         "zero_optimization": {"reduce_bucket_size": "x", "overlap_comm": "perhaps"},
         "comms_logger": {"enabled": "maybe"},
@@ -161,7 +161,7 @@ def test_values_that_deepspeed_refuses_are_named_before_anything_starts() -> Non
 
 
 @pytest.mark.parametrize(("source", "error"), [("", ValueError), ("ds.json", PlanError)])
-def test_a_setup_that_fails_leaves_the_users_optimizer_as_it_was(source: str, error: type[Exception]) -> None:
+def test_failed_setup_leaves_the_users_optimizer_unchanged(source: str, error: type[Exception]) -> None:
     model = make_tied()
     fixed, inner = list(model.fixed.parameters()), list(model.inner.parameters())
     optimizer = torch.optim.AdamW([*fixed, *inner], lr=0.01)
@@ -172,9 +172,9 @@ def test_a_setup_that_fails_leaves_the_users_optimizer_as_it_was(source: str, er
     assert len(moments) == 2
     plan = with_zero(plan_for(WorkerEnv(), model, backend="deepspeed"), source, reduce_bucket_size="x")
     session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
-    engine = DeepSpeedEngine()
+    engine = DeepSpeedEngine(plan)
     with pytest.raises(error, match="reduce_bucket_size"):
-        engine.setup(Task(model, nn.CrossEntropyLoss(), optimizer=optimizer), plan, session)
+        engine.setup(Task(model, nn.CrossEntropyLoss(), optimizer=optimizer), session)
     engine.close()
     assert optimizer.param_groups[0]["params"] == [*fixed, *inner]
     assert optimizer.state.keys() == moments.keys()
@@ -182,7 +182,7 @@ def test_a_setup_that_fails_leaves_the_users_optimizer_as_it_was(source: str, er
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_models_that_it_cannot_train_are_refused() -> None:
+def test_models_unsupported_by_deepspeed_are_refused() -> None:
     with pytest.raises(TaskError, match="meta device"):
         check(nn.Linear(2, 2, device="meta"))
     with pytest.raises(TaskError, match="the parameter weight is float64"):
@@ -194,7 +194,7 @@ def test_models_that_it_cannot_train_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["z2", "z3", "z3_bf16"])
-def test_a_model_and_an_optimizer_come_back_as_they_were_made_with_new_weights(kind: str) -> None:
+def test_model_and_optimizer_are_restored_with_trained_weights(kind: str) -> None:
     model, environ = make_tied(), [os.environ.get(name) for name in VARIABLES]
     linear = torch.nn.functional.linear
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -223,7 +223,7 @@ def test_a_model_and_an_optimizer_come_back_as_they_were_made_with_new_weights(k
     optimizer.step()
 
 
-def test_parameters_that_took_different_numbers_of_steps_are_refused() -> None:
+def test_state_with_differing_step_counts_is_refused() -> None:
     rank = Rank("z2", make_tied())
     rank.steps(1)
     tree = rank.strategy.state()
@@ -236,7 +236,7 @@ def test_parameters_that_took_different_numbers_of_steps_are_refused() -> None:
     rank.strategy.close()
 
 
-def test_an_optimizer_that_deepspeed_makes_is_saved_as_torchs_own() -> None:
+def test_deepspeeds_own_optimizer_is_saved_like_torchs() -> None:
     given = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01, "torch_adam": True}}}
     trees = []
     for kind, more in (("z2", {"deepspeed_config": given}), ("plain", {})):
@@ -253,7 +253,7 @@ def test_an_optimizer_that_deepspeed_makes_is_saved_as_torchs_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["z1", "z3"])
-def test_groups_with_frozen_parameters_keep_their_place(kind: str, tmp_path: Path) -> None:
+def test_param_groups_with_frozen_parameters_keep_their_order(kind: str, tmp_path: Path) -> None:
     def three_groups(model: Any) -> torch.optim.Optimizer:
         groups = [[model.fixed.weight], model.inner.parameters(), [model.fixed.bias, model.factor]]
         rates = (0.1, 0.2, 0.3)

@@ -16,9 +16,9 @@ from torch import nn
 
 from distributed.core.env import WorkerEnv
 from distributed.core.plan import BatchPlan, OptimizerPlan, Plan, PrecisionPlan, SpeedPlan
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
-from distributed.strategies.device_settings import (
+from distributed.strategies.speed.device_settings import (
     allocator_options,
     device_settings,
     tf32_products,
@@ -45,7 +45,7 @@ def as_it_was() -> Iterator[None]:
     MATMUL.fp32_precision, CUDNN.conv.fp32_precision = matmul, convolutions
 
 
-def test_on_a_cpu_nothing_changes() -> None:
+def test_device_settings_change_nothing_on_cpu() -> None:
     before = seen()
     speed = SpeedPlan(tf32=True, expandable_segments=True)
     with device_settings(speed, torch.device("cpu")):
@@ -56,7 +56,7 @@ KEPT = """
 import resource
 import torch
 from distributed.core.plan import SpeedPlan
-from distributed.strategies.device_settings import device_settings
+from distributed.strategies.speed.device_settings import device_settings
 
 def step():
     [torch.ones(10 * 2**20, dtype=torch.uint8) for _ in range(16)]
@@ -80,7 +80,7 @@ print(faults, kept - begun, resident() - begun)
 """
 
 
-def test_pages_of_freed_memory_are_not_asked_for_again_until_the_run_is_over() -> None:
+def test_freed_memory_is_kept_until_the_run_ends() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))}
     told = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, env=environ)
     faults, kept, after = map(int, told.stdout.split())
@@ -90,7 +90,7 @@ def test_pages_of_freed_memory_are_not_asked_for_again_until_the_run_is_over() -
     assert after < 0.1 * step
 
 
-def test_tf32_is_read_alike_by_both_ways_of_asking(as_it_was: None) -> None:
+def test_tf32_is_consistent_in_both_torch_apis(as_it_was: None) -> None:
     before = seen()
     with tf32_products():
         assert (MATMUL.allow_tf32, MATMUL.fp32_precision) == (True, "tf32")
@@ -101,7 +101,7 @@ def test_tf32_is_read_alike_by_both_ways_of_asking(as_it_was: None) -> None:
 
 
 @pytest.mark.parametrize("said", ["tf32", "ieee"])
-def test_a_process_that_has_used_the_newer_way_keeps_what_it_said(said: str, as_it_was: None) -> None:
+def test_fp32_precision_set_by_the_user_is_restored(said: str, as_it_was: None) -> None:
     MATMUL.fp32_precision = said
     before = seen()
     with tf32_products():
@@ -109,7 +109,7 @@ def test_a_process_that_has_used_the_newer_way_keeps_what_it_said(said: str, as_
     assert seen() == before
 
 
-def test_what_the_user_told_the_allocator_is_told_again() -> None:
+def test_users_allocator_options_are_kept() -> None:
     told = {"PYTORCH_ALLOC_CONF": "garbage_collection_threshold:0.8, expandable_segments:True"}
     assert allocator_options(told, True) == "garbage_collection_threshold:0.8,expandable_segments:True"
     assert allocator_options(told, None) == "garbage_collection_threshold:0.8,expandable_segments:True"
@@ -122,7 +122,7 @@ class Convolving(nn.Sequential):
 
 
 @pytest.mark.parametrize("parameters", ["fp32", "compensated", "stochastic"])
-def test_channels_last_is_no_matter_to_checkpoints_and_to_the_model_that_is_given_back(parameters: str) -> None:
+def test_channels_last_shows_in_no_checkpoint_or_restored_model(parameters: str) -> None:
     session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
     torch.manual_seed(1)
     micro = Microbatch((torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])), 1.0, 4)
@@ -134,8 +134,8 @@ def test_channels_last_is_no_matter_to_checkpoints_and_to_the_model_that_is_give
         speed = SpeedPlan(channels_last=channels_last, fused_optimizer=True, parameters=parameters)
         precision = PrecisionPlan("fp32" if parameters == "fp32" else "bf16")
         plan = Plan(run_dir="", batch=BatchPlan(4), optimizer=optimizer, speed=speed, precision=precision)
-        strategy = TorchMesh()
-        strategy.setup(Task(module), plan, session)
+        strategy = TorchMesh(plan)
+        strategy.setup(Task(module), session)
         weight: torch.Tensor = module[0].weight
         assert weight.is_contiguous(memory_format=torch.channels_last) is channels_last
         if trees:

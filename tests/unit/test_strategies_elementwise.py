@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
 from distributed.core.errors import TaskError
-from distributed.strategies.elementwise import moves_on_zeros, why_not_cut
+from distributed.strategies.checks.elementwise import moves_on_zeros, why_not_cut
 
 CUTS = ("parameters", "rows", "columns", "flat")
 
@@ -60,7 +60,9 @@ def make() -> nn.Module:
     ],
     ids=["adamw", "subclass", "adafactor", "muon", "constant", "own_norm", "by_dimensions", "norm_of_all"],
 )
-def test_trial_finds_what_steps_by_more_than_elements(optimizer: torch.optim.Optimizer, unfit: tuple[str, ...]) -> None:
+def test_trial_finds_optimizers_that_are_not_elementwise(
+    optimizer: torch.optim.Optimizer, unfit: tuple[str, ...]
+) -> None:
     before = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which puts itself around the step
     assert tuple(cut for cut in CUTS if why_not_cut(optimizer, [cut])) == unfit
@@ -69,17 +71,23 @@ def test_trial_finds_what_steps_by_more_than_elements(optimizer: torch.optim.Opt
     assert not optimizer.state
 
 
-def test_optimizer_that_vouches_for_itself_is_taken_at_its_word() -> None:
+def test_optimizer_with_steps_elementwise_skips_the_trial() -> None:
     optimizer = torch.optim.Adafactor(make().parameters())
     optimizer.steps_elementwise = True  # type: ignore[attr-defined]
     assert not why_not_cut(optimizer, ["rows"])
 
 
-def test_zeros_move_a_parameter_that_decays() -> None:
+def test_zero_gradients_move_parameters_only_with_weight_decay() -> None:
     model = make()
     assert moves_on_zeros(torch.optim.AdamW(model.parameters()))
     assert not moves_on_zeros(torch.optim.Adam(model.parameters()))
     assert not moves_on_zeros(torch.optim.SGD(model.parameters(), momentum=0.9))
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    made = torch.optim.AdamW(parameters)
+    made.register_step_post_hook(lambda optimizer, *_: None)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -87,12 +95,14 @@ def test_zeros_move_a_parameter_that_decays() -> None:
     [
         ({"num_gpus": 2, "backend": "fsdp"}, torch.optim.Adafactor, "Adafactor cannot be trained with sharded"),
         ({"num_gpus": 2, "tensor_parallel": 2}, torch.optim.Adafactor, "Adafactor cannot be trained with tensor"),
+        ({"num_gpus": 2, "tensor_parallel": 2}, hooked, "AdamW has step hooks, with tensor_parallel=2"),
+        ({"num_gpus": 2, "backend": "deepspeed"}, hooked, "AdamW has step hooks, with backend='deepspeed'"),
         ({"num_gpus": 1}, torch.optim.LBFGS, "its step needs a closure"),
         ({"num_gpus": 2}, torch.optim.LBFGS, "its step needs a closure"),
     ],
-    ids=["fsdp", "tensor", "closure", "closure_ranks"],
+    ids=["fsdp", "tensor", "hooks", "hooks_deepspeed", "closure", "closure_ranks"],
 )
-def test_optimizer_that_cannot_be_cut_is_refused_at_once(
+def test_optimizer_that_cannot_be_sharded_is_refused_at_start(
     settings: dict[str, Any], optimizer: Any, told: str, tmp_path: Path
 ) -> None:
     model = make()
@@ -105,7 +115,7 @@ def test_optimizer_that_cannot_be_cut_is_refused_at_once(
     assert not list(tmp_path.rglob("*attempt*"))
 
 
-def test_sparse_gradients_are_refused_by_name_where_they_cannot_be(tmp_path: Path) -> None:
+def test_sparse_gradients_are_refused_under_sharding_or_bitwise(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
     data = TensorDataset(torch.randint(0, 6, (8,)), torch.randn(8, 2))
     for settings in ({"backend": "fsdp"}, {"zero_stage": 1}, {"reproducible": "bitwise", "virtual_ranks": 2}):

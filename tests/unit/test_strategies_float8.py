@@ -11,19 +11,20 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from distributed.bench.gpt import SIZES, Gpt, Size
+from distributed.bench.workloads.gpt import SIZES, Gpt, Size
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError
 from distributed.core.plan import BatchPlan, MemoryPlan, OptimizerPlan, Plan, PrecisionPlan
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.planner.hardware import Gpu, Hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.runtime.session import Session
-from distributed.strategies.float8 import cast, find_float8_layers, float8_linear, use_float8
-from distributed.strategies.recompute import recompute
+from distributed.strategies.model.recompute import recompute
+from distributed.strategies.speed.float8 import cast, find_float8_layers, float8_linear, use_float8
 from distributed.strategies.torch_mesh import TorchMesh
 from distributed.train.task import Task
+from tests.float8 import quick_products
 
 SMALL = {"worth": 16, "rows": 16}  # so that layers of a few numbers are taken, too
 TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -44,7 +45,7 @@ def tensors(*, bias: bool = True, dtype: torch.dtype = torch.float32) -> list[to
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_and_its_gradients_are_near_the_exact_ones(bias: bool, dtype: torch.dtype) -> None:
+def test_float8_linear_and_gradients_are_close_to_exact(bias: bool, dtype: torch.dtype) -> None:
     *given, gradient = tensors(bias=bias, dtype=dtype)
     out = float8_linear(given[0], given[1], given[2] if bias else None)
     assert out.dtype == torch.bfloat16
@@ -61,7 +62,7 @@ def test_a_product_and_its_gradients_are_near_the_exact_ones(bias: bool, dtype: 
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_scale_is_the_least_power_of_two_that_keeps_all_in_range(dtype: torch.dtype) -> None:
+def test_float8_scale_is_the_least_power_of_two_in_range(dtype: torch.dtype) -> None:
     limit = torch.finfo(dtype).max
     generator = torch.Generator().manual_seed(0)
     for exponent in range(-60, 60, 3):
@@ -78,7 +79,7 @@ def test_a_scale_is_the_least_power_of_two_that_keeps_all_in_range(dtype: torch.
         assert small.float().isfinite().all()
 
 
-def test_zeros_give_zeros() -> None:
+def test_float8_linear_of_zeros_gives_zeros() -> None:
     x, weight = torch.zeros(16, 32, requires_grad=True), torch.randn(32, 32, requires_grad=True)
     out = float8_linear(x, weight, None)
     out.backward(torch.zeros_like(out))
@@ -89,13 +90,13 @@ def test_zeros_give_zeros() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_stays_visible(bad: float) -> None:
+def test_float8_linear_keeps_inf_and_nan_visible(bad: float) -> None:
     x, weight = torch.randn(16, 32), torch.randn(32, 32)
     x[3, 4] = bad
     assert float8_linear(x, weight, None)[3].isnan().all()
 
 
-def test_a_frozen_weight_gets_no_gradient_and_passes_one_on() -> None:
+def test_frozen_float8_weight_gets_no_gradient_but_passes_it() -> None:
     x, weight, gradient = tensors(bias=False)
     weight = weight.detach()
     float8_linear(x, weight, None).backward(gradient.bfloat16())
@@ -104,7 +105,7 @@ def test_a_frozen_weight_gets_no_gradient_and_passes_one_on() -> None:
     assert error(x.grad, gradient @ weight) < 0.1
 
 
-def test_operands_are_kept_in_8_bits_until_backward() -> None:
+def test_float8_operands_are_saved_in_8_bits() -> None:
     kept: list[torch.Tensor] = []
     x, weight, bias, _ = tensors()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
@@ -136,7 +137,7 @@ def without_bias(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_blocks_are_compiled_in_one_piece_and_once_to_the_same_numbers(backend: str) -> None:
+def test_float8_blocks_compile_once_to_the_same_numbers(backend: str) -> None:
     torch._dynamo.reset()
     model = without_bias(gpt())
     use_float8(model, **SMALL)
@@ -151,7 +152,7 @@ def test_blocks_are_compiled_in_one_piece_and_once_to_the_same_numbers(backend: 
         assert torch.equal(found[name], gradient), name
 
 
-def test_recomputed_blocks_come_to_the_same_numbers() -> None:
+def test_recomputed_float8_blocks_have_the_same_gradients() -> None:
     plain, again = gpt(), gpt()
     for model in (plain, again):
         use_float8(model, **SMALL)
@@ -166,7 +167,7 @@ def test_recomputed_blocks_come_to_the_same_numbers() -> None:
 @pytest.mark.parametrize(
     ("rows", "autocast"), [(17, True), (16, True), (0, True), (64, False)], ids=["odd", "few", "none", "no autocast"]
 )
-def test_a_call_that_does_not_fit_runs_as_before(rows: int, autocast: bool) -> None:
+def test_call_with_unsuited_rows_runs_without_float8(rows: int, autocast: bool) -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(64, 96))
     x = torch.randn(rows, 64)
@@ -179,7 +180,7 @@ def test_a_call_that_does_not_fit_runs_as_before(rows: int, autocast: bool) -> N
             assert not torch.equal(layer(fits), functional.linear(fits, layer[0].weight, layer[0].bias))
 
 
-def test_the_layers_that_gain_are_taken_and_the_others_named_with_a_reason() -> None:
+def test_layers_that_gain_use_float8_and_others_are_named() -> None:
     with torch.device("meta"):
         model = Gpt(SIZES["1.3b"])
         own = nn.Linear(4096, 4096)
@@ -196,14 +197,14 @@ def test_the_layers_that_gain_are_taken_and_the_others_named_with_a_reason() -> 
     found = find_float8_layers(model)
     assert len(found.chosen) == 4 * 24
     assert list(found.left) == ["head"]
-    assert "96 of 97 linear layers (blocks.*.qkv, blocks.*.proj, blocks.*.fc1, blocks.*.fc2)" in found.note()
+    assert "96 of 97 linear layers (blocks.*.qkv, blocks.*.proj, blocks.*.fc1, blocks.*.fc2)" in str(found.decision())
     other = find_float8_layers(odd)
     assert other.chosen == ("good",)
     assert set(other.left) == {"odd", "narrow", "own"}
     assert not find_float8_layers(Gpt(SIZES["tiny"])).chosen
 
 
-def test_a_head_is_left_alone_whether_it_shares_the_embedding_or_not() -> None:
+def test_tied_or_untied_head_is_not_put_in_float8() -> None:
     def model(outputs: int) -> nn.Module:
         with torch.device("meta"):
             inner = nn.Linear(2048, 2048)  # as wide as there are positions, which makes it no head
@@ -217,7 +218,7 @@ def test_a_head_is_left_alone_whether_it_shares_the_embedding_or_not() -> None:
     assert find_float8_layers(tied).chosen == ("2",)
 
 
-def test_names_and_state_stay_and_the_model_is_given_back() -> None:
+def test_float8_keeps_state_names_and_undo_restores_the_model() -> None:
     model = gpt()
     before, expected = copy.deepcopy(model.state_dict()), gradients(model)
     _, undo = use_float8(model, **SMALL)
@@ -231,7 +232,7 @@ def test_names_and_state_stay_and_the_model_is_given_back() -> None:
     assert all(torch.equal(again[1][name], gradient) for name, gradient in expected[1].items())
 
 
-def test_training_ends_where_that_in_bf16_does() -> None:
+def test_float8_training_reaches_the_loss_of_bf16() -> None:
     ids = torch.arange(64).unsqueeze(1)
     while ids.size(1) < 17:  # each token follows from the one before
         ids = torch.cat([ids, (5 * ids[:, -1:] + 3) % 64], 1)
@@ -266,27 +267,28 @@ def plan_of(**more: Any) -> Plan:
     )
 
 
-def test_a_run_says_which_layers_are_in_fp8_and_gives_the_model_back() -> None:
+@quick_products()
+def test_run_reports_its_fp8_layers_and_restores_the_model() -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(1280, 1280), nn.ReLU()) for _ in range(2)]
     model = nn.Sequential(nn.Linear(16, 1280), nn.Sequential(*blocks), nn.Linear(1280, 4))
     plan, task = plan_of(memory=MemoryPlan(recompute="full")), Task(model)
     session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
-    strategy = TorchMesh()
-    strategy.check(task, plan)
-    strategy.setup(task, plan, session)
-    assert "2 of 4 linear layers (*.*.0)" in strategy.notes[0]
+    strategy = TorchMesh(plan)
+    strategy.check(task)
+    strategy.setup(task, session)
+    assert "2 of 4 linear layers (*.*.0)" in str(strategy.decisions[0])
     x = torch.randn(2048, 16)
     micro = [Microbatch((x, (x[:, 0] > 0).long()), 1.0, 2048)]
-    losses = [float(strategy.train_step(micro).loss) for _ in range(3)]
+    losses = [float(strategy.train_step(micro).loss) for _ in range(2)]
     assert losses[-1] < losses[0]
     strategy.close()
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_a_model_without_a_layer_to_gain_is_refused() -> None:
+def test_model_without_a_layer_for_fp8_is_refused() -> None:
     with pytest.raises(PlanError, match="no linear layer of the model would run in it") as caught:
-        TorchMesh.check(Task(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 10))), plan_of())
+        TorchMesh(plan_of()).check(Task(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 10))))
     assert "mixed_precision='bf16'" in str(caught.value)
 
 
@@ -299,7 +301,8 @@ GPUS = {"hopper": Gpu("H100", compute_capability=9.0), "ampere": Gpu("A100", com
         ("hopper", {}, ""),
         ("hopper", {"device": "cpu"}, "only with device='cuda'"),
         ("ampere", {}, "compute capability 8.0"),
-        ("hopper", {"backend": "fsdp"}, "fp8"),
+        ("hopper", {"backend": "fsdp"}, ""),
+        ("hopper", {"tensor_parallel": 2}, "fp8"),
         ("hopper", {"reproducible": "bitwise"}, "bitwise"),
     ],
 )

@@ -11,10 +11,10 @@ from torch import nn
 
 from distributed.core.env import WorkerEnv
 from distributed.core.plan import BatchPlan, OptimizerPlan, Plan, SpeedPlan
-from distributed.data.loader import Microbatch
+from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
-from distributed.strategies.fused import fuse, why_not_fused
-from distributed.strategies.torch_mesh import TorchMesh
+from distributed.strategies.replicated import Replicated
+from distributed.strategies.speed.fused import fuse, why_not_fused
 from distributed.train.task import Task
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -39,7 +39,7 @@ def take_steps(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_steps_are_the_same_also_from_a_state_that_there_was(kind: str) -> None:
+def test_fused_steps_match_also_from_an_existing_state(kind: str) -> None:
     plain, fused = model(), model()
     ours, theirs = MAKERS[kind](fused.parameters()), MAKERS[kind](plain.parameters())
     take_steps(plain, theirs, range(6))
@@ -76,49 +76,47 @@ class Own(torch.optim.AdamW):
         (lambda parameters: Own(parameters), "torch has no fused Own"),
     ],
 )
-def test_what_the_user_chose_and_what_torch_has_no_kernel_for_stays_and_is_told(
-    make: Callable[[Any], Any], why: str
-) -> None:
+def test_unfusable_optimizer_is_kept_with_a_reason(make: Callable[[Any], Any], why: str) -> None:
     module = model()
     optimizer = make(list(module.parameters()))
     before = [dict(group) for group in optimizer.param_groups]
     strategy = begun(module, optimizer)
     assert [dict(group) for group in optimizer.param_groups] == before
-    (note,) = strategy.notes
-    assert f"{type(optimizer).__name__} not fused: " in note
-    assert why in note
+    (decision,) = strategy.decisions
+    assert decision.choice == f"{type(optimizer).__name__} not fused"
+    assert why in decision.reason
     strategy.close()
 
 
-def test_one_that_its_user_has_fused_is_not_told_to_be_otherwise() -> None:
+def test_optimizer_fused_by_the_user_stays_fused() -> None:
     module = model()
     strategy = begun(module, torch.optim.AdamW(module.parameters(), fused=True))
-    assert not strategy.notes
+    assert not strategy.decisions
     strategy.close()
     assert all(group["fused"] for group in strategy.optimizer.param_groups)
 
 
-def test_sparse_gradients_are_left_to_kernels_that_know_them() -> None:
+def test_optimizer_with_sparse_gradients_is_not_fused() -> None:
     module = nn.Embedding(4, 2, sparse=True)
     assert "sparse" in why_not_fused(torch.optim.SGD(module.parameters(), lr=0.1), module)
 
 
-def begun(module: nn.Module, optimizer: Any) -> TorchMesh:
+def begun(module: nn.Module, optimizer: Any) -> Replicated:
     session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
     plan = Plan(
         run_dir="", batch=BatchPlan(4), optimizer=OptimizerPlan(clip_norm=1.0), speed=SpeedPlan(fused_optimizer=True)
     )
-    strategy = TorchMesh()
-    strategy.setup(Task(module, optimizer=optimizer), plan, session)
+    strategy = Replicated(plan)
+    strategy.setup(Task(module, optimizer=optimizer), session)
     return strategy
 
 
 @pytest.mark.parametrize("whose", ["ours", "factory", "instance"])
-def test_a_run_fuses_whatever_made_the_optimizer_and_gives_it_back(whose: str) -> None:
+def test_any_optimizer_is_fused_for_the_run_and_restored(whose: str) -> None:
     module = model()
     given = {"ours": None, "factory": MAKERS["adamw"], "instance": MAKERS["adamw"](module.parameters())}[whose]
     strategy = begun(module, given)
-    assert not strategy.notes
+    assert not strategy.decisions
     micro = Microbatch((torch.randn(4, 8), torch.tensor([0, 1, 2, 0])), 1.0, 4)
     first, *_, last = [float(strategy.train_step([micro]).loss) for _ in range(20)]
     assert last < first
@@ -131,7 +129,7 @@ def test_a_run_fuses_whatever_made_the_optimizer_and_gives_it_back(whose: str) -
 
 @pytest.mark.parametrize("overflow", [0, 2])  # in the first step there is no momentum yet
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_scaled_loss_is_unscaled_by_the_kernel(kind: str, overflow: int) -> None:
+def test_fused_kernel_unscales_and_skips_overflow_steps(kind: str, overflow: int) -> None:
     """A GradScaler then leaves to the kernel both the division and the steps that are left out after an overflow."""
     module, plain = model(), model()
     ours, theirs = MAKERS[kind](module.parameters()), MAKERS[kind](plain.parameters())

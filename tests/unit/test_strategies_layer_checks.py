@@ -13,14 +13,15 @@ from torch import nn
 from distributed.core.errors import PlanError, TaskError
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, LoraPlan, Plan, ReplicatePlan, ShardPlan, SpeedPlan
-from distributed.strategies.layer_checks import check_layers
-from distributed.strategies.lora import add_lora
-from distributed.strategies.plain_modules import is_plain
-from distributed.strategies.tensor_plans import find_styles
+from distributed.strategies.checks.layers import check_layers
+from distributed.strategies.checks.plain_modules import is_plain
+from distributed.strategies.model.lora import add_lora
+from distributed.strategies.tensor.plans import find_styles
 
 
 def plan(**more: Any) -> Plan:
-    return Plan("", BatchPlan(2, more.pop("ranks", 2), more.pop("accumulation", 1)), **({"mesh": DDP} | more))
+    batch = more.pop("batch", None) or BatchPlan(2, more.pop("ranks", 2), more.pop("accumulation", 1))
+    return Plan("", batch, **({"mesh": DDP} | more))
 
 
 DDP = MeshSpec(dp_replicate=2)
@@ -61,12 +62,12 @@ def scripted() -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, ByMethod, ByClass, Without, nn.SyncBatchNorm])
-def test_norms_that_come_to_torchs_function_are_taken(kind: type[nn.Module]) -> None:
+def test_norms_that_call_torchs_batch_norm_are_accepted(kind: type[nn.Module]) -> None:
     check_layers(nn.Sequential(kind(2)), plan())
 
 
 @pytest.mark.parametrize("make", [lambda: OwnStatistics(2), lambda: AboveOwn(2), scripted])
-def test_norms_with_statistics_of_their_own_are_refused(make: Callable[[], nn.Module]) -> None:
+def test_norms_with_own_statistics_are_refused(make: Callable[[], nn.Module]) -> None:
     model = nn.ModuleDict({"inner": make()})
     with pytest.raises(TaskError, match="inner"):
         check_layers(model, plan())
@@ -84,22 +85,25 @@ def test_norms_with_statistics_of_their_own_are_refused(make: Callable[[], nn.Mo
     ],
     ids=["fsdp", "deepspeed", "pipeline", "bf16 parameters"],
 )
-def test_tables_that_shorten_rows_are_refused_where_it_is_lost(where: dict[str, Any]) -> None:
+def test_embedding_max_norm_is_refused_when_its_update_is_lost(where: dict[str, Any]) -> None:
     model = nn.ModuleDict({"table": nn.Embedding(3, 2, max_norm=1.0)})
     with pytest.raises(TaskError, match="table has max_norm=1"):
         check_layers(model, plan(**where))
     check_layers(model, plan())
 
 
-def test_gradients_by_frequency_of_a_share_are_refused() -> None:
+def test_scale_grad_by_freq_over_part_of_a_batch_is_refused() -> None:
     model = nn.ModuleDict({"table": nn.EmbeddingBag(3, 2, scale_grad_by_freq=True)})
-    with pytest.raises(TaskError, match="table has scale_grad_by_freq"):
-        check_layers(model, plan())
+    virtual_ranks = {"batch": BatchPlan(2, leaves=4), "mesh": MeshSpec()}
+    pipeline = {"batch": BatchPlan(2, parts=2), "mesh": MeshSpec(pp=2)}
+    for where in ({}, virtual_ranks, pipeline):
+        with pytest.raises(TaskError, match="table has scale_grad_by_freq"):
+            check_layers(model, plan(**where))
     check_layers(model, plan(mesh=MeshSpec()))
 
 
 @pytest.mark.parametrize("where", [FSDP, {"mesh": MeshSpec(tp=2)}, {"strategy": "deepspeed"}, {"accumulation": 2}])
-def test_hooks_on_gradients_that_are_not_whole_are_refused(where: dict[str, Any]) -> None:
+def test_hooks_on_sharded_or_partial_gradients_are_refused(where: dict[str, Any]) -> None:
     model = nn.Linear(2, 2)
     check_layers(model, plan(**where))
     model.bias.register_hook(torch.sign)
@@ -118,7 +122,7 @@ class OwnAttention(nn.MultiheadAttention):
         return super().forward(*args, **kwargs)
 
 
-def test_a_module_is_computed_otherwise_only_if_it_is_plain() -> None:
+def test_only_an_unmodified_module_counts_as_plain() -> None:
     patched = nn.Linear(2, 2)
     patched.forward = lambda x: x  # type: ignore[method-assign]
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
@@ -126,14 +130,14 @@ def test_a_module_is_computed_otherwise_only_if_it_is_plain() -> None:
     assert not any(is_plain(m, nn.Linear, "weight") for m in (patched, normed, OwnLinear(2, 2), nn.ReLU()))
 
 
-def test_a_subclass_of_attention_is_not_cut() -> None:
+def test_subclass_of_attention_is_refused_by_tensor_parallel() -> None:
     layers = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)]
     layers[1].self_attn = OwnAttention(8, 2)
     with pytest.raises(PlanError, match=r"1\.self_attn"):
         find_styles(nn.Sequential(*layers), 2)
 
 
-def test_an_adapter_beside_a_layer_of_two_names_is_refused() -> None:
+def test_lora_on_a_shared_layer_is_refused() -> None:
     layer = nn.Linear(4, 4)
     with pytest.raises(PlanError, match="0 and 2 are one layer"):
         add_lora(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 4)), LoraPlan(rank=1, targets=("0",)), 0)

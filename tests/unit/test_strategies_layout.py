@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from distributed.strategies.fully_sharded import rows_of, shard
-from distributed.strategies.layout import Cut, Layout
-from distributed.strategies.sharded_optimizer import share_out
+from distributed.strategies.data_parallel.fsdp import shard
+from distributed.strategies.data_parallel.zero1 import share_out
+from distributed.strategies.placement import Cut, Layout, rows_of
 
 Cutter = Callable[[int, int], Cut | None]  # of a rank among so many
 
@@ -45,7 +45,7 @@ def along(dim: int, parts: int = 1, length: int = 24) -> Cutter:
         ((3,), lambda rank, ranks: None),
     ],
 )
-def test_parts_are_the_whole_tensor(shape: tuple[int, ...], cutter: Cutter, data_ranks: int) -> None:
+def test_shards_of_any_layout_cover_the_tensor_once(shape: tuple[int, ...], cutter: Cutter, data_ranks: int) -> None:
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     tensor_ranks = 2 if cutter(0, 2) else 1
     found, times = torch.full(shape, -1.0), torch.zeros(shape)
@@ -71,14 +71,14 @@ def test_parts_are_the_whole_tensor(shape: tuple[int, ...], cutter: Cutter, data
     assert (times == 1).all()
 
 
-def test_rows_are_cut_as_torch_does() -> None:
+def test_rows_are_split_like_torch_chunk() -> None:
     for length, ranks in itertools.product(range(1, 20), range(1, 9)):
         chunks = [len(chunk) for chunk in torch.arange(length).chunk(ranks)]
         rows = [rows_of(length, rank, ranks) for rank in range(ranks)]
         assert [high - low for low, high in rows] == chunks + [0] * (ranks - len(chunks))
 
 
-def test_what_is_elsewhere_has_no_part_here() -> None:
+def test_tensor_of_another_rank_has_no_shard_here() -> None:
     layout = Layout(nn.Linear(2, 2))
     layout.leave_out("weight")
     assert not layout.is_here("weight")
@@ -86,16 +86,18 @@ def test_what_is_elsewhere_has_no_part_here() -> None:
     assert layout.is_whole("bias")
 
 
-def test_optimizer_state_is_shared_out_evenly_and_the_same_on_every_rank() -> None:
+def test_optimizer_state_owners_are_balanced_and_deterministic() -> None:
     sizes = {f"layers.{i}.{n}": size for i in range(13) for n, size in (("w", 4096), ("v", 1000), ("b", 64))}
     owners = share_out(sizes, 4)
     loads = [sum(size for name, size in sizes.items() if owners[name] == rank) for rank in range(4)]
     assert max(loads) < 1.3 * sum(loads) / 4
     assert share_out(dict(reversed(sizes.items())), 4) == owners
+    owners = share_out({"embedding": 1000} | {f"layers.{i}": 100 for i in range(10)}, 2)
+    assert [name for name, rank in owners.items() if rank == 0] == ["embedding"], "it is as large as all the others"
 
 
 @pytest.mark.parametrize("mesh_shape", [(1024,), (4, 256)])
-def test_a_world_of_1024_ranks_is_laid_out_without_devices(mesh_shape: tuple[int, ...]) -> None:
+def test_layout_of_1024_ranks_needs_no_devices(mesh_shape: tuple[int, ...]) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=517, world_size=1024)
     try:
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(mesh_shape) :])

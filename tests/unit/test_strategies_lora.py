@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from distributed.core.errors import MissingExtraError, PlanError
-from distributed.strategies.lora import adapter_names, add_lora, find_targets, init_lora, save_adapter
+from distributed.strategies.model.lora import adapter_names, add_lora, find_targets, init_lora, save_adapter
 
-peft = pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+@pytest.fixture(scope="module", autouse=True)
+def _needed() -> None:
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,15 @@ class Plain(nn.Module):
 def llama() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    import transformers
+
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **sizes))
 
 
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
+    import transformers
+
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, eos_token_id=1)
     )
@@ -64,7 +71,7 @@ def trained(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")])
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_peft_loads_what_is_saved(make, targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_peft_loads_the_saved_adapter(make, targets: tuple[str, ...], tmp_path: Path) -> None:
     if make is gpt2 and targets:
         targets = ("attn.c_proj", "c_fc")
     plan = Lora(targets=targets, alpha=6.5)
@@ -77,24 +84,28 @@ def test_peft_loads_what_is_saved(make, targets: tuple[str, ...], tmp_path: Path
     ours = trained(model)(tokens).logits
     assert not torch.allclose(ours, plain)
     save_adapter(model.state_dict(), plan, tmp_path)
-    loaded = peft.PeftModel.from_pretrained(make(), str(tmp_path)).eval()
+    from peft import PeftModel
+
+    loaded = PeftModel.from_pretrained(make(), str(tmp_path)).eval()
     assert torch.equal(loaded(tokens).logits, ours)
 
 
-def test_the_file_is_the_one_that_peft_writes(tmp_path: Path) -> None:
+def test_adapter_file_has_the_tensors_peft_writes(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     plan = Lora(targets=("q_proj",))
     model = llama()
     add_lora(model, plan, seed=1)
     save_adapter(model.state_dict(), plan, tmp_path / "ours")
-    theirs = peft.get_peft_model(llama(), peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
+    from peft import LoraConfig, get_peft_model
+
+    theirs = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
     theirs.save_pretrained(tmp_path / "theirs")
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
     assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in two.items()}
 
 
-def test_only_the_adapters_are_trained() -> None:
+def test_only_the_adapters_get_gradients() -> None:
     model = Plain()
     add_lora(model, Lora(), seed=1)
     model(torch.randint(0, 16, (2, 4))).sum().backward()
@@ -103,7 +114,7 @@ def test_only_the_adapters_are_trained() -> None:
     assert len(adapter_names(model)) == 8, "two for each of the four layers, none for the head"
 
 
-def test_the_first_values_depend_on_the_seed_and_the_name_only() -> None:
+def test_initial_adapter_values_depend_only_on_seed_and_name() -> None:
     def values(seed: int, noise: int) -> dict[str, torch.Tensor]:
         model = Plain()
         torch.manual_seed(noise)
@@ -119,7 +130,7 @@ def test_the_first_values_depend_on_the_seed_and_the_name_only() -> None:
     assert not torch.equal(firsts[0], firsts[1]), "layers of one shape begin with different values"
 
 
-def test_a_model_on_the_meta_device_is_filled_later() -> None:
+def test_adapters_on_the_meta_device_are_initialised_later() -> None:
     with torch.device("meta"):
         model = Plain()
     add_lora(model, Lora(), seed=1)
@@ -132,7 +143,7 @@ def test_a_model_on_the_meta_device_is_filled_later() -> None:
     assert all(torch.equal(model.state_dict()[name], real.state_dict()[name]) for name in filled)
 
 
-def test_an_encoder_of_torch_uses_its_adapters_in_eval() -> None:
+def test_torch_encoder_uses_its_adapters_in_eval() -> None:
     """Its fused form in eval would read the frozen weights only."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2)
@@ -144,7 +155,7 @@ def test_an_encoder_of_torch_uses_its_adapters_in_eval() -> None:
         assert torch.allclose(model.eval()(x), with_gradients, atol=1e-6)
 
 
-def test_layers_that_are_not_there_are_refused() -> None:
+def test_unknown_lora_targets_and_bad_rank_are_refused() -> None:
     with pytest.raises(PlanError, match="q_proj") as refused:
         add_lora(Plain(), Lora(targets=("q_proj",)), seed=1)
     assert "head" in str(refused.value), "it names the layers there are"
@@ -154,7 +165,7 @@ def test_layers_that_are_not_there_are_refused() -> None:
         add_lora(Plain(), Lora(rank=9), seed=1)
 
 
-def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peft_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"distributed-training\[lora\]"):
         add_lora(Plain(), Lora(), seed=1)

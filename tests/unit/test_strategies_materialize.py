@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from distributed.core.errors import PlanError, TaskError
-from distributed.strategies.layout import Cut, Layout
-from distributed.strategies.materialize import materialize
-from distributed.strategies.sharded_optimizer import rebind
+from distributed.strategies.data_parallel.zero1 import rebind
+from distributed.strategies.model.materialize import materialize
+from distributed.strategies.placement import Cut, Layout
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def made(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return model
 
 
-def test_values_are_those_of_the_models_own_code() -> None:
+def test_materialized_values_follow_the_models_own_init() -> None:
     model: Any = made(Model)
     assert model.blocks[1].mlp.weight.std().item() == pytest.approx(0.02, rel=0.2)
     assert (model.blocks[1].mlp.bias == 0.5).all(), "a parent that sets its child's"
@@ -70,7 +70,7 @@ def test_values_are_those_of_the_models_own_code() -> None:
     assert not torch.equal(model.blocks[0].mlp.weight, model.blocks[1].mlp.weight)
 
 
-def test_the_seed_decides_and_the_generator_of_others_is_left_alone() -> None:
+def test_materialize_depends_on_seed_and_leaves_the_rng_alone() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     one, same, other = made(Model, 7).state_dict(), made(Model, 7).state_dict(), made(Model, 8).state_dict()
@@ -79,7 +79,7 @@ def test_the_seed_decides_and_the_generator_of_others_is_left_alone() -> None:
     assert not torch.equal(one["blocks.0.mlp.weight"], other["blocks.0.mlp.weight"])
 
 
-def test_a_part_has_the_values_of_the_whole() -> None:
+def test_materialized_shard_equals_that_of_the_whole() -> None:
     whole = made(Model).state_dict()
     model: Any = on_meta(Model)
     layout = Layout(model)
@@ -104,7 +104,7 @@ def test_a_part_has_the_values_of_the_whole() -> None:
     assert model.blocks[0].mlp.weight.shape == (8, 16)
 
 
-def test_what_has_values_keeps_them_and_parameters_stay_the_same_objects() -> None:
+def test_materialize_keeps_existing_values_and_parameter_objects() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), nn.LSTM(4, 4, device="meta"))
     built, parameters = model[0].weight.detach().clone(), list(model.parameters())
     parameters[2].requires_grad_(False)
@@ -124,7 +124,7 @@ class Unknown(nn.Module):
         self.inner = nn.Linear(2, 2)
 
 
-def test_all_that_nothing_initialises_is_named() -> None:
+def test_modules_without_an_initialiser_are_all_named() -> None:
     with pytest.raises(PlanError) as error:
         made(lambda: nn.Sequential(nn.Linear(2, 2), Unknown(), nn.ModuleDict({"last": Unknown()})))
     text = str(error.value)
@@ -135,7 +135,7 @@ def test_all_that_nothing_initialises_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert", "mixtral"])
-def test_models_of_transformers(kind: str) -> None:
+def test_materialized_hugging_face_models_match_their_init(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
     config = transformers.AutoConfig.for_model(kind, **sizes, **({} if kind == "gpt2" else {"intermediate_size": 64}))
@@ -154,7 +154,7 @@ def test_models_of_transformers(kind: str) -> None:
     assert ours.get_output_embeddings().weight.shape == theirs.get_output_embeddings().weight.shape
 
 
-def test_a_users_optimizer_goes_over_to_the_new_parameters() -> None:
+def test_users_optimizer_is_rebound_to_new_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     groups = [{"params": [model[0].weight, model[1].weight], "lr": 0.5}, {"params": [model[0].bias, model[1].bias]}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from distributed.core.errors import PlanError, TaskError
-from distributed.strategies.fully_sharded import shard
-from distributed.strategies.gradient_norm import GradientNorm
-from distributed.strategies.layout import Layout
-from distributed.strategies.memory_format import lay_out_state
-from distributed.strategies.optimizer_state import load_named_state, named_state
-from distributed.strategies.sharded_optimizer import rebind
+from distributed.strategies.data_parallel.fsdp import shard
+from distributed.strategies.data_parallel.gradient_norm import GradientNorm
+from distributed.strategies.data_parallel.zero1 import rebind
+from distributed.strategies.model.optimizer_state import load_named_state, named_state
+from distributed.strategies.placement import Layout
+from distributed.strategies.speed.memory_format import lay_out_state
 
 
 class Holder(nn.Module):
@@ -30,7 +30,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_loaded_state_lies_as_its_permuted_parameter_does() -> None:
+def test_loaded_state_has_the_strides_of_its_parameter() -> None:
     """A fused optimizer pairs elements as they lie in memory."""
     weight = torch.randn(3, 4, dtype=torch.float64).t()
     models = [Holder(weight=weight.clone(memory_format=torch.preserve_format)) for _ in range(2)]
@@ -49,7 +49,7 @@ def test_loaded_state_lies_as_its_permuted_parameter_does() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
-def test_numbers_beside_a_parameter_keep_their_type(kind: type[Any]) -> None:
+def test_scalar_optimizer_state_keeps_its_dtype(kind: type[Any]) -> None:
     model = Holder(weight=torch.ones(4, dtype=torch.float64))
     optimizer = kind(model.parameters())
     step(model, optimizer)
@@ -61,7 +61,7 @@ def test_numbers_beside_a_parameter_keep_their_type(kind: type[Any]) -> None:
     assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
-def test_a_fresh_adagrad_goes_with_other_parameters_and_a_used_one_does_not() -> None:
+def test_fresh_adagrad_is_rebound_but_a_used_one_is_refused() -> None:
     model, parts = (Holder(weight=torch.ones(4), phase=torch.ones(2, dtype=torch.complex64)) for _ in range(2))
     names = {id(p): name for name, p in model.named_parameters()}
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
@@ -75,7 +75,7 @@ def test_a_fresh_adagrad_goes_with_other_parameters_and_a_used_one_does_not() ->
         rebind(used, names, parts, Layout(parts))
 
 
-def test_the_norm_of_complex_gradients_is_that_of_torch() -> None:
+def test_norm_of_complex_gradients_matches_torch() -> None:
     model = Holder(weight=torch.zeros(2), phase=torch.zeros(2, dtype=torch.complex64))
     model.weight.grad = torch.tensor([1.0, 2.0])
     model.phase.grad = torch.tensor([3.0 + 4.0j, 0.0 - 2.0j])
@@ -93,7 +93,7 @@ def test_the_norm_of_complex_gradients_is_that_of_torch() -> None:
         ({"one": torch.ones(2), "none": torch.empty(0, 3)}, "without elements"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused_by_name(parameters: dict[str, torch.Tensor], told: str) -> None:
+def test_parameters_that_cannot_be_sharded_are_refused_by_name(parameters: dict[str, torch.Tensor], told: str) -> None:
     model = Holder(**parameters)
     options: dict[str, Any] = {"blocks": (), "reshard_after_forward": True, "precision": "fp32", "cpu_offload": False}
     with pytest.raises(PlanError, match=told) as refused:

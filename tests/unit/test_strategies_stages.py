@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from distributed.core.errors import PlanError
-from distributed.strategies.interception import Interception, Leave
-from distributed.strategies.layout import Layout
-from distributed.strategies.stages import balance, cut, find_sides
+from distributed.strategies.pipeline.interception import Interception, Leave
+from distributed.strategies.pipeline.stages import balance, cut, find_sides
+from distributed.strategies.placement import Layout
 
 CPU = torch.device("cpu")
 
@@ -103,8 +103,10 @@ def stage_of(model: nn.Module, stage: int, stages: int = 2) -> tuple[Interceptio
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("costs", [[1.0] * 6, [9, 1, 1, 1, 1, 5], [1, 2, 3, 4, 5, 6], [6, 1, 6, 1, 6, 1]])
-def test_no_other_cut_has_a_smaller_largest_part(costs: list[float], parts: int) -> None:
+@pytest.mark.parametrize(
+    "costs", [[1.0] * 6, [9, 1, 1, 1, 1, 5], [1, 2, 3, 4, 5, 6], [6, 1, 6, 1, 6, 1], [1, 1, 1, 2, 5, 1]]
+)
+def test_stage_balance_minimises_the_largest_stage(costs: list[float], parts: int) -> None:
     found = balance(costs, parts)
     assert [at for part in found for at in part] == list(range(len(costs)))
     assert all(found)
@@ -113,13 +115,13 @@ def test_no_other_cut_has_a_smaller_largest_part(costs: list[float], parts: int)
     assert max(sum(costs[at] for at in part) for part in found) == best
 
 
-def test_what_is_outside_of_the_blocks_counts_for_the_ends() -> None:
+def test_layers_outside_the_blocks_count_for_the_end_stages() -> None:
     model = Chain(6)
     model.head = nn.Linear(4, 20)  # as large as five blocks
     assert [len(part) for part in cut(model, 2)] == [5, 1]
 
 
-def test_the_order_of_nested_calls_is_known() -> None:
+def test_sides_of_nested_modules_are_found() -> None:
     sides = find_sides(Nested(), "layers")
     assert (sides["embedding"].before, sides["embedding"].after) == (True, False)
     assert (sides["head"].before, sides["head"].after) == (False, True)
@@ -132,7 +134,7 @@ def test_models_without_enough_blocks_are_refused() -> None:
         cut(Chain(4), 5)
 
 
-def test_ties_between_other_stages_than_the_ends_are_refused_by_name() -> None:
+def test_tied_weights_between_inner_stages_are_refused_by_name() -> None:
     model = Chain(4)
     model.layers[2].weight = model.layers[0].weight
     with pytest.raises(PlanError, match=r"layers\.0\.weight and layers\.2\.weight"):
@@ -141,7 +143,7 @@ def test_ties_between_other_stages_than_the_ends_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_rank_keeps_its_stage_and_knows_who_stores_what(device: str) -> None:
+def test_rank_keeps_its_stage_and_each_tensor_is_stored_once(device: str) -> None:
     with torch.device(device):
         first, last = Chain(), Chain()
     names = [name for name, _ in [*first.named_parameters(), *first.named_buffers()]]
@@ -161,7 +163,7 @@ def test_a_rank_keeps_its_stage_and_knows_who_stores_what(device: str) -> None:
     assert not layouts[0].is_here("norm.running_mean")
 
 
-def test_two_stages_in_turn_are_the_whole_model() -> None:
+def test_two_stages_in_sequence_match_the_whole_model() -> None:
     whole = Chain()
     first, last = Chain(), Chain()
     for model in (first, last):
@@ -175,17 +177,17 @@ def test_two_stages_in_turn_are_the_whole_model() -> None:
     torch.testing.assert_close(found, whole(ids))
 
 
-def test_what_would_need_more_than_the_hidden_state_is_refused() -> None:
+def test_stages_needing_more_than_the_hidden_state_are_refused() -> None:
     def run(model: Any, stage: int = 1) -> Any:
         parts, _ = stage_of(model, stage)
         with parts.at(stage, torch.zeros(6, 4, requires_grad=True) if stage else None):
             return model(torch.arange(6))
 
-    with pytest.raises(PlanError, match="embedding makes in more places"):
+    with pytest.raises(PlanError, match="the output of embedding in more places"):
         run(Skipping()).sum().backward()
     with pytest.raises(PlanError, match="more places than the first block"):
         run(Conditioned())
     with pytest.raises(PlanError, match="out of order, or twice"):
         run(Twice())
-    with pytest.raises(PlanError, match=r"uses head after its blocks.*\n.*\n.*hold it after 'layers'"):
+    with pytest.raises(PlanError, match=r"uses head after its blocks.*\n.*\n.*assign head after 'layers'"):
         run(Hidden())

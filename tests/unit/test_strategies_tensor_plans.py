@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distributed.core.errors import PlanError
-from distributed.strategies.tensor_plans import find_styles, styles_from
+from distributed.strategies.tensor.plans import find_styles, styles_from
 
 
 class Attention(nn.Module):
@@ -57,18 +57,18 @@ def in_block(model: nn.Module, degree: int = 2) -> dict[str, str]:
 @pytest.mark.parametrize(
     "names", ["q_proj k_proj v_proj o_proj", "wq wk wv wo", "query key value dense", "q k v proj", "to_q to_k to_v out"]
 )
-def test_separate_attention(names: str) -> None:
+def test_separate_qkv_attention_is_column_then_row(names: str) -> None:
     q, k, v, o = names.split()
     columns = {f"0.{name}": "column" for name in (q, k, v)}
     assert in_block(stack(Attention(names))) == {"0": "heads", **columns, f"0.{o}": "row"}
 
 
 @pytest.mark.parametrize("name", ["qkv", "c_attn", "in_proj", "Wqkv", "qkv_proj"])
-def test_fused_attention(name: str) -> None:
+def test_fused_qkv_attention_is_column_then_row(name: str) -> None:
     assert in_block(stack(Fused(name))) == {"0": "heads", f"0.{name}": "fused_qkv_column", "0.proj": "row"}
 
 
-def test_one_layer_with_each_heads_query_key_and_value_together_is_cut_in_one() -> None:
+def test_qkv_interleaved_by_head_is_plain_column() -> None:
     assert in_block(stack(Fused("query_key_value")))["0.query_key_value"] == "column"
 
 
@@ -84,28 +84,28 @@ def test_one_layer_with_each_heads_query_key_and_value_together_is_cut_in_one() 
         ({"gate_up_proj": (8, 48), "down_proj": (24, 8)}, "fused_gate_column row"),
     ],
 )
-def test_feed_forward(layers: dict[str, tuple[int, int]], expected: str) -> None:
+def test_feed_forward_layers_get_column_and_row_styles(layers: dict[str, tuple[int, int]], expected: str) -> None:
     styles = in_block(stack(Network(**layers)))
     assert " ".join(styles[f"0.{name}"] for name in layers) == expected
     assert len(styles) == len(layers)
 
 
-def test_a_sequence_of_two_layers_is_a_feed_forward_network() -> None:
+def test_sequential_of_two_linears_is_a_feed_forward() -> None:
     mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.Dropout(0.1))
     assert in_block(stack(mlp)) == {"0.0": "column", "0.2": "row"}
 
 
-def test_torch_layers() -> None:
+def test_torch_decoder_layers_get_tensor_styles() -> None:
     model = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 2)
     styles = {path.removeprefix("layers.1."): s for path, s in find_styles(model, 2).items() if "layers.1." in path}
     assert styles == {"self_attn": "attention", "multihead_attn": "attention", "linear1": "column", "linear2": "row"}
 
 
-def test_what_has_no_role_stays_whole() -> None:
+def test_linear_without_a_role_stays_whole() -> None:
     assert "1.other" not in in_block(stack(Fused(), Network(other=(8, 8))))
 
 
-def test_norms_of_single_heads_see_a_share_of_them() -> None:
+def test_norm_of_a_single_head_is_partial() -> None:
     attention = Fused()
     attention.q_norm = nn.LayerNorm(2)
     attention.norm = nn.LayerNorm(8)
@@ -116,7 +116,7 @@ def test_norms_of_single_heads_see_a_share_of_them() -> None:
 
 @pytest.mark.parametrize(("vocabulary", "expected"), [(12, ["vocabulary", "column_gather"]), (13, [None, None])])
 @pytest.mark.parametrize("tied", [True, False])
-def test_vocabulary(vocabulary: int, expected: list[str | None], tied: bool) -> None:
+def test_vocabulary_is_sharded_only_when_it_divides(vocabulary: int, expected: list[str | None], tied: bool) -> None:
     model = stack(Fused())
     model.embed, model.position = nn.Embedding(vocabulary, 8), nn.Embedding(10, 8)
     model.head = nn.Linear(8, vocabulary, bias=False)
@@ -127,7 +127,7 @@ def test_vocabulary(vocabulary: int, expected: list[str | None], tied: bool) -> 
     assert "position" not in styles
 
 
-def test_an_embedding_with_no_head_stays_whole() -> None:
+def test_embedding_without_a_head_stays_whole() -> None:
     model = stack(Fused())
     model.embed = nn.Embedding(12, 8)
     assert "embed" not in find_styles(model, 2)
@@ -140,7 +140,7 @@ def fails(call: object, *parts: str) -> None:
         assert part in str(caught.value)
 
 
-def test_heads_that_do_not_divide() -> None:
+def test_heads_that_do_not_divide_are_refused() -> None:
     fails(lambda: find_styles(stack(Fused(heads=4)), 3), "layers.1.0", "4 heads", "3", "1, 2, 4")
     grouped = Attention("wq wk wv wo", width=8, heads=4, key_width=2)
     fails(lambda: find_styles(stack(grouped), 2), "layers.1.0", "1 key and value heads")
@@ -152,32 +152,32 @@ def test_heads_that_do_not_divide() -> None:
     )
 
 
-def test_widths_that_do_not_divide_and_all_problems_at_once() -> None:
+def test_all_indivisible_widths_are_refused_at_once() -> None:
     model = stack(Fused(heads=1), Network(fc1=(8, 9), fc2=(9, 8)))
     fails(lambda: find_styles(model, 2), "layers.1.1.fc1", "9 outputs", "layers.1.1.fc2", "9 inputs", "1 heads")
 
 
-def test_a_block_in_which_nothing_is_recognised() -> None:
+def test_unrecognised_block_is_refused_by_its_path() -> None:
     fails(lambda: find_styles(stack(Network(one=(8, 4), two=(4, 8))), 2), "layers.1", "tensor_parallel_plan")
 
 
-def test_a_model_in_which_nothing_is_recognised() -> None:
+def test_unrecognised_model_is_refused_with_plan_hint() -> None:
     fails(lambda: find_styles(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten()), 2), "tensor_parallel_plan=", "'column'")
 
 
-def test_an_attention_with_no_count_of_heads() -> None:
+def test_attention_without_a_head_count_is_refused() -> None:
     attention = Fused()
     del attention.n_head
     fails(lambda: find_styles(stack(attention), 2), "layers.1.0", "heads")
 
 
-def test_an_attention_with_no_output() -> None:
+def test_attention_without_an_output_layer_is_refused() -> None:
     attention = Fused()
     attention.proj = nn.Linear(4, 8)
     fails(lambda: find_styles(stack(attention), 2), "layers.1.0", "output")
 
 
-def test_what_does_not_belong_into_an_attention() -> None:
+def test_unknown_parts_of_an_attention_are_refused_by_path() -> None:
     attention = Fused()
     attention.gate = nn.Linear(8, 8)
     attention.temperature = nn.Parameter(torch.ones(4))
@@ -185,12 +185,12 @@ def test_what_does_not_belong_into_an_attention() -> None:
     fails(lambda: find_styles(stack(attention), 2), "layers.1.0.gate", "layers.1.0.temperature", "layers.1.0.q_norm")
 
 
-def test_keys_of_its_own_in_torch_attention() -> None:
+def test_torch_attention_with_add_bias_kv_is_refused() -> None:
     model = stack(nn.MultiheadAttention(8, 2, add_bias_kv=True))
     fails(lambda: find_styles(model, 2), "layers.1.0", "add_bias_kv")
 
 
-def test_a_plan_of_the_users() -> None:
+def test_user_tensor_plan_is_applied() -> None:
     model = stack(Fused(), Network(one=(8, 4), two=(4, 8)))
     plan = {"layers.*.0.qkv": "fused_qkv_column", "layers.*.0.proj": "row", "layers.0.1.one": "column_gather"}
     styles = styles_from(plan, model, 2)
@@ -199,7 +199,7 @@ def test_a_plan_of_the_users() -> None:
     assert "layers.1.1.one" not in styles
 
 
-def test_a_plan_of_the_users_for_an_attention_with_names_of_its_own() -> None:
+def test_user_plan_for_custom_attention_names_counts_heads() -> None:
     plan = {f"layers.*.0.{name}": "column" for name in ("ask", "find", "tell")} | {"layers.*.0.answer": "row"}
     model = stack(Attention("ask find tell answer", heads=4, key_width=4))
     assert styles_from(plan, model, 2)["layers.1.0"] == "heads"
@@ -218,5 +218,5 @@ def test_a_plan_of_the_users_for_an_attention_with_names_of_its_own() -> None:
         ({"layers.*.0": "heads"}, ["layers.1.0", "not known"]),
     ],
 )
-def test_a_wrong_plan_of_the_users(plan: dict[str, str], parts: list[str]) -> None:
+def test_wrong_user_tensor_plan_is_refused(plan: dict[str, str], parts: list[str]) -> None:
     fails(lambda: styles_from(plan, stack(Fused(), Network(one=(8, 5))), 2), *parts)

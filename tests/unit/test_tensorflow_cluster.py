@@ -11,14 +11,14 @@ import pytest
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv, environ_with, inherited_environ
 from distributed.core.errors import ConfigError, PlanError
-from distributed.core.failure import is_collateral
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Plan
+from distributed.core.protocol.failure import is_collateral
+from distributed.engines.tensorflow.cluster import announce_in_world
+from distributed.engines.tensorflow.plan import check_world, lay_out
 from distributed.launch.local import LocalLauncher
+from distributed.launch.rendezvous.seating import NodeOffer, arrange
 from distributed.launch.request import LaunchRequest, NodePlace
-from distributed.launch.seats import NodeCard, arrange
-from distributed.planner.tensorflow import check_world, lay_out
-from distributed.tensorflow.cluster import announce_in_world
 
 
 def request_for(num_nodes: int = 1, devices: int = 2, device: str = "cpu", **settings: Any) -> LaunchRequest:
@@ -36,13 +36,13 @@ def alone(request: LaunchRequest) -> NodePlace:
     return NodePlace.alone(request, port=29500)
 
 
-def test_mirrored_replicas_are_one_process_that_needs_no_cluster() -> None:
+def test_mirrored_strategy_needs_no_tf_config() -> None:
     request = request_for(devices=4)
     (process,) = LocalLauncher(environ={}, python="python").render(request, alone(request)).processes
     assert "TF_CONFIG" not in process.env
 
 
-def test_each_world_of_workers_listens_at_new_ports_and_all_tasks_know_all() -> None:
+def test_each_world_of_workers_has_one_cluster_with_new_ports() -> None:
     request = request_for(tensorflow_strategy="multi_worker")
     first, second = configs(request, alone(request)), configs(request, alone(request))
     assert [config["task"] for config in first] == [{"type": "worker", "index": n} for n in range(2)]
@@ -52,9 +52,9 @@ def test_each_world_of_workers_listens_at_new_ports_and_all_tasks_know_all() -> 
     assert all(address.startswith("127.0.0.1:") for address in addresses)
 
 
-def test_nodes_that_met_write_the_same_cluster_without_asking_each_other() -> None:
+def test_nodes_of_one_rendezvous_derive_the_same_cluster() -> None:
     cards = [
-        NodeCard(
+        NodeOffer(
             f"n{n}", f"10.0.0.{n}", wanted_rank=None, ranks=2, run_dir="runs/x", attempt=0, port=29500 + n, agent=n
         )
         for n in range(2)
@@ -70,7 +70,7 @@ def test_nodes_that_met_write_the_same_cluster_without_asking_each_other() -> No
     assert [config["task"]["index"] for config in told] == [0, 1, 2, 3]
 
 
-def test_a_replaced_worker_of_a_parameter_server_is_where_the_others_know_it() -> None:
+def test_parameter_server_cluster_keeps_its_ports_after_restart() -> None:
     request = request_for(tensorflow_strategy="parameter_server", parameter_servers=2)
     assert request.ranks_per_node == 5
     first, second = configs(request, alone(request)), configs(request, alone(request))
@@ -81,13 +81,13 @@ def test_a_replaced_worker_of_a_parameter_server_is_where_the_others_know_it() -
     assert [process.role.is_vital for process in processes] == [True, False, False, True, True]
 
 
-def test_each_task_that_trains_sees_a_gpu_of_its_own_and_the_others_none() -> None:
+def test_only_training_tasks_see_a_gpu_one_each() -> None:
     request = request_for(tensorflow_strategy="parameter_server", device="cuda")
     processes = LocalLauncher(environ={}, python="python").render(request, alone(request)).processes
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in processes] == ["", "0", "1", ""]
 
 
-def test_a_lone_worker_sees_one_gpu_of_several_and_a_hidden_one_stays_hidden() -> None:
+def test_tasks_use_only_gpus_of_cuda_visible_devices() -> None:
     with environ_with({"CUDA_VISIBLE_DEVICES": "4,5,6"}):
         lone = request_for(devices=1, device="cuda", tensorflow_strategy="multi_worker")
         served = request_for(devices=2, device="cuda", tensorflow_strategy="parameter_server")
@@ -102,13 +102,13 @@ def test_a_lone_worker_sees_one_gpu_of_several_and_a_hidden_one_stays_hidden() -
     assert seen == [["4"], ["", "4", "5", ""], [None]]
 
 
-def test_torch_is_not_what_ranks_of_tensorflow_are_forked_with() -> None:
+def test_tensorflow_ranks_preload_no_torch() -> None:
     request = request_for()
     assert "tensorflow" in request.preload
     assert not any("torch" in name for name in request.preload)
 
 
-def test_under_mpirun_on_one_host_the_processes_derive_one_cluster() -> None:
+def test_processes_of_mpirun_on_one_host_derive_one_cluster() -> None:
     layout = lay_out(DistributedConfig(backend="tensorflow", tensorflow_strategy="multi_worker"), 1, 2)
     plan = Plan("runs/x", BatchPlan(1), engine=vars(layout))
     found = []
@@ -133,7 +133,7 @@ def test_under_mpirun_on_one_host_the_processes_derive_one_cluster() -> None:
         ("torchrun", 3, {"tensorflow_strategy": "multi_worker"}, ""),
     ],
 )
-def test_a_world_that_the_plan_is_not_for_is_refused(
+def test_world_unlike_the_tensorflow_plan_is_refused(
     launcher: str, processes: int, settings: dict[str, Any], words: str
 ) -> None:
     layout = lay_out(DistributedConfig(backend="tensorflow", **settings), 1, 2)
@@ -144,7 +144,7 @@ def test_a_world_that_the_plan_is_not_for_is_refused(
     assert words in str(caught and caught.value)
 
 
-def test_a_lost_peer_is_told_from_an_error_of_ones_own() -> None:
+def test_lost_peer_is_distinguished_from_an_own_error() -> None:
     def error(kind: str, text: str) -> Exception:
         return type(kind, (Exception,), {})(text)
 
@@ -160,7 +160,7 @@ def test_a_lost_peer_is_told_from_an_error_of_ones_own() -> None:
     assert not is_collateral(error("InternalError", own + remote)), "what a worker's own kernel told the chief"
 
 
-def test_under_mpirun_on_several_hosts_the_user_is_told_what_is_missing() -> None:
+def test_mpirun_on_several_hosts_without_tf_config_is_refused() -> None:
     layout = lay_out(DistributedConfig(backend="tensorflow", tensorflow_strategy="multi_worker"), 2, 1)
     plan = Plan("runs/x", BatchPlan(1), engine=vars(layout))
     env = WorkerEnv(0, 0, 2, 1, num_nodes=2, master_port=29500, launcher="mpirun")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.data.loader import Microbatch
-from distributed.data.rows import RowBatch
+from distributed.data.loading.loader import Microbatch
+from distributed.data.loading.rows import RowBatch
 from distributed.strategies.base import StepOutput
-from distributed.train.capture_checks import Change, differs, hooks_of
-from distributed.train.captured import NotCapturable, shape_of
-from distributed.train.captured_rates import Rates
-from distributed.train.proofs import FACTOR, FIRST, Proofs, about_unseen, frozen
+from distributed.train.capture.captured import NotCapturable, shape_of
+from distributed.train.capture.checks import Change, differs, hooks_of
+from distributed.train.capture.proofs import FACTOR, FIRST, Proofs, about_unseen, frozen
+from distributed.train.capture.rates import Rates
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def hook(*given: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["module", "backward", "parameter", "accumulated", "optimizer"])
-def test_hooks_are_found(where: str) -> None:
+def test_hooks_that_prevent_capture_are_found(where: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert hooks_of(model, optimizer) == ""
@@ -56,7 +56,7 @@ def outcome(act: Callable[[list[torch.Tensor]], None]) -> tuple[StepOutput, list
     return StepOutput(1.0), [Change(now.detach() - was, was) for now, was in zip(held, before, strict=True)]
 
 
-def test_a_step_that_goes_the_other_way_is_not_the_same() -> None:
+def test_step_with_negated_gradient_differs() -> None:
     right = outcome(lambda given: None)
     wrong = outcome(lambda given: given[0].grad.neg_())  # type: ignore[union-attr]
     assert differs(*right, *outcome(lambda given: None), "fp32") == ""
@@ -66,13 +66,13 @@ def test_a_step_that_goes_the_other_way_is_not_the_same() -> None:
 @pytest.mark.parametrize(
     ("there", "kind", "same"), [(1.0001, "fp32", False), (1.0001, "bf16", True), (2.0, "bf16", False)]
 )
-def test_losses_agree_to_their_precision(there: float, kind: str, same: bool) -> None:
+def test_losses_are_compared_to_their_precision(there: float, kind: str, same: bool) -> None:
     changes = outcome(lambda given: None)[1]
     assert (differs(StepOutput(there), changes, StepOutput(1.0), changes, kind) == "") is same
     assert differs(StepOutput(float("nan")), changes, StepOutput(1.0), changes, kind) != ""
 
 
-def test_what_eager_steps_do_not_repeat_is_no_proof() -> None:
+def test_tensors_that_eager_steps_do_not_repeat_prove_nothing() -> None:
     """A tensor that two eager steps change in different ways may be as far off; one that they change alike may not."""
     torch.manual_seed(0)
     steady, was = torch.randn(8), torch.ones(64)
@@ -82,26 +82,26 @@ def test_what_eager_steps_do_not_repeat_is_no_proof() -> None:
 
     captured, eager, again = changes(steady), changes(steady), changes(steady)
     assert "changes 1 of 2 tensors" in differs(StepOutput(1.0), captured, StepOutput(1.0), eager, "fp32")
-    assert differs(StepOutput(1.0), captured, StepOutput(1.0), eager, "fp32", again) == ""
-    assert "changes 1 of 2" in differs(StepOutput(1.0), changes(-steady), StepOutput(1.0), eager, "fp32", again)
+    assert differs(StepOutput(1.0), captured, StepOutput(1.0), eager, "fp32", again=again) == ""
+    assert "changes 1 of 2" in differs(StepOutput(1.0), changes(-steady), StepOutput(1.0), eager, "fp32", again=again)
     far = [captured[0], Change(10 * captured[1].by, was)]
-    assert differs(StepOutput(1.0), far, StepOutput(1.0), eager, "fp32", again) != ""
-    assert "its loss is" in differs(StepOutput(1.1), captured, StepOutput(1.0), eager, "fp32", again)
+    assert differs(StepOutput(1.0), far, StepOutput(1.0), eager, "fp32", again=again) != ""
+    assert "its loss is" in differs(StepOutput(1.1), captured, StepOutput(1.0), eager, "fp32", again=again)
 
 
-def test_a_graph_is_proven_at_growing_distances() -> None:
+def test_graph_is_verified_at_growing_intervals() -> None:
     proofs, at = Proofs(), []
     for _ in range(5000):
-        if proofs.replays >= proofs.due:
+        if proofs.is_due:
             at.append(proofs.replays)
             assert proofs.is_open
             proofs.passed()
             assert not proofs.is_open
-        proofs.replays += 1
+        proofs.replayed()
     assert at == [FIRST * FACTOR**power for power in range(5)]
 
 
-def test_where_a_graph_has_gone_stale_the_sound_checkpoints_are_named() -> None:
+def test_stale_graph_error_names_the_sound_checkpoints() -> None:
     error = frozen("it counts in Python: model.t changes", last_good=64, step=256)
     assert error.exit_code == 2  # nobody tries again
     assert "model.t" in str(error)
@@ -113,7 +113,7 @@ def adam(**options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([nn.Parameter(torch.ones(2))], **{"lr": 0.1} | options)
 
 
-def test_the_optimizer_reads_tensors_only_while_it_steps() -> None:
+def test_learning_rate_is_a_tensor_only_during_the_step() -> None:
     optimizer = adam()
     rates = Rates(optimizer, CPU)
     group = optimizer.param_groups[0]
@@ -129,7 +129,7 @@ def test_the_optimizer_reads_tensors_only_while_it_steps() -> None:
     assert group["capturable"] is False
 
 
-def test_an_option_that_changes_is_not_forgotten_by_an_eager_step() -> None:
+def test_changed_optimizer_option_is_noticed_after_eager_step() -> None:
     optimizer = adam()
     rates = Rates(optimizer, CPU)
     assert rates.follow()
@@ -140,7 +140,7 @@ def test_an_option_that_changes_is_not_forgotten_by_an_eager_step() -> None:
     assert rates.changed == "the optimizer's betas changes from step to step"
 
 
-def test_groups_that_a_checkpoint_brought_are_those_that_count() -> None:
+def test_param_groups_from_a_loaded_checkpoint_are_followed() -> None:
     optimizer = adam()
     rates = Rates(optimizer, CPU)
     optimizer.load_state_dict(optimizer.state_dict())  # makes new ones
@@ -160,7 +160,7 @@ class Own(torch.optim.SGD):
         (adam(lr=torch.tensor(0.1)), "its learning rate is a tensor"),
     ],
 )
-def test_optimizers_that_cannot_be_repeated_are_left_as_they_are(optimizer: Any, why: str) -> None:
+def test_uncapturable_optimizers_are_left_unchanged(optimizer: Any, why: str) -> None:
     before = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     rates = Rates(optimizer, CPU)
     assert why in rates.why_not
@@ -168,7 +168,7 @@ def test_optimizers_that_cannot_be_repeated_are_left_as_they_are(optimizer: Any,
         assert {name: optimizer.param_groups[0][name] for name in before} == before
 
 
-def test_steps_share_a_graph_by_their_shapes() -> None:
+def test_steps_of_equal_shapes_share_a_graph() -> None:
     rows = (torch.zeros(9, 3), torch.zeros(9))
 
     def step(count: int, weight: float = 1.0) -> list[Microbatch]:

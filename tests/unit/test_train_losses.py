@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from distributed.core.errors import TaskError
 from distributed.strategies.base import Outcome, Trial
-from distributed.train.loss_probe import know_by_value, try_function
-from distributed.train.loss_rules import Rule, rules_for
-from distributed.train.losses import adds_up, entropy_of, is_even
+from distributed.train.loss.probe import know_by_value, try_function
+from distributed.train.loss.rules import Rule, rules_for
+from distributed.train.loss.torch_losses import adds_up, entropy_of, is_even
 from distributed.train.metrics import class_hits
 from distributed.train.task import Task
 
@@ -34,7 +34,7 @@ def classes(count: int, *shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("ignored", [-100, 255, 2])
 @pytest.mark.parametrize("positions", [(), (4, 4)])
-def test_parts_of_a_cross_entropy_add_up(ignored: int, positions: tuple[int, ...]) -> None:
+def test_cross_entropy_of_micro_batches_adds_up(ignored: int, positions: tuple[int, ...]) -> None:
     x, y = random(8, 5, *positions), classes(5, 8, *positions)
     y[random(8, *positions) < -0.5] = ignored
     for weight, smoothing in itertools.product((None, CLASS_WEIGHTS), (0.0, 0.1)):
@@ -56,7 +56,7 @@ class Focal(nn.CrossEntropyLoss):
         return ((1 - torch.exp(-each)) ** 2 * each).mean()
 
 
-def test_a_subclass_is_not_taken_for_torchs_own() -> None:
+def test_subclass_of_a_torch_loss_is_not_taken_for_it() -> None:
     assert entropy_of(Focal()) is None
     assert entropy_of(functools.partial(F.cross_entropy, random(2, 3))) is None
     assert not is_even(Focal())
@@ -105,7 +105,7 @@ FOUND: dict[str, tuple[Callable[..., Any], Any, Any, Rule | None]] = {
 
 
 @pytest.mark.parametrize("kind", FOUND)
-def test_a_function_is_tried_on_parts_of_a_batch(kind: str) -> None:
+def test_loss_function_weighting_is_found_by_trial(kind: str) -> None:
     loss_fn, outputs, target, expected = FOUND[kind]
     evidence = try_function(loss_fn, outputs, target, RULES)
     assert evidence is not None
@@ -113,7 +113,7 @@ def test_a_function_is_tried_on_parts_of_a_batch(kind: str) -> None:
     assert (left[0] if left else None) == expected
 
 
-def test_a_mark_that_the_first_batch_has_not_is_tried_too() -> None:
+def test_ignore_index_absent_from_the_first_batch_is_found() -> None:
     unpadded = AIMED.clamp(min=1)
     for mark in (0, 2):
         evidence = try_function(
@@ -127,7 +127,7 @@ def test_a_mark_that_the_first_batch_has_not_is_tried_too() -> None:
         assert left == [Rule("targets", mark)]
 
 
-def test_a_trial_does_not_move_what_a_loss_keeps() -> None:
+def test_trial_does_not_change_the_state_of_a_loss() -> None:
     calls = 0
 
     def counting(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -147,14 +147,14 @@ def remembers(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (outputs - target).square().mean()
 
 
-def test_a_loss_that_cannot_be_tried_unseen_is_refused() -> None:
+def test_loss_whose_state_a_trial_would_change_is_refused() -> None:
     with pytest.raises(TaskError, match=r"TOTAL\[0\] changes"):
         try_function(remembers, VALUES, WANTED, RULES)
 
 
 @pytest.mark.parametrize("kind", ["targets", "shifted"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_models_own_loss_is_known_by_its_value(kind: str, dtype: torch.dtype) -> None:
+def test_weighting_of_a_models_own_loss_is_found_by_value(kind: str, dtype: torch.dtype) -> None:
     logits, labels = SEQUENCE.to(dtype), AIMED.clone()
     labels[:, 4:] = -100
     exact = logits if dtype == torch.float64 else logits.float()
@@ -169,10 +169,10 @@ def test_a_models_own_loss_is_known_by_its_value(kind: str, dtype: torch.dtype) 
 
 
 def alone(matters: bool = True) -> Trial:
-    return Trial(lambda votes: votes, matters, nn.Linear(1, 1), None, is_rough=False)
+    return Trial(lambda votes: votes, matters, nn.Linear(1, 1), None, is_joint=False, is_rough=False)
 
 
-def test_an_ignored_target_stops_a_step_of_several_parts() -> None:
+def test_ignored_target_refuses_a_step_of_several_parts() -> None:
     target = KINDS.clone()
     target[3] = -100
     for loss_fn in (nn.CrossEntropyLoss(), F.cross_entropy):
@@ -204,7 +204,7 @@ class Owning(nn.Module):
         }
 
 
-def test_a_target_that_comes_later_is_counted_as_the_models_own_loss_counts_it() -> None:
+def test_later_ignored_target_of_own_loss_is_counted_or_refused() -> None:
     first = {"logits": SEQUENCE, "labels": AIMED.clamp(min=1)}
     later = {"logits": SEQUENCE, "labels": AIMED.clone()}
     later["labels"][:, 4:] = 0
@@ -220,7 +220,7 @@ def test_a_target_that_comes_later_is_counted_as_the_models_own_loss_counts_it()
             assert float(task.run(task.model, later).weight) == 48  # type: ignore[arg-type]
 
 
-def test_what_is_not_known_is_refused_only_where_it_matters() -> None:
+def test_unknown_loss_weighting_is_refused_only_if_it_matters() -> None:
     class Own(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.square().mean()
@@ -236,7 +236,7 @@ def test_what_is_not_known_is_refused_only_where_it_matters() -> None:
     assert settled.weight is None
 
 
-def test_a_loss_that_does_not_add_up_is_refused() -> None:
+def test_loss_that_does_not_add_up_is_refused_unless_declared() -> None:
     task = Task(nn.Identity(), FOUND["samples compared"][0])
     outcome = task.run(task.model, (VALUES, WANTED))
     with pytest.raises(TaskError, match="is not"):
@@ -255,7 +255,7 @@ MEANS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", MEANS)
-def test_a_mean_over_rows_of_which_a_sample_has_several_is_weighted_by_them(kind: str) -> None:
+def test_mean_over_several_rows_per_sample_is_weighted_by_rows(kind: str) -> None:
     """As a collate_fn makes them that puts graphs or boxes of all samples one after the other."""
     task = Task(nn.Identity(), MEANS[kind])
     batch = (FEW, KINDS) if kind == "cross entropy" else (VALUES, WANTED)
@@ -279,7 +279,7 @@ def halved_elsewhere() -> Trial:
     return alone()._replace(agree=agree)
 
 
-def test_a_step_whose_samples_are_no_weight_is_refused() -> None:
+def test_step_whose_rows_do_not_match_its_samples_is_refused() -> None:
     for loss_fn in (nn.MSELoss(), MEANS["a function"], None):
         task = Task(nn.Identity(), loss_fn)
         task.settle(task.run(task.model, (VALUES, WANTED)), (VALUES, WANTED), 8, alone())
@@ -290,7 +290,7 @@ def test_a_step_whose_samples_are_no_weight_is_refused() -> None:
             task.check_share(task.run(task.model, (VALUES[:, :2], WANTED[:, :2])), 8)
 
 
-def test_sequences_of_other_lengths_elsewhere_are_refused_only_where_padding_counts() -> None:
+def test_uneven_padding_across_ranks_is_refused_if_it_counts() -> None:
     agree = halved_elsewhere().agree
     padded = alone()._replace(
         agree=lambda votes: agree(votes) * torch.tensor([1.0, 1.0, 1.0, 2.0]) if len(votes) == 4 else agree(votes)
@@ -306,7 +306,7 @@ def test_sequences_of_other_lengths_elsewhere_are_refused_only_where_padding_cou
             task.settle(outcome, (VALUES, WANTED), 8, padded)
 
 
-def test_later_samples_show_what_the_first_did_not() -> None:
+def test_later_batch_that_contradicts_the_trial_is_refused() -> None:
     first = torch.zeros(8, dtype=torch.int64)
     weights = torch.ones(64).double()
     weights[50] = 9.0  # of a class that is not among those tried
@@ -319,7 +319,7 @@ def test_later_samples_show_what_the_first_did_not() -> None:
         task.run(task.model, (outputs, later))
 
 
-def test_a_loss_that_calls_itself_a_sum_is_tried() -> None:
+def test_loss_that_claims_to_be_a_sum_is_tried() -> None:
     class Claims(nn.Module):
         reduction = "sum"
 
@@ -332,7 +332,7 @@ def test_a_loss_that_calls_itself_a_sum_is_tried() -> None:
     assert not settled.is_sum
 
 
-def test_a_tuple_that_is_no_loss_and_weight_is_refused() -> None:
+def test_tuple_that_is_not_loss_and_weight_is_refused() -> None:
     adaptive = nn.AdaptiveLogSoftmaxWithLoss(5, 11, cutoffs=[4]).double()
     with pytest.raises(TaskError, match="ASMoutput"):
         Task(nn.Identity(), adaptive).run(nn.Identity(), (FEW, KINDS))
@@ -345,7 +345,7 @@ def measured(outputs: Any, target: torch.Tensor, loss_fn: Any = None, **outcome:
     return float(found["accuracy"].total) / float(found["accuracy"].weight) if "accuracy" in found else None
 
 
-def test_accuracy_has_its_classes_where_the_loss_has_them() -> None:
+def test_accuracy_uses_the_class_dim_of_the_loss() -> None:
     y = classes(10, 6, 10)
     last = F.one_hot(y, 10).double()  # as many classes as positions
     assert measured(last.mT, y, nn.CrossEntropyLoss()) == 1.0
@@ -355,7 +355,7 @@ def test_accuracy_has_its_classes_where_the_loss_has_them() -> None:
     assert measured(last[..., :9], y, lambda outputs, target: 0.0) is not None
 
 
-def test_accuracy_leaves_out_what_the_loss_ignores() -> None:
+def test_accuracy_skips_targets_the_loss_ignores() -> None:
     y = classes(5, 8, 4, 4)
     outputs = F.one_hot(y, 5).permute(0, 3, 1, 2).double()
     y[:, :2] = 255
@@ -366,7 +366,7 @@ def test_accuracy_leaves_out_what_the_loss_ignores() -> None:
     assert measured(F.one_hot(KINDS, 5).double(), single, nn.CrossEntropyLoss()) == 1.0
 
 
-def test_accuracy_of_a_language_model_is_of_the_next_token() -> None:
+def test_accuracy_of_a_language_model_compares_next_tokens() -> None:
     hits = class_hits(F.one_hot(AIMED.roll(-1, 1), 11).double(), AIMED, class_dim=-1, is_shifted=True)
     assert hits is not None
     assert hits.total == hits.weight == 8 * 5

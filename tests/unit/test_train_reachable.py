@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.train.reachable import OBJECTS, Look, changes, look
+from distributed.train.checks.reachable import OBJECTS, Look, changes, look
 
 CALLS, PARTS = [0], {"one": {"t": 0}}
 STEPS = 0
@@ -180,7 +180,7 @@ def seen(model: nn.Module, **more: Any) -> Look:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_python_keeps_between_steps_is_seen(way: str) -> None:
+def test_python_state_changed_between_steps_is_detected(way: str) -> None:
     act, expected = WAYS[way]
     model = Model(act)
     own = [*model.parameters(), *model.buffers()]
@@ -190,7 +190,7 @@ def test_what_python_keeps_between_steps_is_seen(way: str) -> None:
     assert (expected in " ".join(found)) if expected else found == []
 
 
-def test_a_count_of_the_loss_is_seen_too() -> None:
+def test_counter_in_the_loss_closure_is_detected() -> None:
     steps = 0
 
     def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ def test_a_count_of_the_loss_is_seen_too() -> None:
     assert changes(before, seen(model, loss=loss)) == ["it counts in Python: loss.steps changes"]
 
 
-def test_what_cannot_be_seen_is_named_and_known_by_its_place() -> None:
+def test_opaque_objects_are_named_and_tracked_by_identity() -> None:
     model = Model(lambda model: None)
     model.inner, model.cycle = ctypes.c_int(0), itertools.cycle([1, 2])  # type: ignore[assignment]
     before = seen(model)
@@ -214,7 +214,7 @@ def test_what_cannot_be_seen_is_named_and_known_by_its_place() -> None:
     assert changes(before, seen(model)) == ["it counts in Python: the object model.inner changes"]
 
 
-def test_a_look_ends_at_its_bound_and_says_so() -> None:
+def test_inspection_stops_at_its_object_limit_and_reports_it() -> None:
     model = nn.Linear(2, 2)
     model.table = list(range(2 * OBJECTS))  # type: ignore[assignment]
     found = look({"model": model})
@@ -223,7 +223,7 @@ def test_a_look_ends_at_its_bound_and_says_so() -> None:
     assert "model.table[" in found.unseen[0]
 
 
-def test_a_look_runs_nothing_of_the_users() -> None:
+def test_inspection_runs_no_user_code() -> None:
     class Touchy(dict):  # type: ignore[type-arg]
         def _refuse(self, *given: Any) -> Any:
             raise AssertionError("the look ran code of the user's")

@@ -12,11 +12,11 @@ from torch import nn
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import CheckpointError, ConfigError
 from distributed.core.plan import BatchPlan, Plan
-from distributed.strategies.optimizer_state import load_named_state, match_groups, named_state, optimizer_kind
-from distributed.train.resume_changes import SETTINGS, Effect, changes, unknown
-from distributed.train.resume_groups import other_groups, other_optimizer, schedule_in_own_order
-from distributed.train.resuming import resume_from
-from distributed.train.witness import Verdict
+from distributed.strategies.model.optimizer_state import load_named_state, match_groups, named_state, optimizer_kind
+from distributed.train.resume.certificate import Verdict
+from distributed.train.resume.changes import SETTINGS, Effect, changes, unknown
+from distributed.train.resume.groups import other_groups, other_optimizer, schedule_in_own_order
+from distributed.train.resume.resuming import resume_from
 
 MIDDLE = {"samples_in_epoch": 16, "steps_in_epoch": 2}
 BETWEEN = {"samples_in_epoch": 0, "steps_in_epoch": 0}
@@ -43,7 +43,7 @@ def found(before: dict[str, Any], now: dict[str, Any], progress: dict[str, int] 
     return {change.name: change.effect for change in changes(before, now, progress, path="step-000002")}
 
 
-def test_every_setting_is_known_for_what_its_change_does() -> None:
+def test_every_setting_has_a_declared_effect_on_resume() -> None:
     assert DistributedConfig.model_fields.keys() == SETTINGS.keys()
 
 
@@ -72,7 +72,9 @@ BREAKING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "before", "now"), BREAKING)
-def test_what_would_train_samples_otherwise_breaks(name: str, before: dict[str, Any], now: dict[str, Any]) -> None:
+def test_change_of_order_data_or_optimizer_breaks_the_resume(
+    name: str, before: dict[str, Any], now: dict[str, Any]
+) -> None:
     assert found(meta(**before), meta(**now))[name] is Effect.BREAKS
     always = name in ("data", "loss", "optimizer", "scheduler")
     assert (found(meta(**before), meta(**now), BETWEEN).get(name) is Effect.BREAKS) == always
@@ -88,24 +90,24 @@ def test_what_would_train_samples_otherwise_breaks(name: str, before: dict[str, 
         ("reduction of the loss", {"loss": RUN["loss"] | {"options": {"reduction": "sum"}}}),  # type: ignore[operator]
     ],
 )
-def test_what_makes_it_another_run_is_told(name: str, now: dict[str, Any]) -> None:
+def test_change_that_makes_another_run_is_reported(name: str, now: dict[str, Any]) -> None:
     assert found(meta(), meta(**now)) == {name: Effect.DIFFERS}
 
 
-def test_a_seed_that_orders_nothing_is_told_and_more_steps_only_where_rates_follow_them() -> None:
+def test_seed_without_shuffle_and_more_steps_under_decay_differ() -> None:
     assert found(meta(shuffle=False), meta(shuffle=False, seed=1)) == {"seed": Effect.DIFFERS}
     assert found(meta(), meta(total_steps=80, epochs=10, settings={"epochs": 10, "log_every_n_steps": 1})) == {}
     cosine = replace(Plan("", BatchPlan(8)).schedule, kind="cosine")
     assert found(meta(schedule=cosine), meta(schedule=cosine, total_steps=80)) == {"steps in all": Effect.DIFFERS}
 
 
-def test_a_checkpoint_that_does_not_say_is_taken_for_the_same() -> None:
+def test_checkpoint_without_run_facts_counts_as_unchanged() -> None:
     older = {name: value for name, value in meta().items() if name not in ("run", "torch")}
     assert found(older, meta(shuffle=False, optimizer="AdamW")) == {}
     assert unknown(older) == ["shuffle", "sampler", "data", "loss", "optimizer", "scheduler"]
 
 
-def test_parts_of_the_data_that_one_run_could_not_tell_are_not_compared() -> None:
+def test_data_fingerprints_missing_on_one_side_are_not_compared() -> None:
     assert found(meta(data={}), meta()) == {}
     assert found(meta(), meta(data={"dataset.labels": "64 cd"})) == {}
 
@@ -123,7 +125,7 @@ def resume(before: dict[str, Any], now: dict[str, Any], saved: dict[str, Any], *
 PLAIN = [{"params": ["w", "b"], "lr": 0.1}]
 
 
-def test_all_that_is_refused_is_said_at_once_and_can_be_allowed() -> None:
+def test_all_refused_changes_are_listed_and_can_be_allowed() -> None:
     saved, now = tree(PLAIN, {"peaks": [0.1]}), meta(seed=1, shuffle=False, samples=70)
     with pytest.raises(CheckpointError) as refused:
         resume(meta(), now, saved)
@@ -139,7 +141,7 @@ def test_all_that_is_refused_is_said_at_once_and_can_be_allowed() -> None:
     assert any("allow_change=batch has no effect" in line for line in resuming.lines)
 
 
-def test_another_optimizer_begins_anew_at_its_own_rate_as_far_down_as_the_schedule_was() -> None:
+def test_new_optimizer_starts_at_its_own_rate_with_past_decay() -> None:
     schedule = {"base_lrs": [0.1], "_last_lr": [0.01], "last_epoch": 2}
     saved = tree([{"params": ["w", "b"], "lr": 0.01, "initial_lr": 0.1}], schedule)
     how = {"groups": [{"params": ["w", "b"], "lr": 5.0, "initial_lr": 5.0}], "schedule": schedule | {"base_lrs": [5.0]}}
@@ -150,7 +152,7 @@ def test_another_optimizer_begins_anew_at_its_own_rate_as_far_down_as_the_schedu
     assert resuming.decays == (pytest.approx(0.1),)
 
 
-def test_options_that_are_not_this_runs_are_told_and_kept() -> None:
+def test_checkpoints_optimizer_options_are_kept_with_a_notice() -> None:
     saved = tree([{"params": ["w", "b"], "lr": 0.1, "weight_decay": 0.5}], {"peaks": [0.1]})
     mine = {"groups": [{"params": ["w", "b"], "lr": 0.2, "weight_decay": 0.0}], "schedule": {"peaks": [0.2]}}
     kept = resume(meta(), meta(), saved, **mine)
@@ -168,7 +170,7 @@ GROUPS = [
 ]
 
 
-def test_groups_are_known_by_their_parameters() -> None:
+def test_param_groups_are_matched_by_their_parameters() -> None:
     assert match_groups(GROUPS, [["1.bias", "0.bias"], ["0.weight", "1.weight"]]) == [1, 0]
     apart = [["0.weight"], ["0.bias", "1.bias"], ["1.weight"]]
     assert match_groups(GROUPS, apart) == [0, 1, 0], "what was one group has its options in both"
@@ -181,7 +183,7 @@ def test_groups_are_known_by_their_parameters() -> None:
     assert fewer.name == "optimizer"
 
 
-def test_what_a_scheduler_keeps_of_each_group_follows_it() -> None:
+def test_scheduler_state_follows_reordered_param_groups() -> None:
     own = GROUPS[::-1]
     inner = {"base_lrs": [0.1, 0.2], "last_epoch": 3}
     state = {"_schedulers": [inner], "_milestones": [3, 5], "_last_lr": [0.05, 0.1]}
@@ -216,7 +218,7 @@ def test_weight_decay_stays_with_the_weights_in_reordered_groups() -> None:
         assert torch.equal(one.state[parameter]["momentum_buffer"], other.state[parameter]["momentum_buffer"])
 
 
-def test_the_kind_of_an_optimizer_is_its_rule() -> None:
+def test_optimizer_kind_is_found_by_its_options() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
     adam, adamw = torch.optim.Adam(parameters), torch.optim.AdamW(parameters, foreach=True)
     assert [optimizer_kind(one) for one in (adam, adamw)] == ["Adam", "AdamW"]
@@ -229,7 +231,7 @@ def test_the_kind_of_an_optimizer_is_its_rule() -> None:
     assert "betas" in other_optimizer(groups(adam), groups(torch.optim.RMSprop(parameters)))
 
 
-def test_a_verdict_over_no_steps_is_neither_pass_nor_fail() -> None:
+def test_verdict_over_no_steps_is_neither_pass_nor_fail() -> None:
     nothing = Verdict(0, why="no step was recorded", changed=("seed 0 → 1",))
     assert nothing.passed is None
     assert "PASS" not in str(nothing)
@@ -238,7 +240,7 @@ def test_a_verdict_over_no_steps_is_neither_pass_nor_fail() -> None:
     assert Verdict(0, "model", 4, 1).passed is False, "the state of the checkpoint itself differs"
 
 
-def test_only_known_changes_can_be_allowed_and_only_where_something_is_resumed() -> None:
+def test_allow_change_needs_a_known_name_and_a_resume() -> None:
     assert DistributedConfig(allow_change=["seed"], resume_from_checkpoint=True).allow_change == ["seed"]
     with pytest.raises(ConfigError, match="did you mean seed"):
         DistributedConfig(allow_change="sead", resume_from_checkpoint=True)

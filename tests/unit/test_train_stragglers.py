@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from distributed.core.events import RankSlow
-from distributed.train.pace import RankPace
-from distributed.train.stragglers import Stragglers
+from distributed.train.stragglers.pace import RankPace
+from distributed.train.stragglers.stragglers import Stragglers
 
 USUAL = RankPace(0.010, 0.090)
 
@@ -40,7 +40,7 @@ def linked(times: Sequence[float], own: RankPace = USUAL) -> list[RankPace]:
         (RankPace(0.100, 0.120), "data"),
     ],
 )
-def test_a_rank_that_stays_slow_is_told_once_with_its_cause(slow: RankPace, cause: str, ranks: int) -> None:
+def test_straggler_is_reported_once_with_its_cause(slow: RankPace, cause: str, ranks: int) -> None:
     (event,) = looks([world(slow, ranks, rank=1)] * 20)
     assert (event.rank, event.step, event.time, event.cause) == (1, 3, 3.0, cause)
     assert event.seconds == pytest.approx(slow.own_s)
@@ -59,34 +59,34 @@ def test_a_rank_that_stays_slow_is_told_once_with_its_cause(slow: RankPace, caus
         ([], 1.0),
     ],
 )
-def test_what_is_not_worth_a_word(paces: list[RankPace], step_s: float) -> None:
+def test_small_differences_in_pace_are_not_reported(paces: list[RankPace], step_s: float) -> None:
     assert looks([paces] * 10, step_s) == []
 
 
-def test_a_moment_is_not_told() -> None:
+def test_short_slowness_is_not_reported() -> None:
     slow, usual = world(RankPace(0.1, 0.09)), world(USUAL)
     assert looks([slow, slow, usual] * 5) == []
     assert looks([world(RankPace(0.1, 0.09), rank=number % 4) for number in range(20)]) == []
 
 
-def test_it_is_told_again_after_it_was_back_to_normal() -> None:
+def test_straggler_is_reported_again_after_a_normal_phase() -> None:
     slow, usual = world(RankPace(0.1, 0.09)), world(USUAL)
     assert [event.step for event in looks([slow] * 5 + [usual] + [slow] * 5)] == [3, 9]
 
 
-def test_it_is_told_again_when_its_cause_changes() -> None:
+def test_straggler_is_reported_again_when_its_cause_changes() -> None:
     data, compute = world(RankPace(0.1, 0.09)), world(RankPace(0.01, 0.2))
     events = looks([data] * 5 + [compute] * 5)
     assert [(event.step, event.cause) for event in events] == [(3, "data"), (8, "compute")]
     assert len(looks([data] * 3 + [compute, data, data] * 5)) == 1, "a cause must last too"
 
 
-def test_two_slow_ranks_are_both_told() -> None:
+def test_two_stragglers_are_both_reported() -> None:
     paces = [USUAL, RankPace(0.1, 0.09), USUAL, RankPace(0.01, 0.2), USUAL]
     assert [(event.rank, event.cause) for event in looks([paces] * 3)] == [(1, "data"), (3, "compute")]
 
 
-def test_ranks_that_need_no_time_are_no_measure_to_divide_by() -> None:
+def test_straggler_among_ranks_with_zero_time_has_finite_ratio() -> None:
     (event,) = looks([[RankPace(0, 0), RankPace(0, 0), RankPace(0.1, 0)]] * 3)
     assert (event.rank, event.cause) == (2, "data")
     assert event.ratio > 1
@@ -105,19 +105,19 @@ def test_ranks_that_need_no_time_are_no_measure_to_divide_by() -> None:
         ([0.02, 0.002, 0.0005, 0.0005, 0.0005], None),  # one slow link, and a little noise beside it
     ],
 )
-def test_a_rank_between_two_slow_links(links: list[float], rank: int | None) -> None:
+def test_rank_between_two_slow_links_is_the_straggler(links: list[float], rank: int | None) -> None:
     quiet = [USUAL] * len(links)
     events = looks([linked(links), quiet, quiet] * 6)  # links are probed in some readings only
     assert [(event.rank, event.cause) for event in events] == ([] if rank is None else [(rank, "communication")])
     assert all(event.step == 7 and event.ratio >= 3 for event in events)
 
 
-def test_links_that_are_quick_again_end_it() -> None:
+def test_straggler_by_links_is_reported_again_after_quick_links() -> None:
     slow, quick = linked([0.02, 0.02, 0.0005]), linked([0.0005] * 3)
     assert [event.step for event in looks([slow] * 4 + [quick] + [slow] * 4)] == [3, 8]
 
 
-def test_a_rank_that_is_slow_itself_answers_late_and_its_links_are_not_blamed() -> None:
+def test_compute_straggler_is_not_blamed_on_its_links() -> None:
     paces = linked([0.02, 0.02, 0.0005])
     paces[1] = paces[1]._replace(compute_s=0.5)
     assert [event.cause for event in looks([paces] * 5)] == ["compute"]

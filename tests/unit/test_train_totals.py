@@ -29,14 +29,14 @@ def fit(folder: Path, target: torch.Tensor, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", [{}, {"reproducible": "bitwise", "virtual_ranks": 1}])
-def test_a_step_without_any_target_ends_the_run(mode: dict[str, Any], tmp_path: Path) -> None:
+def test_step_without_any_target_ends_the_run(mode: dict[str, Any], tmp_path: Path) -> None:
     """Its mean is no number; without an error, it would make all weights NaN."""
     target = torch.tensor([0, 1, 2, 3, -100, -100, -100, -100, 0, 1, 2, 3])
     with pytest.raises(NonFiniteLossError, match="step 2"):
         fit(tmp_path, target, loss_weighting="targets", **mode)
 
 
-def test_another_mesh_goes_on_with_the_loss_of_the_epoch(tmp_path: Path) -> None:
+def test_resume_on_another_mesh_keeps_the_epochs_loss(tmp_path: Path) -> None:
     target = torch.arange(12) % 4
     whole, _ = fit(tmp_path / "whole", target, checkpoint_frequency="1 steps")
     found = str(tmp_path / "whole" / "checkpoints" / "step-000001")

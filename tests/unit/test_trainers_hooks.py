@@ -23,7 +23,7 @@ def enlarge(parameter: torch.Tensor) -> None:
     parameter.grad.mul_(10)
 
 
-def test_hooks_arrive_with_the_parameter_that_they_refer_to() -> None:
+def test_parameter_hooks_are_pickled_with_their_parameter() -> None:
     layer, scale = nn.Linear(3, 1, bias=False), 0.5
     weight = layer.weight
     weight.register_hook(lambda gradient: gradient * scale + 0 * weight.detach())
@@ -36,7 +36,7 @@ def test_hooks_arrive_with_the_parameter_that_they_refer_to() -> None:
         assert module.weight.grad.tolist() == [[5.0, 5.0, 5.0]]
 
 
-def test_hooks_of_an_optimizer_arrive() -> None:
+def test_optimizer_hooks_are_pickled_with_their_optimizer() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
 

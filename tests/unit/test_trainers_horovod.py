@@ -18,7 +18,7 @@ def scaling(given: dict[str, Any], fitted: dict[str, Any]) -> str:
     return HorovodTrainer(nn.Linear(4, 2), num_gpus=2, **given)._merge(fitted).lr_scaling
 
 
-def test_rates_are_scaled_unless_adasum_is_asked_for_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_rate_is_scaled_unless_adasum_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaling({}, {}) == "linear"
     assert scaling(ADASUM, {}) == "none"
     assert scaling({"config": ADASUM}, {}) == "none"
@@ -28,6 +28,6 @@ def test_rates_are_scaled_unless_adasum_is_asked_for_anywhere(monkeypatch: pytes
     assert scaling({}, {}) == "none"
 
 
-def test_a_scaling_that_was_asked_for_stays_under_adasum() -> None:
+def test_explicit_lr_scaling_is_kept_under_adasum() -> None:
     assert scaling(ADASUM | {"lr_scaling": "linear"}, {}) == "linear"
     assert scaling(ADASUM, {"lr_scaling": "sqrt"}) == "sqrt"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from distributed.core.errors import LaunchError
-from distributed.launch.ray_cluster import RayCluster, RayNode
-from distributed.tune.on_ray import cluster_obstacles, cluster_slots
-from distributed.tune.on_ray_trial import Host, _Place
+from distributed.engines.ray.cluster import RayCluster, RayNode
+from distributed.engines.ray.tune_actor import Host, _Place
+from distributed.engines.ray.tune_runner import cluster_obstacles, cluster_slots
 from distributed.tune.runner import TuneRequest
 from distributed.tune.space import Space
 
@@ -30,7 +30,7 @@ def request(**options: int) -> TuneRequest:
         (CPUS, {"gpus_per_trial": 2}, 3),
     ],
 )
-def test_trials_run_at_the_same_time_as_devices_of_one_node_allow(cluster, options, slots):
+def test_parallel_ray_trials_are_limited_by_devices_per_node(cluster, options, slots):
     assert cluster_obstacles(request(**options), cluster) == []
     assert cluster_slots(request(**options), cluster) == slots
 
@@ -45,21 +45,31 @@ def test_trials_run_at_the_same_time_as_devices_of_one_node_allow(cluster, optio
         (RayCluster(()), {}, "has 0 CPUs"),
     ],
 )
-def test_what_cannot_be_placed_is_refused_with_what_is_there(cluster, options, part):
+def test_unplaceable_ray_trials_are_refused_with_resources(cluster, options, part):
     (problem,) = cluster_obstacles(request(**options), cluster)
     assert part in problem.what
     assert "there is: " in problem.why
 
 
-def test_a_cluster_that_grows_is_taken_for_what_it_can_become():
+def test_autoscaling_cluster_counts_at_its_maximum():
     growing = RayCluster((RayNode("a", 4, 1),), grows_to={"CPU": 64, "GPU": 16})
     assert cluster_obstacles(request(num_gpus=16, gpus_per_trial=8), growing) == []
     assert cluster_obstacles(request(num_gpus=17), growing)
 
 
-def test_a_place_whose_trials_cannot_be_started_says_so_and_closes(tmp_path, monkeypatch):
+def test_ray_place_that_cannot_start_trials_raises_and_closes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    place = _Place(Host(str(tmp_path / "gone"), str(tmp_path), "", str(tmp_path), (), "cpu", 1))
+    place = _Place(
+        Host(
+            str(tmp_path / "gone"),
+            function=str(tmp_path),
+            ticket="",
+            cwd=str(tmp_path),
+            modules=(),
+            device="cpu",
+            devices=1,
+        )
+    )
     place.begin({"note": {"attempt": 1}})
     with pytest.raises(LaunchError, match="could not be started"):
         place.next()

@@ -11,16 +11,17 @@ import pytest
 
 from distributed.core.errors import ConfigError, TaskError
 from distributed.planner.hardware import Gpu, Hardware
-from distributed.tune.course import Course
-from distributed.tune.journal import FILE, Heading, Journal, read_journal
-from distributed.tune.pictures import draw, write_picture
-from distributed.tune.placement import obstacles, place
-from distributed.tune.reading import ReadCheck
-from distributed.tune.results import Board, best_config, to_csv
+from distributed.tune.journal import Heading, Journal, read_journal
+from distributed.tune.results.pictures import draw, write_picture
+from distributed.tune.results.reading import ReadCheck
+from distributed.tune.results.results import Board, best_config, to_csv
 from distributed.tune.runner import Exploit, Report, Schedule, TrialResult, TrialSpec, TuneRequest
 from distributed.tune.schedulers import GoOn, Halving, MedianStopping, Population, Stop, Take, Yield, perturbed
 from distributed.tune.search import make_search
+from distributed.tune.search_dir import SearchDir
 from distributed.tune.space import Choice, Constant, Float, Grid, Int, Space
+from distributed.tune.trials.lifecycle import TrialLifecycle
+from distributed.tune.trials.placement import obstacles, place
 from distributed.tune.tuner import DistributedTuner
 
 SPACE = Space(
@@ -47,14 +48,14 @@ def run_against(scheduler, curves):
     return spent
 
 
-def test_halving_stops_the_bad_part_at_each_rung():
+def test_halving_stops_the_worst_trials_at_each_rung():
     halving = Halving(Schedule("asha", max_steps=9, reduction_factor=3), "loss", "min")
     curves = {"good": [1.0] * 9, "bad": [3.0] * 9, "later": [2.0, 2.0, 0.5, *[0.5] * 6], "best": [0.1] * 9}
     spent = run_against(halving, curves)
     assert spent == {"good": 9, "bad": 1, "later": 1, "best": 9}
 
 
-def test_halving_lets_a_third_go_on_with_a_factor_of_three():
+def test_halving_with_factor_3_continues_a_third():
     halving = Halving(Schedule("asha", max_steps=9, reduction_factor=3), "loss", "max")
     spent = run_against(halving, {f"t{n}": [float(n)] * 9 for n in random.Random(0).sample(range(27), 27)})
     assert sum(steps == 9 for steps in spent.values()) <= 5
@@ -62,19 +63,19 @@ def test_halving_lets_a_third_go_on_with_a_factor_of_three():
     assert sum(spent.values()) < 27 * 9 / 3
 
 
-def test_halving_gives_the_grace_that_was_asked_for_and_stops_what_is_not_a_number():
+def test_halving_respects_grace_steps_and_stops_nan():
     halving = Halving(Schedule("asha", grace_steps=4), "loss", "min")
     spent = run_against(halving, {"a": [1.0] * 6, "b": [2.0] * 6, "c": [math.nan] * 6})
     assert spent == {"a": 6, "b": 4, "c": 4}
 
 
-def test_the_median_rule_stops_what_stays_worse_than_half_of_the_others():
+def test_median_rule_stops_trials_that_stay_below_the_median():
     rule = MedianStopping(Schedule("median", grace_steps=2), "loss", "min")
     curves = {"a": [1.0] * 5, "b": [2.0] * 5, "c": [3.0] * 5, "bad": [4.0] * 5, "turns": [4.0, 1.5, 1.0, 1.0, 1.0]}
     assert run_against(rule, curves) == {"a": 5, "b": 5, "c": 5, "bad": 2, "turns": 5}
 
 
-def test_a_population_lets_the_worst_take_over_the_best_with_other_parameters():
+def test_worst_of_population_takes_the_best_with_new_parameters():
     population = Population(Schedule("pbt", perturb_every=2), "loss", "min", SPACE, seed=0)
     params = {"lr": 0.1, "layers": 4, "kind": "b", "seed": 0}
     for trial in ("a", "b", "c", "d"):
@@ -90,7 +91,7 @@ def test_a_population_lets_the_worst_take_over_the_best_with_other_parameters():
     assert take.params["seed"] == 0
 
 
-def test_a_population_compares_trials_where_they_stood_at_the_same_step():
+def test_population_compares_trials_at_the_same_step():
     population = Population(Schedule("pbt", perturb_every=2), "loss", "min", SPACE, seed=0)
     for trial in ("ahead", "behind"):
         population.began(trial, {"lr": 0.1, "layers": 4, "kind": "b", "seed": 0})
@@ -114,7 +115,7 @@ def test_perturbing_moves_every_parameter_within_its_domain():
     assert drawn == set(range(1, 9))
 
 
-def test_a_random_search_draws_the_same_again_and_goes_through_grids():
+def test_random_search_is_seeded_and_cycles_through_grids():
     space = Space({"x": Float(0.0, 1.0), "g": Grid((1, 2))})
     searches = [make_search(request(space=space, seed=seed)) for seed in (0, 0, 1)]
     drawn = [[search.propose(index) for index in range(search.total)] for search in searches]
@@ -124,14 +125,14 @@ def test_a_random_search_draws_the_same_again_and_goes_through_grids():
     assert drawn[0] != drawn[2]
 
 
-def test_a_grid_search_makes_every_combination():
+def test_grid_search_makes_every_combination():
     space = Space({"a": Choice((1, 2)), "n": Int(1, 3), "seed": Constant(7)})
     search = make_search(request(space=space, search="grid", num_samples=1))
     points = [search.propose(index) for index in range(search.total)]
     assert points == [{"a": a, "n": n, "seed": 7} for a in (1, 2) for n in (1, 2, 3)]
 
 
-def test_a_bayesian_search_draws_near_what_was_good_also_after_a_resume():
+def test_bayesian_search_converges_also_after_a_resume():
     space = Space({"x": Float(0.0, 1.0), "kind": Choice(([1], [2])), "seed": Constant(0)})
     asked = request(space=space, search="bayes", num_samples=60)
 
@@ -139,7 +140,7 @@ def test_a_bayesian_search_draws_near_what_was_good_also_after_a_resume():
         for index in indices:
             params = search.propose(index)
             loss = (params["x"] - 0.3) ** 2 + (params["kind"] == [2])
-            search.told(index, params, loss)
+            search.record(index, params, loss)
             yield TrialResult(f"{index:04d}", params, "done", history=(report(f"{index:04d}", 1, loss),))
 
     first = make_search(asked)
@@ -164,13 +165,13 @@ CORES = Hardware(cpu_cores=2)
         ({"num_gpus": 2, "trials_per_gpu": 2}, CORES, "4 trials at a time"),
     ],
 )
-def test_trials_that_cannot_be_placed_are_refused_with_what_is_there(asked, hardware, part):
+def test_unplaceable_trials_are_refused_with_resources(asked, hardware, part):
     problems = obstacles(request(**asked), hardware)
     assert part in problems[0].what
     assert problems[0].do
 
 
-def test_trials_have_devices_of_their_own_or_share_them():
+def test_trials_get_separate_or_shared_devices():
     assert not obstacles(request(num_gpus=4, trials_per_gpu=2), GPUS)
     shared = place(request(num_gpus=4, trials_per_gpu=2), GPUS)
     assert [shared.gpus(slot) for slot in range(shared.slots)] == [[0], [0], [1], [1], [2], [2], [3], [3]]
@@ -189,7 +190,7 @@ def helper(config):
     return {"loss": config["momentum"]}
 
 
-def test_a_parameter_that_is_read_in_some_trials_only_is_no_mistake_and_one_that_is_never_read_is():
+def test_parameter_the_code_never_reads_is_refused():
     check = ReadCheck(["lr", "momentum", "optimizer"], train_reading)
     check.read({"lr", "optimizer"})
     check.trial_finished()
@@ -205,7 +206,7 @@ def test_a_parameter_that_is_read_in_some_trials_only_is_no_mistake_and_one_that
 HEADING = Heading({"x": {"uniform": [0, 1]}}, "loss", "min", "random", "pbt", 0, 4)
 
 
-def test_the_journal_gives_back_what_was_done_also_with_a_torn_last_line(tmp_path):
+def test_journal_is_read_back_despite_a_torn_last_line(tmp_path):
     journal = Journal(str(tmp_path))
     journal.began(HEADING)
     for name in ("0000", "0001"):
@@ -217,7 +218,7 @@ def test_the_journal_gives_back_what_was_done_also_with_a_torn_last_line(tmp_pat
     done = TrialResult("0000", {"x": 0.5}, "done", {"loss": 1.0}, (report("0000", 1, 2.0),), 2.0)
     journal.ended(done)
     journal.close()
-    with (tmp_path / FILE).open("a") as file:
+    with SearchDir(str(tmp_path)).journal.open("a") as file:
         file.write('{"kind":"reported","trial":"0001","st')
     past = read_journal(str(tmp_path))
     assert past.heading == HEADING
@@ -229,20 +230,20 @@ def test_the_journal_gives_back_what_was_done_also_with_a_torn_last_line(tmp_pat
     assert read_journal(str(tmp_path)).trials[1].status == "failed"
 
 
-def test_a_folder_without_a_search_is_said_to_be_one(tmp_path):
+def test_folder_without_a_search_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no search"):
         read_journal(str(tmp_path))
 
 
-def test_a_folder_that_holds_another_search_is_not_written_to(tmp_path):
+def test_folder_of_another_search_is_refused_unchanged(tmp_path):
     Journal(str(tmp_path)).began(HEADING)
-    before = (tmp_path / FILE).read_bytes()
+    before = SearchDir(str(tmp_path)).journal.read_bytes()
     asked = {"search_space": HEADING.space, "metric": "loss", "scheduler": "pbt", "run_dir": tmp_path, "num_gpus": 1}
     with pytest.raises(ConfigError, match="holds another search"):
         DistributedTuner(print, **asked).tune()
     with pytest.raises(ConfigError, match="seed was 0 and is 1"):
         DistributedTuner(print, **asked, resume=True, seed=1).tune()
-    assert (tmp_path / FILE).read_bytes() == before
+    assert SearchDir(str(tmp_path)).journal.read_bytes() == before
 
 
 def some_trials():
@@ -256,7 +257,7 @@ def some_trials():
     return trials
 
 
-def test_the_best_is_the_best_report_and_its_settings_make_a_config():
+def test_best_trial_is_by_best_report_and_becomes_a_config():
     board = Board("loss", "min", some_trials())
     best = board.best
     assert (best.id, board.value(best)) == ("0000", 1.0)
@@ -266,16 +267,16 @@ def test_the_best_is_the_best_report_and_its_settings_make_a_config():
     assert Board("loss", "min", some_trials(), by_last=True).value(best) == 2.0
 
 
-def test_the_csv_has_a_line_a_trial_and_the_picture_a_line_for_each_that_reported(tmp_path):
+def test_csv_has_all_trials_and_chart_those_that_reported(tmp_path):
     board = Board("loss", "min", some_trials())
     lines = to_csv(board).splitlines()
     assert len(lines) == 4
     assert lines[0].startswith("trial,status,best,steps,seconds,param:lr,param:hidden,metric:loss")
     assert lines[3].endswith(",boom")
-    picture = draw(board)
-    assert picture.count("<path") == 4  # two trials, above and below
+    picture = draw(board).decode()
+    assert [picture.count(f'id="{kind} of 000') for kind in ("settings", "curve")] == [2, 2]
     assert "&lt;8&gt;" in picture
-    assert "no trial" in draw(Board("loss", "min", some_trials()[2:]))
+    assert "no trial" in draw(Board("loss", "min", some_trials()[2:])).decode()
     assert Path(write_picture(board, str(tmp_path))).read_text(encoding="utf-8") == picture
 
 
@@ -313,10 +314,10 @@ def say(course, trial, step, loss, folder):
     return tell(course, trial, "report", step=step, metrics={"loss": loss}, checkpoint=str(folder), by="report")
 
 
-def test_a_takeover_after_which_nothing_is_trained_does_not_count(tmp_path):
+def test_takeover_without_later_training_does_not_count(tmp_path):
     heard = Heard()
     asked = request(run_dir=str(tmp_path), num_samples=2, schedule=Schedule("pbt", perturb_every=1, quantile=0.5))
-    course = Course(asked, heard)
+    course = TrialLifecycle(asked, heard)
     good, bad = course.next(), course.next()
     drawn = dict(bad.params)
     assert say(course, good, 1, 1.0, tmp_path / "good" / "000001")
@@ -332,8 +333,10 @@ def test_a_takeover_after_which_nothing_is_trained_does_not_count(tmp_path):
     assert (last.status, last.params, last.lineage, last.metrics) == ("done", drawn, (), {"loss": 2.0})
 
 
-def test_trials_of_a_population_take_turns_and_one_about_to_end_is_not_sent_away(tmp_path):
-    course = Course(request(run_dir=str(tmp_path), num_samples=2, schedule=Schedule("pbt", perturb_every=1)), Heard())
+def test_population_trials_alternate_unless_about_to_end(tmp_path):
+    course = TrialLifecycle(
+        request(run_dir=str(tmp_path), num_samples=2, schedule=Schedule("pbt", perturb_every=1)), Heard()
+    )
     first = course.next()
     assert not say(course, first, 1, 1.0, tmp_path / "first" / "000001")  # the other one waits
     course.end(first, "")

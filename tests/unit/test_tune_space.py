@@ -45,22 +45,22 @@ def space_of(given):
     return space
 
 
-def test_a_space_of_python_values_is_read():
+def test_search_space_of_python_values_is_read():
     assert space_of(WRITTEN).domains == READ
 
 
-def test_a_space_in_yaml_is_read_also_with_numbers_that_yaml_takes_for_text(tmp_path):
+def test_search_space_in_yaml_reads_1e_4_as_a_number(tmp_path):
     path = tmp_path / "space.yaml"
     path.write_text("lr: {loguniform: [1e-4, 1e-2]}\nbatch_size: {choice: [32, 64]}\nseed: 3\n")
     assert space_of(path).domains == {name: READ[name] for name in ("lr", "batch_size", "seed")}
 
 
-def test_what_a_space_describes_is_read_as_the_same_space():
+def test_search_space_description_reads_back_equal():
     space = space_of(WRITTEN)
     assert space_of(space.describe()) == space
 
 
-def test_rays_own_objects_are_understood():
+def test_ray_tune_domains_are_understood():
     from ray import tune
 
     space = space_of(
@@ -85,7 +85,7 @@ def test_rays_own_objects_are_understood():
     }
 
 
-def test_optunas_own_distributions_are_understood():
+def test_optuna_distributions_are_understood():
     from optuna import distributions
 
     space = space_of(
@@ -98,7 +98,7 @@ def test_optunas_own_distributions_are_understood():
     assert space.domains == {"lr": Float(1e-4, 1e-2, log=True), "n": Int(2, 8, step=2), "c": Choice(("a", "b"))}
 
 
-def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path):
+def test_all_problems_of_a_space_are_reported_with_their_line(tmp_path):
     path = tmp_path / "space.yaml"
     path.write_text(
         "empty: {choice: []}\n"
@@ -123,18 +123,18 @@ def test_all_that_is_wrong_is_told_at_once_with_its_line(tmp_path):
     assert "uniform" in problems[4].do
 
 
-def test_values_that_cannot_be_written_down_are_refused():
+def test_unserialisable_search_values_are_refused():
     _, problems = read_space({"optimizer": {"choice": [object, print]}})
     assert "type" in problems[0].what
 
 
-def test_a_space_with_nothing_to_search_is_refused():
+def test_search_space_without_anything_to_search_is_refused():
     assert "nothing to search" in read_space({"seed": 1})[1][0].what
     assert "empty" in read_space({})[1][0].what
 
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
-def test_what_is_drawn_lies_in_the_domain_and_covers_it(name):
+def test_draws_lie_in_their_domain_and_cover_it(name):
     domain = READ[name]
     drawn = [domain.draw(random.Random(seed)) for seed in range(300)]
     if isinstance(domain, Choice | Grid):
@@ -157,12 +157,12 @@ def test_what_is_drawn_lies_in_the_domain_and_covers_it(name):
         assert drawn[0] == domain.value
 
 
-def test_grids_are_gone_through_in_every_combination():
+def test_grid_points_are_every_combination_of_grids():
     space = Space({"a": Grid((1, 2)), "b": Choice((7,)), "c": Grid(("x", "y"))})
     assert space.grid_points() == [{"a": a, "c": c} for a in (1, 2) for c in ("x", "y")]
 
 
-def test_parameters_tell_what_was_read_of_them():
+def test_trial_params_report_the_names_read():
     told: list[set[str]] = []
     params = TrialParams({"lr": 0.1, "layers": 2, "seed": 0}, told.append)
     assert params["lr"] == 0.1
@@ -173,7 +173,7 @@ def test_parameters_tell_what_was_read_of_them():
     assert set().union(*told) == {"lr", "layers", "seed", "width"}
 
 
-def test_going_over_parameters_in_any_way_reads_all():
+def test_iterating_trial_params_in_any_way_reads_all():
     def names(use):
         told: set[str] = set()
         use(TrialParams({"a": 1, "b": 2}, told.update))
@@ -185,19 +185,19 @@ def test_going_over_parameters_in_any_way_reads_all():
     assert names(lambda p: len(p)) == set()
 
 
-def test_a_parameter_that_the_space_does_not_have_is_named_with_its_likeness():
+def test_unknown_trial_parameter_error_suggests_the_nearest():
     with pytest.raises(KeyError, match="did you mean lr"):
         TrialParams({"lr": 1})["lrr"]
 
 
-def test_metrics_are_numbers():
+def test_metrics_of_a_trial_are_converted_to_numbers():
     assert plain_metrics({"a": numpy.float32(0.5), "b": True}) == {"a": 0.5, "b": 1.0}
     assert returned_metrics({"a": 1, "model": object(), "name": "x"}) == {"a": 1.0}
     assert returned_metrics(None) == {}
     assert returned_metrics(0.25) == {"value": 0.25}
 
 
-def test_all_wrong_options_of_a_tuner_are_told_at_once():
+def test_all_wrong_tuner_options_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         DistributedTuner(
             print,
@@ -224,13 +224,13 @@ def test_all_wrong_options_of_a_tuner_are_told_at_once():
         assert part in text
 
 
-def test_which_is_best_follows_from_the_metrics_name_or_must_be_said():
+def test_metric_mode_follows_its_name_or_must_be_given():
     with pytest.raises(ConfigError, match="mode='min'"):
         DistributedTuner(print, {"x": {"choice": [1]}}, metric="perplexity")
     tuner = DistributedTuner(print, {"x": {"choice": [1]}}, metric="max:reward")
     assert (tuner.board.metric, tuner.board.mode) == ("reward", "max")
 
 
-def test_a_grid_search_refuses_ranges():
+def test_grid_search_refuses_ranges():
     with pytest.raises(ConfigError, match="grid"):
         DistributedTuner(print, {"x": {"uniform": [0, 1]}}, search="grid")

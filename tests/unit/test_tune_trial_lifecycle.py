@@ -16,18 +16,18 @@ import pytest
 from distributed.core.errors import ConfigError
 from distributed.core.events import EpochEnded, RunStarted
 from distributed.observe.trial import TrialNote, TrialObserver
-from distributed.tune.course import Course
 from distributed.tune.journal import Heading, Journal, read_journal
-from distributed.tune.line import LineServer
-from distributed.tune.nursery import Nursery, modules_for
-from distributed.tune.placement import Placement
 from distributed.tune.population import take_over
-from distributed.tune.records import Trial
 from distributed.tune.runner import Report, Schedule, TrialResult, TrialSpec, TuneRequest
 from distributed.tune.schedulers import MedianStopping, Population, Take, Yield
 from distributed.tune.search import make_search
 from distributed.tune.session import TrialSession
 from distributed.tune.space import Float, Space
+from distributed.tune.trials.lifecycle import TrialLifecycle
+from distributed.tune.trials.line import LineServer
+from distributed.tune.trials.placement import Placement
+from distributed.tune.trials.processes import TrialProcesses, modules_for
+from distributed.tune.trials.records import Trial
 from distributed.tune.tuner import DistributedTuner
 
 SPACE = Space({"x": Float(0.0, 1.0)})
@@ -81,19 +81,19 @@ def past(folder, name, status, steps, **more):
     return TrialResult(name, {"x": 0.5}, status, history=history, directory=str(folder / "trials" / name), **more)
 
 
-def test_a_trial_on_gpus_sees_its_own_where_the_environment_names_none(tmp_path, monkeypatch):
+def test_trial_sees_only_its_gpus_from_cuda_visible_devices(tmp_path, monkeypatch):
     placement = Placement(2, "cuda", 1, 1, 1)
     for visible, expected in ((None, ["0", "1"]), ("4,7", ["4", "7"])):
         if visible is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        nursery = Nursery(placement, str(tmp_path), "", os.devnull, ())
+        nursery = TrialProcesses(placement, str(tmp_path), "", os.devnull, ())
         assert [nursery._devices(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == expected
         nursery.close()
 
 
-def test_what_an_optimizer_imports_is_loaded_before_only_where_there_is_one(tmp_path):
+def test_dynamo_is_preloaded_only_for_scripts_with_an_optimizer(tmp_path):
     found = {}
     for name, text in (("sgd", "import torch\ntorch.optim.SGD"), ("plain", "import torch\ntorch.ones(1)"), ("no", "1")):
         path = tmp_path / f"{name}.py"
@@ -103,7 +103,7 @@ def test_what_an_optimizer_imports_is_loaded_before_only_where_there_is_one(tmp_
     assert found == {"sgd": (True, True), "plain": (True, False), "no": (False, False)}
 
 
-def test_the_median_rule_leaves_out_a_trial_that_has_no_value_by_that_step():
+def test_median_rule_skips_trials_without_a_value_at_that_step():
     rule = MedianStopping(Schedule("median"), "loss", "min")
     for name in ("a", "b", "c", "d"):
         for step in (1, 2, 3):
@@ -113,8 +113,8 @@ def test_the_median_rule_leaves_out_a_trial_that_has_no_value_by_that_step():
     assert rule.decide(report("late", 1)) is not None
 
 
-def test_a_trainers_trial_that_fails_goes_on_where_its_checkpoint_stands(tmp_path):
-    course = Course(request(tmp_path, num_samples=1, max_failures=1, schedule=Schedule("median")), Heard())
+def test_failed_trainer_trial_resumes_at_its_checkpoint_step(tmp_path):
+    course = TrialLifecycle(request(tmp_path, num_samples=1, max_failures=1, schedule=Schedule("median")), Heard())
     trial = course.next()
     for step in (1, 2, 3):
         epoch(course, trial, step)
@@ -123,7 +123,7 @@ def test_a_trainers_trial_that_fails_goes_on_where_its_checkpoint_stands(tmp_pat
     assert set(course._scheduler._costs["0000"]) == {1, 2}
 
 
-def test_a_resumed_trial_of_the_trainer_stands_at_its_newest_whole_checkpoint(tmp_path):
+def test_resumed_trainer_trial_is_at_its_newest_whole_checkpoint(tmp_path):
     store = tmp_path / "trials" / "0000" / "run" / "checkpoints"
     whole = write_store(store, 8, 2)
     (store / "step-000012").mkdir()
@@ -131,7 +131,7 @@ def test_a_resumed_trial_of_the_trainer_stands_at_its_newest_whole_checkpoint(tm
     assert (trial.saved, trial.saved_step, trial.stands_at, trial.failures) == (str(whole), 2, 2, 2)
 
 
-def test_a_resumed_bayesian_search_does_not_repeat_its_first_draws(tmp_path):
+def test_resumed_bayesian_search_does_not_repeat_draws(tmp_path):
     asked = request(tmp_path, search="bayes", num_samples=9)
     first = make_search(asked)
     drawn = [first.propose(index) for index in range(3)]
@@ -140,7 +140,7 @@ def test_a_resumed_bayesian_search_does_not_repeat_its_first_draws(tmp_path):
     assert not [params for params in (again.propose(n) for n in (3, 4, 5)) if params in drawn]
 
 
-def test_a_bayesian_search_learns_only_from_trials_that_are_over_and_did_not_fail(tmp_path):
+def test_bayesian_search_learns_only_from_finished_trials(tmp_path):
     ended = tuple(
         TrialResult(f"{n:04d}", {"x": n / 10}, status, {"loss": 1.0})
         for n, status in enumerate(("done", "stopped", "failed", "running", "interrupted"))
@@ -149,9 +149,9 @@ def test_a_bayesian_search_learns_only_from_trials_that_are_over_and_did_not_fai
     assert [trial.params["x"] for trial in search._study.trials] == [0.0, 0.1]
 
 
-def test_what_the_old_process_saves_after_a_takeover_is_not_the_trials_state(tmp_path):
+def test_save_of_the_old_process_after_a_takeover_is_ignored(tmp_path):
     schedule = Schedule("pbt", perturb_every=1, quantile=0.5)
-    course = Course(request(tmp_path, schedule=schedule), Heard())
+    course = TrialLifecycle(request(tmp_path, schedule=schedule), Heard())
     good, bad = course.next(), course.next()
     source = write_store(Path(good.directory, "run", "checkpoints"), 4, 1)
     epoch(course, good, 1, 1.0)
@@ -164,7 +164,7 @@ def test_what_the_old_process_saves_after_a_takeover_is_not_the_trials_state(tmp
     assert bad.saved == str(own)
 
 
-def test_a_takeover_of_what_is_gone_changes_nothing(tmp_path, monkeypatch):
+def test_takeover_of_a_missing_checkpoint_changes_nothing(tmp_path, monkeypatch):
     source, trial = (Trial(n, f"{n:04d}", {"x": n}, str(tmp_path / f"{n}")) for n in (0, 1))
     for owner in (source, trial):
         folder = Path(owner.directory, "checkpoints", "000001")
@@ -184,9 +184,9 @@ def test_a_takeover_of_what_is_gone_changes_nothing(tmp_path, monkeypatch):
     assert sorted(path.name for path in Path(trial.directory).iterdir()) == ["checkpoints"]
 
 
-def test_an_interrupt_keeps_what_was_decided_of_trials_that_were_ending(tmp_path):
+def test_interrupt_keeps_the_decided_status_of_ending_trials(tmp_path):
     heard = Heard()
-    course = Course(request(tmp_path, num_samples=4, schedule=Schedule(max_steps=2)), heard)
+    course = TrialLifecycle(request(tmp_path, num_samples=4, schedule=Schedule(max_steps=2)), heard)
     trials = [course.next() for _ in range(4)]
     for trial in trials:
         epoch(course, trial, 1)
@@ -197,16 +197,16 @@ def test_an_interrupt_keeps_what_was_decided_of_trials_that_were_ending(tmp_path
     assert [end.status for end in heard.ends] == ["done", "stopped", "done", "interrupted"]
 
 
-def test_a_resumed_search_gives_no_more_steps_to_trials_that_had_all_of_theirs(tmp_path):
+def test_resumed_search_does_not_rerun_trials_at_max_steps(tmp_path):
     heard = Heard()
     known = (past(tmp_path, "0000", "running", 2), past(tmp_path, "0001", "interrupted", 1))
-    course = Course(request(tmp_path, schedule=Schedule(max_steps=2), past=known), heard)
+    course = TrialLifecycle(request(tmp_path, schedule=Schedule(max_steps=2), past=known), heard)
     assert [(end.id, end.status) for end in heard.ends] == [("0000", "done")]
     assert course.next().id == "0001"
     assert course.next() is None
 
 
-def test_a_population_ranks_only_trials_that_go_on():
+def test_population_ranks_only_running_trials():
     population = Population(Schedule("pbt", perturb_every=1), "loss", "min", SPACE, seed=0)
     for name, loss in (("over", 0.0), ("good", 1.0), ("bad", 2.0)):
         population.began(name, {"x": 0.5})
@@ -217,7 +217,7 @@ def test_a_population_ranks_only_trials_that_go_on():
     assert take.source == "good"
 
 
-def test_a_population_of_more_trials_than_places_waits_for_all_before_its_first_look():
+def test_population_larger_than_its_slots_waits_for_all_trials():
     population = Population(Schedule("pbt", perturb_every=1), "loss", "min", SPACE, seed=0)
     names = ["a", "b", "c", "d"]
     for name in names:
@@ -230,7 +230,7 @@ def test_a_population_of_more_trials_than_places_waits_for_all_before_its_first_
 LEAVES = """
 import os, signal
 from distributed.tune.session import TrialStopped
-from distributed.tune.trial import _leaving_on_sigterm
+from distributed.tune.trials.trial import _leaving_on_sigterm
 
 try:
     with _leaving_on_sigterm():
@@ -249,7 +249,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-def test_sigterm_lets_a_trial_clean_up_and_ends_its_forks_at_once():
+def test_sigterm_lets_a_trial_clean_up_but_ends_its_forks():
     ended = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=60)
     assert ended.stdout.splitlines() == ["-15", "finally", "its process was ended by SIGTERM"], ended.stderr
     assert ended.returncode == -signal.SIGTERM
@@ -258,7 +258,7 @@ def test_sigterm_lets_a_trial_clean_up_and_ends_its_forks_at_once():
 HEADING = Heading(SPACE.describe(), "loss", "min", "random", "none", 0, 2)
 
 
-def test_a_search_that_a_process_runs_is_not_resumed_beside_it(tmp_path):
+def test_running_search_is_not_resumed_by_another_process(tmp_path):
     running = Journal(str(tmp_path))
     running.began(HEADING)
     tuner = DistributedTuner(
@@ -270,14 +270,14 @@ def test_a_search_that_a_process_runs_is_not_resumed_beside_it(tmp_path):
         resume=True,
         progress=False,
     )
-    with pytest.raises(ConfigError, match="a process is running the search in") as caught:
+    with pytest.raises(ConfigError, match="another process is running the search in") as caught:
         tuner.tune(1)
     assert str(tmp_path) in str(caught.value)
     running.close()
     Journal(str(tmp_path)).close()
 
 
-def test_the_journal_keeps_the_failures_of_a_trial(tmp_path):
+def test_journal_keeps_the_failure_count_of_a_trial(tmp_path):
     journal = Journal(str(tmp_path))
     journal.began(HEADING)
     journal.started(TrialSpec("0000", {"x": 1}, "d"))
@@ -286,8 +286,8 @@ def test_the_journal_keeps_the_failures_of_a_trial(tmp_path):
     assert read_journal(str(tmp_path)).trials[0].failures == 1
 
 
-def test_ranks_that_restart_repeat_their_epochs_and_a_later_fit_counts_on(tmp_path):
-    course = Course(request(tmp_path, num_samples=1, max_failures=1), Heard())
+def test_restarted_epochs_replace_reports_and_later_fit_adds(tmp_path):
+    course = TrialLifecycle(request(tmp_path, num_samples=1, max_failures=1), Heard())
     trial = course.next()
     for step in (1, 2, 3):
         epoch(course, trial, step, float(step))
@@ -305,8 +305,8 @@ def test_ranks_that_restart_repeat_their_epochs_and_a_later_fit_counts_on(tmp_pa
     assert [entry.step for entry in trial.history] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_process_that_takes_the_place_of_one_that_reported_replaces_its_steps(tmp_path):
-    course = Course(request(tmp_path, num_samples=1), Heard())
+def test_reports_of_a_replacement_process_replace_old_steps(tmp_path):
+    course = TrialLifecycle(request(tmp_path, num_samples=1), Heard())
     trial = course.next()
     for pid, step in ((7, 1), (7, 2), (7, 3), (8, 2), (8, 3)):
         tell(course, trial, "report", step=step, metrics={"loss": float(pid)}, by="report", pid=pid)
@@ -324,7 +324,7 @@ class Told:
         return {"go": True}
 
 
-def test_the_trainer_says_which_fit_of_the_trial_an_epoch_is_of():
+def test_trial_report_names_the_fit_of_its_epoch():
     line = Told()
     observer = TrialObserver(line)
     begun = {"world_size": 1, "device": "cpu", "backend": "local", "epochs": 2, "steps_per_epoch": 4, "total_steps": 8}
@@ -333,7 +333,7 @@ def test_the_trainer_says_which_fit_of_the_trial_an_epoch_is_of():
     assert [(kind, told["step"], told["fit"]) for kind, told in line.messages] == [("report", 1, 2)]
 
 
-def test_a_process_of_a_trial_that_is_started_again_finds_the_newest_checkpoint(tmp_path):
+def test_restarted_trial_process_finds_the_newest_checkpoint(tmp_path):
     note = TrialNote("0000", {}, str(tmp_path), "")
     first = TrialSession(note, Told())
     assert first.checkpoint() is None
@@ -343,12 +343,12 @@ def test_a_process_of_a_trial_that_is_started_again_finds_the_newest_checkpoint(
     assert (second.checkpoint(), second.step) == ({"step": 2}, 2)
 
 
-def test_a_bayesian_search_of_a_population_is_refused():
+def test_bayesian_search_with_population_is_refused():
     with pytest.raises(ConfigError, match="search='bayes' with scheduler='pbt'"):
         DistributedTuner(print, HEADING.space, metric="loss", search="bayes", scheduler="pbt")
 
 
-def test_a_long_temporary_folder_does_not_break_the_line(tmp_path, monkeypatch):
+def test_trial_socket_works_under_a_long_temporary_folder(tmp_path, monkeypatch):
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))

@@ -1,0 +1,72 @@
+"""A pytest plugin for the GPU suite: it refuses to run without a GPU, and ends with a record of what was run.
+
+python -m pytest -p tests.gpu_plugin -m gpu --gpu-record benchmarks/gpu-suite.json
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import gpu_record
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-record", metavar="FILE", help="write what the GPU suite came to into this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--gpu-record")
+    if path is None or hasattr(config, "workerinput"):  # what a worker of xdist has run, its controller reports
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("no CUDA device here: the GPU suite would skip every test, and show nothing")
+    where = {
+        "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+    config.pluginmanager.register(Recorder(Path(path), where))
+
+
+class Recorder:
+    """Counts tests as pytest's own last line does, an error of a fixture as a failure."""
+
+    def __init__(self, path: Path, where: Mapping[str, str]) -> None:
+        self._path, self._where, self._begun = path, where, time.monotonic()
+        self._counts: Counter[str] = Counter()
+        self._modules: set[str] = set()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:  # a file as a whole
+            self._modules.add(report.nodeid)
+            self._counts["skipped"] += 1
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._modules.add(report.nodeid.partition("::")[0])
+        if report.when == "call" or report.outcome != "passed":
+            self._counts[report.outcome] += 1
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # it was not run to its end
+            return
+        record = gpu_record.make(
+            gpu_record.ROOT,
+            self._counts,
+            sorted(self._modules),
+            seconds=time.monotonic() - self._begun,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            where=self._where,
+        )
+        gpu_record.write(record, self._path)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"the record of this run: {self._path}")

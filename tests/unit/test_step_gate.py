@@ -1,0 +1,141 @@
+"""A step behind an aborted collective changes nothing, and what the host had counted for it is taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distributed.core.plan import SchedulePlan
+from distributed.runtime.step_gate import StepGate
+from distributed.strategies.speed.fused import fuse, is_fused
+from distributed.train.resume.proven import Proven
+from distributed.train.schedule import make_schedule
+
+KINDS: dict[str, Any] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+def model_and_optimizer(kind: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = KINDS[kind](model.parameters())
+    fuse(optimizer)
+    assert is_fused(optimizer)
+    return model, optimizer
+
+
+def take_step(model: nn.Module, optimizer: Any, gate: StepGate | None, *, gradient: float | None = None) -> None:
+    model(torch.ones(3, 4)).square().sum().backward()
+    if gradient is not None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.fill_(gradient)
+    if gate is not None:
+        gate.latch()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *held) if isinstance(tensor, torch.Tensor)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("garbage", [float("nan"), 1e30, 0.0])
+def test_closed_gate_changes_no_parameter_or_state(kind: str, garbage: float) -> None:
+    model, optimizer = model_and_optimizer(kind)
+    gate = StepGate(torch.device("cpu"))
+    optimizer.found_inf = gate.latch_tensor
+    for _ in range(3):
+        take_step(model, optimizer, gate)
+    before = everything(model, optimizer)
+    gate.close()
+    for _ in range(2):
+        take_step(model, optimizer, gate, gradient=garbage)
+    after = everything(model, optimizer)
+    assert len(before) == len(after)
+    assert all(map(torch.equal, before, after))
+    assert gate.steps() == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_open_gate_takes_the_same_steps_as_no_gate(kind: str) -> None:
+    model, optimizer = model_and_optimizer(kind)
+    plain, plain_optimizer = model_and_optimizer(kind)
+    gate = StepGate(torch.device("cpu"))
+    optimizer.found_inf = gate.latch_tensor
+    for _ in range(4):
+        take_step(model, optimizer, gate)
+        take_step(plain, plain_optimizer, None)
+    assert all(map(torch.equal, everything(model, optimizer), everything(plain, plain_optimizer)))
+
+
+def test_gate_closed_after_latch_still_takes_the_step() -> None:
+    """All kernels of one step must find the same."""
+    model, optimizer = model_and_optimizer("adamw")
+    gate = StepGate(torch.device("cpu"))
+    optimizer.found_inf = gate.latch_tensor
+    before = everything(model, optimizer)
+    gate.latch()
+    gate.close()
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(before[0], everything(model, optimizer)[0])
+    assert gate.steps() == 1
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        None,
+        lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20),
+    ],
+)
+def test_schedule_rewinds_to_the_step_of_the_device(taken: int, scheduler: Any) -> None:
+    def begin() -> tuple[Any, Any]:
+        _, optimizer = model_and_optimizer("momentum")
+        plan = SchedulePlan(kind="cosine") if scheduler is None else SchedulePlan(interval="step")
+        return optimizer, make_schedule(scheduler, plan, optimizer, 20, 20)
+
+    def options(optimizer: Any) -> list[dict[str, Any]]:
+        return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+    optimizer, schedule = begin()
+    gate = StepGate(torch.device("cpu"))
+    proven = Proven(gate, schedule, optimizer)
+    for step in range(1, 4):
+        schedule.step_ended(step)
+    proven.mark(3)
+    for step in range(4, 8):
+        if step > 3 + taken:
+            gate.close()
+        gate.latch()
+        schedule.step_ended(step)
+    assert proven.steps_behind(7) == 4 - taken
+    proven.go_back(3 + taken)
+
+    expected_optimizer, expected = begin()
+    for step in range(1, 4 + taken):
+        expected.step_ended(step)
+    assert options(optimizer) == options(expected_optimizer)
+    assert schedule.state() == expected.state()
+
+
+def test_device_ahead_of_the_host_is_not_rewound() -> None:
+    optimizer = model_and_optimizer("adamw")[1]
+    gate = StepGate(torch.device("cpu"))
+    proven = Proven(gate, make_schedule(None, SchedulePlan(), optimizer, 5, 5), optimizer)
+    proven.mark(0)
+    gate.latch()
+    assert proven.steps_behind(0) is None
