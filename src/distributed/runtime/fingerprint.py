@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Sequence
 
 import torch
 
@@ -22,22 +23,60 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     >>> bool(fingerprint(torch.arange(3000)) == fingerprint(torch.arange(3000).flip(0)))
     False
     """
+    raw = _bytes_of(tensor)
+    if raw.device.type == "cpu" and raw.numel() <= _RAW_BYTES:
+        return torch.tensor(zlib.crc32(raw.numpy().data))
+    return _folded([raw])[0]
+
+
+def fingerprints(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The fingerprint of each tensor, on one device: for tensors on a GPU in few kernels, however many tensors.
+
+    >>> fingerprints([torch.ones(3), torch.zeros(3)], torch.device("cpu")).shape
+    torch.Size([2])
+    """
+    on_gpu = tuple(at for at, tensor in enumerate(tensors) if tensor.device.type != "cpu")
+    numbers = [0 if tensor.device.type != "cpu" else int(fingerprint(tensor)) for tensor in tensors]
+    found = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    if on_gpu:
+        found[_positions(on_gpu, device)] = _folded([_bytes_of(tensors[at]) for at in on_gpu])
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().contiguous().view(-1)
     if plain.is_complex():
         plain = torch.view_as_real(plain).view(-1)
     raw = plain.view(torch.uint8)
-    if raw.device.type == "cpu" and raw.numel() <= _RAW_BYTES:
-        return torch.tensor(zlib.crc32(raw.numpy().data))
-    whole = raw.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
-    if raw.storage_offset() % 8:
-        raw = raw.clone()
-    sums = raw[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
-    factors = _factors(raw.device)
-    number = (sums * factors[:_COLUMNS]).sum()
-    if whole == raw.numel():
-        return number
-    rest = raw[whole:].to(torch.int64)
-    return number + (rest * factors[: rest.numel()]).sum()
+    return raw.clone() if raw.storage_offset() % 8 else raw
+
+
+def _folded(raws: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number of each: of its whole rows, one kernel a tensor, and of what is left, together."""
+    device, row = raws[0].device, 8 * _COLUMNS
+    wholes = [raw.numel() // row * row for raw in raws]
+    factors = _factors(device)
+    sums = [raw[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0) for raw, whole in zip(raws, wholes, strict=True)]
+    numbers = (torch.stack(sums) * factors[:_COLUMNS]).sum(1)
+    rests = [raw[whole:] for raw, whole in zip(raws, wholes, strict=True)]
+    sizes = tuple(rest.numel() for rest in rests)
+    if not any(sizes):
+        return numbers
+    owners, columns = _places(sizes, device)
+    return numbers.index_add_(0, owners, torch.cat(rests).to(torch.int64) * factors[columns])
+
+
+@functools.lru_cache(maxsize=64)
+def _places(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every byte in a row of pieces: the piece that it is in, and its place there."""
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    columns = torch.cat([torch.arange(size) for size in sizes])
+    return owners.to(device), columns.to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(positions: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(positions, device=device)
 
 
 @functools.cache

@@ -145,7 +145,7 @@ class Loop:
                 self._schedule.epoch_ended(metrics)
                 state.progress.begin_next_epoch()
             self._close_epoch(epoch, seconds, samples, metrics)
-            self._settle_replicas(again=True)  # with what evaluation and the scheduler have changed since the last step
+            self._replicas.compare(state.progress.step, again=True)  # with what evaluation and the scheduler changed
             self._reports.measured(state.progress, metrics)
             if is_whole and self._due.save_after_epoch(state.progress):
                 self._save(metrics)
@@ -274,7 +274,8 @@ class Loop:
         return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
-        self._settle_replicas()  # what ranks that differ hold is not saved
+        self._replicas.compare(self._state.progress.step)
+        self._replicas.settle()  # what ranks that differ hold is not saved
         if self._capture is not None:
             self._capture.prove()  # what is saved was not taken by a graph that has gone stale
         known = self._state.epochs[-1].metrics if wait and self._state.epochs else {}
@@ -282,10 +283,6 @@ class Loop:
         with self._heartbeat.phase(Phase.SAVING):
             self._state.save(metrics, wait=wait)
         self._reports.tell()
-
-    def _settle_replicas(self, *, again: bool = False) -> None:
-        self._replicas.compare(self._state.progress.step, again=again)
-        self._replicas.settle()
 
     def _first_decides(self, is_due: bool) -> bool:
         """Rank 0's clock decides for all, at the steps where they meet anyway."""

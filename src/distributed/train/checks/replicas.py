@@ -13,14 +13,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from distributed.core.errors import ReplicasDifferError
-from distributed.runtime.fingerprint import fingerprint
+from distributed.runtime.fingerprint import fingerprints
 from distributed.runtime.session import Session
 
 Held = Callable[[], Iterator[tuple[str, torch.Tensor | str]]]
@@ -51,6 +50,7 @@ class _Round:
     step: int
     names: dict[int, str]  # of this rank's digests
     table: torch.Tensor  # of every rank: pairs of a name's number and a digest
+    is_same: torch.Tensor  # whether all ranks have the same row, of which one number is read
 
 
 class ReplicaCheck:
@@ -68,6 +68,7 @@ class ReplicaCheck:
         self._compared_at = -1
         self._capacity = 0  # how many digests a row has, on all ranks
         self._sizes_open = 2  # comparisons that agree on it: before the first step, and with the optimizer's state
+        self._keys: tuple[tuple[int, ...], torch.Tensor] | None = None
         self._rounds: list[_Round] = []
 
     def begin(self, step: int) -> None:
@@ -88,7 +89,8 @@ class ReplicaCheck:
             return
         self._compared_at = step
         names, row = self._row()
-        self._rounds.append(_Round(step, names, self._session.gather("replica check", row)))
+        table = self._session.gather("replica check", row)
+        self._rounds.append(_Round(step, names, table, is_same=(table == table[0]).all()))
         if self._reads_at_once:
             self.settle()
 
@@ -96,39 +98,44 @@ class ReplicaCheck:
         """Raise what the comparisons since the last time have found. Every rank comes here."""
         rounds, self._rounds = self._rounds, []
         for one in rounds:
+            if one.is_same:
+                continue
             table = one.table.cpu()
-            differing = _differing(table)
+            differing = _differing(table)  # none where ranks hold different parts of the model
             if differing:
                 raise self._explain(one, table, differing)
 
     def _row(self) -> tuple[dict[int, str], torch.Tensor]:
         """This rank's digests, as pairs with the numbers of their names."""
-        keys: list[int] = []
-        digests: list[torch.Tensor] = []
         names: dict[int, str] = {}
+        values: list[torch.Tensor] = []
         device = self._session.device
         for name, value in self._everything():
             key = _number(name)
-            if key in names:  # a tied tensor, under its first name
-                continue
-            names[key] = name
-            keys.append(key)
-            digest = torch.tensor(zlib.crc32(value.encode())) if isinstance(value, str) else fingerprint(value)
-            digests.append(digest.to(device, non_blocking=True))
+            if key not in names:  # a tied tensor has its first name
+                names[key] = name
+                values.append(_bytes(value) if isinstance(value, str) else value)
+        keys, found = list(names), fingerprints(values, device)
         if self._sizes_open:
             self._sizes_open -= 1
             largest = torch.tensor([len(keys)], device=device)
             self._capacity = int(self._session.max("size of the replica check", largest).item())
-        found, size = torch.stack(digests), self._capacity
+        size = self._capacity
         if len(keys) > size:  # tensors that were made later share the last digest
             late = ", ".join(names[key] for key in keys[size - 1 :])
             found[size - 1] = found[size - 1 :].sum()
             keys[size - 1 :] = [_number(late)]
             names[keys[-1]] = late
         row = torch.zeros(size, 2, dtype=torch.int64, device=device)
-        row[: len(keys), 0] = torch.tensor(keys).to(device, non_blocking=True)
+        row[: len(keys), 0] = self._on_device(tuple(keys))
         row[: len(keys), 1] = found[: len(keys)]
         return names, row
+
+    def _on_device(self, keys: tuple[int, ...]) -> torch.Tensor:
+        """The numbers of names, sent to the device when they have changed."""
+        if self._keys is None or self._keys[0] != keys:
+            self._keys = keys, torch.tensor(keys).to(self._session.device, non_blocking=True)
+        return self._keys[1]
 
     def _everything(self) -> Iterator[tuple[str, torch.Tensor | str]]:
         yield from self._held()
@@ -152,6 +159,10 @@ class ReplicaCheck:
             why=f"{_sides(table, differing[0])}; known causes: {_CAUSES[kind]}",
             do=f"{_CURES[kind]}; the newest checkpoint is from before and sound",
         )
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
 
 
 @functools.lru_cache(maxsize=1 << 16)
