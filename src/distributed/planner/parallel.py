@@ -277,7 +277,6 @@ def _impossible(config: DistributedConfig, kind: Sharding, has_batchnorm: bool) 
         )
     for name, why in (
         ("context_parallel", "attention is replaced while a block runs, and a compiled block does not see that"),
-        ("tensor_parallel", "the layers of each block are replaced, so every block would be compiled separately"),
     ):
         if config.compile not in (False, "auto") and getattr(config, name) > 1:
             found.append(Problem(f"compile with {name}", why=why, do="leave one of them out"))

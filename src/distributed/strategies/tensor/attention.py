@@ -76,9 +76,14 @@ class HeadShare:
         return self._run(self._manner.narrows, args, kwargs)
 
     def _run(self, narrows: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region = self._region
-        if not narrows and region.sequence_dim is None:
+        if not narrows and self._region.sequence_dim is None:
             return self._forward(*args, **kwargs)
+        return self._run_on_gathered(narrows, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_on_gathered(self, narrows: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """With the layers' input gathered before the call, and known by its identity."""
+        region = self._region
         found = self._activations(args, kwargs)
         if not found and region.sequence_dim is not None:
             raise PlanError(

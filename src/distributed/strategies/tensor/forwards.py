@@ -1,8 +1,13 @@
-"""Forwards, with collectives, of modules with cut parameters or on shards of a sequence."""
+"""Forwards, with collectives, of modules with cut parameters or on shards of a sequence.
+
+Each is called through one function for all modules: code that was compiled for a block then serves all equal blocks,
+which a function of each module's own would not allow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +23,25 @@ from distributed.strategies.tensor.modules import core_of, is_lora, is_transpose
 from distributed.strategies.tensor.region import Region
 
 
+_PATCH = "_tensor_parallel_forward"
+
+
+def patch(m: nn.Module, forward: Callable[..., Any], *, compiles: bool) -> None:
+    """Replace a module's forward. `compiles`: whether it may become part of a compiled block; collectives may not."""
+    assert _PATCH not in m.__dict__
+    setattr(m, _PATCH, forward)
+    m.forward = MethodType(_call if compiles else _call_uncompiled, m)  # type: ignore[method-assign]
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return getattr(self, _PATCH)(*args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _call_uncompiled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return getattr(self, _PATCH)(*args, **kwargs)
+
+
 def install_column(m: nn.Module, region: Region) -> None:
     forward = _forward_of(m, with_bias=True)
     drops_input = is_lora(m)  # each rank has the whole input
@@ -31,7 +55,7 @@ def install_column(m: nn.Module, region: Region) -> None:
         region.stream.begin(x.device)
         return output
 
-    m.forward = column  # type: ignore[method-assign]
+    patch(m, column, compiles=False)
 
 
 def install_row(m: nn.Module, region: Region) -> None:
@@ -46,7 +70,7 @@ def install_row(m: nn.Module, region: Region) -> None:
         bias: Any = core.bias
         return total if bias is None else total + bias.to(total.dtype)
 
-    m.forward = row  # type: ignore[method-assign]
+    patch(m, row, compiles=False)
 
 
 def install_gathered(m: nn.Module, group: dist.ProcessGroup) -> None:
@@ -55,7 +79,7 @@ def install_gathered(m: nn.Module, group: dist.ProcessGroup) -> None:
     def column(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return gather_from(forward(copy_to(x, group), *args, **kwargs), -1, group)
 
-    m.forward = column  # type: ignore[method-assign]
+    patch(m, column, compiles=False)
 
 
 def _forward_of(m: nn.Module, *, with_bias: bool) -> Callable[..., Any]:
@@ -90,7 +114,7 @@ def install_vocabulary(m: nn.Module, group: dist.ProcessGroup) -> None:
         found = F.embedding(here.masked_fill(elsewhere, 0), m.weight, padding)
         return reduce_from(found.masked_fill(elsewhere.unsqueeze(-1), 0), group)
 
-    m.forward = embed  # type: ignore[method-assign,assignment]
+    patch(m, embed, compiles=False)
 
 
 def install_entry(block: nn.Module, dim: int, group: dist.ProcessGroup) -> None:

@@ -33,6 +33,7 @@ from distributed.strategies.tensor.forwards import (
     install_masks,
     install_row,
     install_vocabulary,
+    patch,
 )
 from distributed.strategies.tensor.modules import core_of, features, is_lora, is_transposed
 from distributed.strategies.tensor.names import COLUMNS, Style
@@ -241,12 +242,12 @@ class TensorParallel:
                 install_vocabulary(m, self._group)
             elif style == "attention":
                 assert isinstance(m, nn.MultiheadAttention)
-                m.forward = TorchAttention(m, region)  # type: ignore[method-assign]
+                patch(m, TorchAttention(m, region), compiles=False)
             elif style == "heads":
                 heads = self._heads[path]
                 assert heads is not None
                 own = _within(path, cuts, [at for at, holder in holders.items() if holder == path])
-                m.forward = HeadShare(  # type: ignore[method-assign]
+                share = HeadShare(
                     path,
                     m,
                     heads=heads,
@@ -255,6 +256,7 @@ class TensorParallel:
                     cuts=own,
                     settled=settled,
                 )
+                patch(m, share, compiles=True)
         self._install_trials(holders, regions, cuts)
         for m in self._module.modules():  # these have a fast path that reads weights as if they were whole
             if isinstance(m, nn.TransformerEncoderLayer):
@@ -291,7 +293,7 @@ class TensorParallel:
                 continue
             layers = [path for path, at in holders.items() if at == holder]
             m = self._module.get_submodule(holder)
-            m.forward = WidthShare(  # type: ignore[method-assign]
+            share = WidthShare(
                 holder,
                 m,
                 regions[layers[0]],
@@ -299,6 +301,7 @@ class TensorParallel:
                 has_heads=any(parent_of(path) in self._heads for path in layers),
                 tried=tried,
             )
+            patch(m, share, compiles=True)
 
     def _dim_at(self, path: str) -> int | None:
         return self._sequence_dim if self._is_shared(path) else None
