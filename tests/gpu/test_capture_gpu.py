@@ -367,6 +367,25 @@ trainer.fit(DataLoader(rows(), shuffle=True))
 """
 
 
+def has_record_to_compare(folder: Path) -> bool:
+    """Whether the step after the newest checkpoint was recorded, with which a resume is compared."""
+    saved = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("kept/step-*/manifest.json")]
+    return bool(saved) and any((folder / "kept").rglob(f"rank-0-step-{max(saved) + 1}.json"))
+
+
+def kill_with_record(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """It must not save another checkpoint between the look and the kill."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        process.send_signal(signal.SIGSTOP)
+        if has_record_to_compare(folder):
+            break
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
 def test_killed_captured_run_resumes_with_same_bytes(tmp_path: Path) -> None:
     def start(name: str, number: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", SCRIPT, str(tmp_path / name), str(number)]
@@ -374,11 +393,7 @@ def test_killed_captured_run_resumes_with_same_bytes(tmp_path: Path) -> None:
 
     assert start("whole", 0).wait(300) == 0
     killed = start("killed", 0)
-    deadline = time.monotonic() + 200
-    while not list((tmp_path / "killed").glob("kept/step-*/manifest.json")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
+    kill_with_record(killed, tmp_path / "killed")
     assert start("killed", 1).wait(300) == 0
     paths = [str(sorted((tmp_path / name / "kept").glob("step-*"))[-1]) for name in ("whole", "killed")]
     whole, resumed = (load(path).shared["model"] for path in paths)

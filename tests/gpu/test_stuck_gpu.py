@@ -117,7 +117,7 @@ def test_hung_ranks_are_named_with_their_collective(tmp_path: Path) -> None:
     assert [stall["rank"] for stall in stalls] == [1] * 4
     first, backward, stopped, different = stalls
     for stall in (first, backward, stopped):
-        assert stall["waiting"] == [0]
+        assert stall["waiting"] == [0], stalls
         assert stall["collective"].startswith("all_reduce number ")
     assert "in wait_for_nobody" in first["where"]
     assert "in meet" in first["collective"]

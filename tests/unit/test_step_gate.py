@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from distributed.core.plan import SchedulePlan
+from distributed.core.env import WorkerEnv
+from distributed.core.plan import BatchPlan, Plan, SchedulePlan, SpeedPlan
+from distributed.data.loading.loader import Microbatch
+from distributed.runtime.session import Session
 from distributed.runtime.step_gate import StepGate
+from distributed.strategies.replicated import Replicated
 from distributed.strategies.speed.fused import fuse, is_fused
 from distributed.train.resume.proven import Proven
 from distributed.train.schedule import make_schedule
+from distributed.train.task import Task
 
 KINDS: dict[str, Any] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
@@ -139,3 +144,107 @@ def test_device_ahead_of_the_host_is_not_rewound() -> None:
     proven.mark(0)
     gate.latch()
     assert proven.steps_behind(0) is None
+
+
+class Averaging(nn.Module):
+    """Keeps an average of what it has seen, in place or in a new tensor."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.layer, self.in_place = nn.Linear(4, 1), in_place
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        average = 0.5 * self.average + x.detach().mean()
+        if self.in_place:
+            self.average.copy_(average)
+        else:
+            self.average = average
+        return self.layer(x).squeeze(1)
+
+
+class Counting(Averaging):
+    """Counts its calls in Python."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+def gated(module: nn.Module, optimizer: Any) -> tuple[Replicated, StepGate]:
+    """A strategy in a world that it survives; on a CPU, the device is never behind the host's last call."""
+    session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
+    session.gate = gate = StepGate(session.device)
+    session.can_regroup = True
+    strategy = Replicated(Plan(run_dir="", batch=BatchPlan(4), speed=SpeedPlan(fused_optimizer=True)))
+    strategy.setup(Task(module, optimizer=optimizer, loss_fn=nn.MSELoss()), session)
+    return strategy, gate
+
+
+def step_on(strategy: Replicated, steps: int, first: int = 0) -> None:
+    for number in range(first, first + steps):
+        strategy.train_step([Microbatch((torch.full((4, 4), float(number)), torch.ones(4)), 1.0, 4)])
+
+
+@pytest.mark.parametrize(
+    ("in_place", "behind", "is_held"), [(True, 1, True), (True, 4, True), (False, 1, True), (False, 2, False)]
+)
+def test_buffers_of_steps_not_taken_are_not_held(in_place: bool, behind: int, is_held: bool) -> None:
+    module = Averaging(in_place=in_place)
+    strategy, gate = gated(module, torch.optim.AdamW(module.parameters()))
+    step_on(strategy, 3)
+    average = module.average.clone()
+    gate.close()
+    step_on(strategy, behind, first=3)
+    assert gate.find_behind(3 + behind) == behind
+    held = strategy.held_state()
+    assert (held is not None) is is_held
+    if held is not None:
+        assert torch.equal(held["model"]["average"], average)
+
+
+def test_extra_state_of_steps_not_taken_is_not_held() -> None:
+    module = Counting(in_place=True)
+    strategy, gate = gated(module, torch.optim.AdamW(module.parameters()))
+    step_on(strategy, 2)
+    gate.find_behind(2)
+    assert strategy.held_state() is not None
+    gate.close()
+    step_on(strategy, 1)
+    gate.find_behind(3)
+    assert strategy.held_state() is None
+
+
+def hook_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.register_step_post_hook(lambda *_: None)
+
+
+def hook_parameter(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    next(module.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+@pytest.mark.parametrize("hook", [hook_optimizer, hook_parameter])
+def test_state_is_not_held_where_hooks_may_change_it(hook: Any) -> None:
+    module = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    optimizer = torch.optim.AdamW(module.parameters())
+    hook(module, optimizer)
+    strategy, _ = gated(module, optimizer)
+    step_on(strategy, 1)
+    assert strategy.held_state() is None
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_first_step_not_taken_leaves_no_arbitrary_momentum(dampening: float) -> None:
+    module = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True)
+    strategy, gate = gated(module, optimizer)
+    gate.close()
+    step_on(strategy, 1)
+    gate.find_behind(1)
+    held = strategy.held_state()
+    if dampening:
+        assert held is None
+    else:
+        assert not any(state["momentum_buffer"].any() for state in optimizer.state.values())

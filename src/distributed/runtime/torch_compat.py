@@ -26,6 +26,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # noqa: F401
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: F401
 from torch.nn.modules.conv import _ConvNd as ConvBase  # noqa: F401
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -133,6 +134,11 @@ def forget_composable_state(module: nn.Module) -> None:
     from torch.distributed import _composable_state
 
     _composable_state._module_state_mapping.pop(module, None)
+
+
+def has_global_step_hooks() -> bool:
+    """Whether a script hooks into every optimizer's step. Instead: ask users, who rarely do."""
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 # ---- many tensors at once: of each, the loop over its tensors does the same, slower

@@ -49,11 +49,20 @@ class MicrobatchStep(OneRankStep):
 
     def _agree_on_buffers(self) -> None:
         """Broadcast the first data rank's buffers, for DDP, checkpoints and evaluation; all ranks must call it."""
-        if self._buffers_differ:
-            for buffer in self.module.buffers():
-                for group in self._data_groups if not buffer.is_meta else ():
-                    with self._session.named("buffers of the first data rank"):
-                        dist.broadcast(buffer, group=group, group_src=0)
+        if not self._buffers_differ:
+            return
+        session, buffers = self._session, [buffer for buffer in self.module.buffers() if not buffer.is_meta]
+        sent = buffers if session.gate is None else [buffer.detach().clone() for buffer in buffers]
+        for tensor in sent:
+            for group in self._data_groups:
+                with session.named("buffers of the first data rank"):
+                    dist.broadcast(tensor, group=group, group_src=0)
+        if session.gate is not None:  # an abort could leave anything in them
+            torch.cuda.synchronize(session.device)
+            session.check()
+            with torch.no_grad():
+                for buffer, tensor in zip(buffers, sent, strict=True):
+                    buffer.copy_(tensor)
 
     def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
         if self._changes is None:

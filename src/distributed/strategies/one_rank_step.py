@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -14,11 +15,11 @@ from distributed.data.loading.transfer import to_device
 from distributed.runtime.session import Session
 from distributed.runtime.step_gate import StepGate
 from distributed.runtime.tensor_shard import Box
-from distributed.runtime.torch_compat import foreach_norm, preserved_versions
+from distributed.runtime.torch_compat import foreach_norm, has_global_step_hooks, preserved_versions
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask, Trial
-from distributed.strategies.checks.elementwise import refuse_closure
+from distributed.strategies.checks.elementwise import has_step_hooks, refuse_closure
 from distributed.strategies.checks.layers import check_layers
-from distributed.strategies.checks.parameter_hooks import ParameterHooks
+from distributed.strategies.checks.parameter_hooks import ParameterHooks, hooked_parameters
 from distributed.strategies.checks.replica_tensors import (
     Named,
     model_tensors,
@@ -26,6 +27,7 @@ from distributed.strategies.checks.replica_tensors import (
     optimizer_options,
     optimizer_state,
 )
+from distributed.strategies.checks.sharded_models import extra_state
 from distributed.strategies.checks.torch_errors import explain_sample
 from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.data_parallel.sparse_gradients import clip, norm_of
@@ -35,7 +37,7 @@ from distributed.strategies.model.optimizer_state import load_named_state, named
 from distributed.strategies.speed.bf16_parameters import LowParameters
 from distributed.strategies.speed.bf16_shards import RoundedShards
 from distributed.strategies.speed.device_settings import device_settings
-from distributed.strategies.speed.fused import fuse, is_fused, why_not_fused
+from distributed.strategies.speed.fused import begin_with_momentum, fuse, has_dampening, is_fused, why_not_fused
 from distributed.strategies.speed.memory_format import lay_out_state, to_channels_last
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
@@ -97,16 +99,18 @@ class OneRankStep:
         self._lay_out()
         self.optimizer = self._make_optimizer(task)
         refuse_closure(self.optimizer)
+        has_hooks = has_step_hooks(self.optimizer) or has_global_step_hooks() or bool(hooked_parameters(self.module))
         self._speed_up()
         self._stepper: Any = self.optimizer  # the object whose `step` is called
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._gate = self._gate_steps()
+        self._gate = None if has_hooks else self._gate_steps()  # a hook may change more than the kernels do
         # Also of parameters without an optimizer: a gradient that stays would be added to the next step's.
         trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
         self._with_gradients = list(dict.fromkeys([*self._parameters, *trained]))
         self._forget_gradients()  # of an interrupted step, if the model resumes in another world
         self._model: nn.Module = self.module  # the module that training calls
         self._buffers_before: BufferSnapshot | None = None  # the buffers at the beginning of the current step
+        self._steps_kept = 0.0  # of how many of the last steps that is known, should they turn out not to be taken
         dtype = LOW_PRECISION.get(plan.precision.kind)
         self._autocast = torch.autocast(session.device.type, dtype) if dtype else None
         self._scaler = None
@@ -145,10 +149,11 @@ class OneRankStep:
         """Let torch's fused kernels read the gate as an overflow flag, which makes them skip the step."""
         gate = self._session.gate
         is_plain = self._plan.precision.kind != "fp16" and self._low is None  # else a step changes more than kernels do
-        if gate is None or not is_plain or not is_fused(self.optimizer):
+        if gate is None or not is_plain or not is_fused(self.optimizer) or has_dampening(self.optimizer):
             return None
         assert self._loans is not None
         optimizer: Any = self.optimizer
+        self._loans.callback(begin_with_momentum(optimizer))
         optimizer.found_inf = gate.latch_tensor
         self._loans.callback(lambda: delattr(optimizer, "found_inf"))
         return gate
@@ -308,8 +313,10 @@ class OneRankStep:
         gate = self._session.gate
         if gate is not None and self._gate is None:
             return None
-        is_in_step = self._in_step or (gate is not None and gate.behind > 0)
-        if is_in_step and self._buffers_before is not None:
+        behind = 0 if gate is None else gate.behind
+        if behind + self._in_step > self._steps_kept or (behind and extra_state(self.module)):
+            return None  # buffers that forward replaces, or other state, are those of a step that was not taken
+        if (self._in_step or behind) and self._buffers_before is not None:
             self._buffers_before.restore()
         if self._loss_before is not None:  # the world broke in an evaluation
             self._loss_before.restore()
@@ -323,7 +330,9 @@ class OneRankStep:
         if self._buffers_before is not None and self._buffers_before.is_current():
             # After steps that the gate skipped, keep the buffers of the first of them.
             self._buffers_before.retake(unless=None if self._gate is None else self._gate.latch_tensor)
+            self._steps_kept += 1
         else:  # the first step, or a model that replaces its buffers in forward
+            self._steps_kept = math.inf if self._buffers_before is None else 1
             self._buffers_before = BufferSnapshot(self.module, *([] if self._loss is None else [self._loss]))
 
     def _forward(self, model: nn.Module, batch: Any) -> Outcome:

@@ -144,6 +144,7 @@ class Loop:
             if is_whole:  # from here to the end of the epoch nothing waits for another rank
                 self._schedule.epoch_ended(metrics)
                 state.progress.begin_next_epoch()
+                state.proven.mark(state.progress.step)  # with the rates of the next epoch
             self._close_epoch(epoch, seconds, samples, metrics)
             self._replicas.compare(state.progress.step, again=True)  # with what evaluation and the scheduler changed
             self._reports.measured(state.progress, metrics)
@@ -176,7 +177,7 @@ class Loop:
         progress, train, replicas, proven = state.progress, self._train, self._replicas, state.proven
         check_step = self._samples.step_ended
         schedule, heartbeat, stop, due = self._schedule, self._heartbeat, self._stop, self._due
-        seed_step, seed = self._session.seed_step, self._plan.seed
+        seed_step, seed, check_world = self._session.seed_step, self._plan.seed, self._session.check
         within = EpochSteps.of(
             progress,
             self._plan.batch.global_batch,
@@ -198,6 +199,7 @@ class Loop:
         seed_step(seed, step)
         try:
             for microbatches, samples in self._pace.timed(train.epoch(epoch, first_step)):
+                check_world()  # no more work for a device whose collectives were aborted
                 step += 1
                 saves = due.save_in_epoch(step, last_step)
                 looks = due.look(step, last_step, saves=saves)

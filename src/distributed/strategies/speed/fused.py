@@ -36,7 +36,7 @@ def why_not_fused(optimizer: torch.optim.Optimizer, module: nn.Module | None = N
     own += [(name, False) for group in groups for name in ("fused", "foreach") if group.get(name) is False]
     if own:
         return "it was made with {}={}".format(*own[0])
-    if any(group.get("momentum") and group.get("dampening") for group in groups):
+    if has_dampening(optimizer):
         return "torch's first step omits dampening, and a fused first step would not"  # see `_make_momentum`
     device = parameters[0].device
     if not all(p.is_floating_point() and p.device == device for p in parameters):
@@ -62,11 +62,10 @@ def fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     optimizer.__dict__[_SCALES] = True
     for state, parameter in _steps(optimizer):
         state["step"] = state["step"].to(parameter.device, torch.float32)
-    hook = optimizer.register_step_pre_hook(_make_momentum) if isinstance(optimizer, torch.optim.SGD) else None
+    forget_momentum = begin_with_momentum(optimizer)
 
     def undo() -> None:
-        if hook is not None:
-            hook.remove()
+        forget_momentum()
         for group, value in zip(optimizer.param_groups, before, strict=False):
             group["fused"] = value
         if scaled is None:
@@ -75,6 +74,18 @@ def fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             state["step"] = state["step"].cpu()  # where kernels that are not fused expect it
 
     return undo
+
+
+def begin_with_momentum(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Let SGD's momentum begin as zeros, which a step that is skipped leaves; returns the function that undoes it."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return lambda: None
+    return optimizer.register_step_pre_hook(_make_momentum).remove
+
+
+def has_dampening(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the first step, which torch makes without dampening, differs from one with momentum of zeros."""
+    return any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
 
 
 def _has_kernel(kind: Any, device: torch.device) -> bool:

@@ -22,7 +22,6 @@ from distributed.strategies.tensor.collectives import copy_to, gather_from, redu
 from distributed.strategies.tensor.modules import core_of, is_lora, is_transposed
 from distributed.strategies.tensor.region import Region
 
-
 _PATCH = "_tensor_parallel_forward"
 
 
