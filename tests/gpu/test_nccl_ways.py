@@ -27,7 +27,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], str]] = {
     "offloaded": (OFFLOAD, {}, ["fsdp_grad_op", "fsdp", "hybrid"], "clipped"),
     "lora": ({"lora": {"rank": 4}}, {}, ["ddp", "fsdp_grad_op", "tp", "pp"], "lora"),
     "adapters": ({"lora": {"rank": 4}, "save_adapters_only": True}, {}, ["fsdp"], "lora"),
-    "compiled": ({"compile": True}, {}, ["ddp", "fsdp_grad_op", "zero1"], "plain"),
+    "compiled": ({"compile": True}, {}, ["ddp", "fsdp_grad_op", "zero1", "tp", "dp_tp", "pp_tp"], "plain"),
     "bf16": ({"mixed_precision": "bf16"}, {}, ["zero1", "cp", "pp", "fsdp", "hybrid", "dp_tp", "pp_tp"], "bf16"),
     "fp16": (FP16, {}, ["ddp", "fsdp_grad_op", "tp", "pp"], "fp16"),
 }

@@ -95,7 +95,7 @@ REFUSED: list[tuple[int, int, dict[str, Any], str, str, str]] = [  # … what, w
     ),
     (8, 1, {"context_parallel": 2, "pipeline_parallel": 2}, "context_parallel with pipeline_parallel", "whole", "out"),
     (8, 1, {"compile": True, "context_parallel": 2}, "compile with context_parallel", "attention", "out"),
-    (8, 1, {"compile": True, "tensor_parallel": 2}, "compile with tensor_parallel", "separately", "out"),
+    (8, 1, {"compile": True, "tensor_parallel": 2, "sequence_parallel": True}, "compile with sequence", "masks", "out"),
     (8, 1, {"iterable_split": "dataset", "zero_stage": 3}, "iterable_split", "same samples", "iterable_split='share'"),
     (8, 1, {"lora": {"rnk": 2}}, "'rnk'", "", "rank"),
     (8, 1, {"lora": {"rank": 0}}, "rank 0", "", "8"),

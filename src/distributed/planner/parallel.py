@@ -275,10 +275,13 @@ def _impossible(config: DistributedConfig, kind: Sharding, has_batchnorm: bool) 
                 do="set iterable_split='share'",
             )
         )
-    for name, why in (
-        ("context_parallel", "attention is replaced while a block runs, and a compiled block does not see that"),
-    ):
-        if config.compile not in (False, "auto") and getattr(config, name) > 1:
+    unseen = {
+        "context_parallel": "attention is replaced while a block runs" if config.context_parallel > 1 else "",
+        "sequence_parallel": "masks along the sequence are drawn by rank" if config.sequence_parallel else "",
+    }
+    for name, why in unseen.items():
+        if why and config.compile not in (False, "auto"):
+            why = f"{why}, and a compiled block does not see that"
             found.append(Problem(f"compile with {name}", why=why, do="leave one of them out"))
     if config.context_parallel > 1 and config.pipeline_parallel > 1:
         found.append(
