@@ -235,6 +235,13 @@ def default_compile_cache() -> str:
     return str(default_cache_dir())
 
 
+def inductor_options(mode: str) -> dict[str, Any]:
+    """The options that a mode of `torch.compile` stands for. Instead: write them down."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
 def compiled_graphs() -> int:
     """How many torch has compiled in this process. Instead: count by a backend of our own."""
     from torch._dynamo.utils import counters

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from distributed.runtime.torch_compat import inductor_options
 from distributed.strategies.model.blocks import need_blocks
 from distributed.strategies.model.recompute import forward_name, restore_forward, without_caches
 
@@ -15,20 +16,31 @@ _INNER = "_forward_to_compile"
 
 
 def compile_blocks(
-    module: nn.Module, blocks: Sequence[str] = (), mode: str | None = None, backend: str = "inductor"
+    module: nn.Module,
+    blocks: Sequence[str] = (),
+    mode: str | None = None,
+    *,
+    backend: str = "inductor",
+    is_alike: bool = False,
 ) -> list[str]:
     """Compile each block in place, at its first call; returns the paths of the compiled blocks.
+
+    `is_alike`: several ranks compute the same, and must come to the same bytes. Torch times kernels to choose among
+    them, and those of two ranks may add in different orders.
 
     >>> compile_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     ['0', '1']
     """
+    how: dict[str, Any] = {"mode": mode}
+    if is_alike:  # torch takes a mode or options, not both
+        how = {"options": (inductor_options(mode) if mode else {}) | {"deterministic": True}}
     paths = need_blocks(module, blocks, "compile", "compile")
     for path in paths:
         block = module.get_submodule(path)
         if forward_name(block) == "forward" and _INNER not in block.__dict__:
             setattr(block, _INNER, block.forward)
             block.forward = MethodType(_forward, block)  # type: ignore[method-assign]
-        block.compile(mode=mode, backend=backend)
+        block.compile(backend=backend, **how)
     return paths
 
 

@@ -48,7 +48,7 @@ def prepare_blocks(module: nn.Module, plan: Plan) -> Callable[[], None]:
         if memory.compile_whole:
             module.compile(options=_whole_options(plan.device, inherited_environ()))
         else:
-            compiled = compile_blocks(module, wanted, memory.compile_mode or None)
+            compiled = compile_blocks(module, wanted, memory.compile_mode or None, is_alike=plan.mesh.tp > 1)
     cache = ExitStack()
     cache.enter_context(compile_cache(plan))  # blocks are compiled when they are first called
 
