@@ -385,9 +385,9 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
     limits = RestartLimits.of(job.config)
     try:
         if nodes is None:
-            launcher_of(job.engine).run(request, screen, patience=limits, on_stop=screen.stopping)
+            launcher_of(job.engine).run(request, screen, limits=limits, on_stop=screen.stopping)
         else:
-            LocalLauncher().run(request, screen, nodes=nodes, first=first, patience=limits, on_stop=screen.stopping)
+            LocalLauncher().run(request, screen, nodes=nodes, first=first, limits=limits, on_stop=screen.stopping)
     except Stopped as stopped:
         typer.echo(f"{stopped}; logs and what was saved: {request.run_dir}", err=True)
         is_preempted = stopped.signal in (signal.SIGTERM, signal.SIGUSR1)
