@@ -32,7 +32,7 @@ from distributed.core.run_dir import RunDir
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 _OVER = object()
 _LOOK_S = 0.02
-_PATIENCE_S = 90.0  # with a recovery, beyond the deadline of a step and the time of the whole undisturbed run
+_TIMEOUT_S = 90.0  # with a recovery, beyond the deadline of a step and the time of the whole undisturbed run
 _ENDING_S = 60.0  # for all nodes to end after the training is done
 _SHORTEST_HANG_S = 5.0
 _STEPS_OF_HANG = 20  # a step may last that many times the mean of the undisturbed run
@@ -268,7 +268,7 @@ class _Disturbance:
                 self._close(first.time if first is not None else time.time(), "")
                 return ""
         waited = time.time() - self._open_since
-        if waited > _PATIENCE_S + 2 * self.deadline_s + self.report.undisturbed_s:
+        if waited > _TIMEOUT_S + 2 * self.deadline_s + self.report.undisturbed_s:
             injury.wrong.append(f"not recovered within {waited:.0f} s")
             return f"it did not recover from {injury.kind} at step {injury.step}"
         return ""

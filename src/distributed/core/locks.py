@@ -150,7 +150,7 @@ class Lock:
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
-    def acquire(self, patience_s: float = 0.0) -> Lock:
+    def acquire(self, timeout_s: float = 0.0) -> Lock:
         """Raises InUse while another living run holds it, after waiting so long for that one to end."""
         text = self.owner.to_text()
         begun = changed = time.monotonic()
@@ -176,7 +176,7 @@ class Lock:
                     break
                 time.sleep(_LOOK_EVERY_S)  # another process is taking it, or died in that instant
                 continue
-            if (lives or is_gone is False) and now - begun >= patience_s:
+            if (lives or is_gone is False) and now - begun >= timeout_s:
                 raise InUse(other, self.place.name)
             if not is_told:
                 is_told = True

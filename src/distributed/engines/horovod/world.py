@@ -24,8 +24,8 @@ from distributed.core.protocol.rank_protocol import Joined, Message
 from distributed.engines.horovod.env import (
     DriverAddress,
     horovod_driver,
-    meeting_patience_s,
     remember_world,
+    rendezvous_timeout_s,
     take_out_elastic,
     take_place,
 )
@@ -109,8 +109,8 @@ def find_meeting(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
     if env.is_main:
         meeting = _announce(driver, key, env)
     else:
-        patience_s = min(timeout_s, meeting_patience_s()) if env.restarts else timeout_s
-        meeting = Meeting(_look_up(driver, key, env, patience_s))
+        limit_s = min(timeout_s, rendezvous_timeout_s()) if env.restarts else timeout_s
+        meeting = Meeting(_look_up(driver, key, env, limit_s))
     remember_world(meeting.env)
     return meeting
 
@@ -162,7 +162,7 @@ class HorovodLine:
         self._driver = driver
         self._hosts_changed = threading.Event()
         self._script_runs_horovod = _runs_horovod()  # then a rank that joins does so too, before it calls `fit`
-        self._placed_at, self._patience_s = time.monotonic(), meeting_patience_s()
+        self._placed_at, self._timeout_s = time.monotonic(), rendezvous_timeout_s()
         self.regroups = False
         self._end_collective: Callable[[], None] = lambda: None
 
@@ -185,7 +185,7 @@ class HorovodLine:
 
         Later, a rank that leaves closes its connections, which the others notice.
         """
-        return attempt > 0 and time.monotonic() - self._placed_at > self._patience_s
+        return attempt > 0 and time.monotonic() - self._placed_at > self._timeout_s
 
     def next_world(self, after_attempt: int) -> WorkerEnv | None:
         """Request a place in the next world, as all survivors do. A host that was removed has none."""

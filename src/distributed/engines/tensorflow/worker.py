@@ -27,7 +27,7 @@ from distributed.engines.tensorflow.job import Job
 from distributed.engines.tensorflow.loop import Loop
 from distributed.engines.tensorflow.model.layers import check_layer_losses
 from distributed.engines.tensorflow.model.rates import Rate
-from distributed.engines.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_crew
+from distributed.engines.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_launcher
 from distributed.engines.tensorflow.payload import Payload
 from distributed.engines.tensorflow.plan import cut_for
 from distributed.engines.tensorflow.run_state import RunState
@@ -71,7 +71,7 @@ def run_process(
     state = RunState(plan, env, world, model, scaler=stepper.scaler, train=train)
     heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), env.rank)
     if has_servers(plan):
-        join_crew(plan.run_dir, env, in_run=True)
+        join_launcher(plan.run_dir, env, in_run=True)
     watchers = _Watchers(plan, env, shows_progress)
     try:
         with StopSignals(is_supervised=line is not None) as stop:
