@@ -744,7 +744,7 @@ _LAUNCH = [
     Fault(
         "a stranger's proof is not compared",
         "launch/rendezvous/store_server.py",
-        'if not is_proof(shown, self._secret, "client", guest.nonce, theirs):',
+        'if not is_proof(shown, self._secret, "client", client.nonce, theirs):',
         "if len(shown) != len(theirs):",
         _unit("launch_store", "clients_read"),
     ),
