@@ -369,7 +369,7 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
     request, nodes, first = job.request, None, None
     resumes = bool(job.config.resume_from_checkpoint)
     if request.most_nodes > 1 and not job.engine.spans:
-        nodes, first = _meet(job, held)
+        nodes, first = _join_rendezvous(job, held)
         request = replace(request, run_dir=first.run_dir, attempt=first.attempt)
     else:
         held.enter_context(owned(request.run_dir, resume=resumes))
@@ -410,9 +410,9 @@ def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
     os.execve(command[0], command, inherited_environ() | dict(job.request.env))
 
 
-def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
+def _join_rendezvous(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
     request = job.request
-    host, port = request.meeting_point
+    host, port = request.rendezvous_endpoint
     typer.echo(f"rendezvous at {host}:{port}: waiting for {request.num_nodes} nodes", err=True)
     nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None)
     # Checked before other nodes write there; whether it matters is known after the rendezvous.

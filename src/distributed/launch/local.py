@@ -91,7 +91,7 @@ class LocalLauncher(Launcher):
             if request.master_port is None:
                 lines.append("MASTER_PORT is chosen at the start")
         else:
-            host, meeting_port = request.meeting_point
+            host, rendezvous_port = request.rendezvous_endpoint
             node = request.node_rank or 0
             place = NodePlace(
                 node,
@@ -104,7 +104,7 @@ class LocalLauncher(Launcher):
                 nodes=((host, request.ranks_per_node),) * request.num_nodes,
             )
             lines.append(
-                f"rendezvous of the nodes at {host}:{meeting_port}; shown is node {node}"
+                f"rendezvous of the nodes at {host}:{rendezvous_port}; shown is node {node}"
                 + ("" if request.node_rank is not None else ", which is agreed there")
                 + "; MASTER_ADDR and MASTER_PORT are node 0's, chosen there"
             )

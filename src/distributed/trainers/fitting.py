@@ -88,10 +88,10 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
     run_dir = world.run_dir or request.config.run_dir or new_run_dir()
     if world.run_dir and number > 1:
         run_dir = str(RunDir(world.run_dir).fit(number))
-    meeting = meet(world, run_dir, request.config.collective_timeout_s)
-    plan = request.plan(run_dir, meeting.env)
+    rendezvous = meet(world, run_dir, request.config.collective_timeout_s)
+    plan = request.plan(run_dir, rendezvous.env)
     line = line_for(plan, is_first=number == 1)
-    session = open_session(plan, world, line, meeting)
+    session = open_session(plan, world, line, rendezvous)
     if not world.run_dir:  # each rank has made up its own; some learn rank 0's where they meet
         run_dir = session.env.run_dir or session.share_text("run_dir", run_dir if session.is_main else None)
     plan = plan.in_dir(run_dir).for_world(session.world_size, session.env.num_nodes)

@@ -289,7 +289,7 @@ def _places(nodes: list[str]) -> list[dict[str, str]]:
 
 @contextmanager
 def _serve(places: list[dict[str, str]], host: str) -> Iterator[int]:
-    """Horovod's meeting point, at a port of this host."""
+    """Horovod's rendezvous endpoint, at a port of this host."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 

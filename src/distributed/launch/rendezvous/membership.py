@@ -34,7 +34,7 @@ _FULL_S = 10.0  # a run of fixed size has had all of its nodes for this long: on
 T = TypeVar("T")
 
 
-class MeetingPoint(Protocol):
+class RendezvousEndpoint(Protocol):
     """The rendezvous endpoint: where the store is, and how to connect to it."""
 
     address: str  # of this node, as the others reach it
@@ -81,7 +81,7 @@ class Membership:
     def __init__(
         self,
         request: LaunchRequest,
-        point: MeetingPoint,
+        endpoint: RendezvousEndpoint,
         *,
         run_dir_given: bool = False,
         timeout_s: float = 600.0,
@@ -93,7 +93,7 @@ class Membership:
         try_s: float = 8.0,
     ) -> None:
         self._request = request
-        self._point = point
+        self._endpoint = endpoint
         self._run_dir = request.run_dir
         self._run_dir_given = run_dir_given
         self._timeout_s = timeout_s
@@ -124,7 +124,7 @@ class Membership:
             line.talk.flush(_FLUSH_S)
             line.talk.wait()
             card = self._card(line, attempt, sizes, self._request.ranks_per_node if ranks is None else ranks)
-            errand = _Errand(partial(self._rounds.meet, line.store, line.talk, card, line.abandoned))
+            errand = _Errand(partial(self._rounds.join, line.store, line.talk, card, line.abandoned))
             try:
                 has_met = self._attend(errand, line, deadline, limit_s, is_stopped)
                 if has_met:
@@ -150,15 +150,15 @@ class Membership:
         return self._line.talk.leave(ok, is_stopped) if self._line is not None else None
 
     def door(self) -> StoreDoor:
-        return self._point.door()
+        return self._endpoint.door()
 
     def close(self) -> None:
-        self._point.close()
+        self._endpoint.close()
 
     def _card(self, line: _Line, attempt: int, sizes: Sequence[int], ranks: int) -> NodeOffer:
         return NodeOffer(
             host=socket.gethostname(),
-            address=self._point.address,
+            address=self._endpoint.address,
             wanted_rank=self._request.node_rank,
             ranks=ranks,
             run_dir=self._run_dir,
@@ -188,7 +188,7 @@ class Membership:
         is_stopped: Callable[[], bool],
     ) -> bool:
         """Wait until the rendezvous is complete; False: this node lost its connection meanwhile."""
-        host, port = self._request.meeting_point
+        host, port = self._request.rendezvous_endpoint
         full_since: float | None = None
         while not errand.wait(_POLL_S):
             if is_stopped():
@@ -221,7 +221,7 @@ class Membership:
 
     def _connect(self, before: _Line | None, deadline: float, limit_s: float, is_stopped: Callable[[], bool]) -> _Line:
         """A new connection to the rendezvous endpoint, retried until the deadline."""
-        host, port = self._request.meeting_point
+        host, port = self._request.rendezvous_endpoint
         why = "no answer"
         refused_since: float | None = None
         while True:
@@ -241,7 +241,7 @@ class Membership:
             if is_stopped():
                 raise StoppedWaiting
             # A run that has just ended may still listen there, and a token file may not be written yet.
-            if refused_since is not None and self._point.has_given_token and now > refused_since + _REFUSED_S:
+            if refused_since is not None and self._endpoint.has_given_token and now > refused_since + _REFUSED_S:
                 break
             if now > deadline:
                 break
@@ -262,13 +262,13 @@ class Membership:
 
     def _open(self, before: _Line | None) -> _Line:
         """Open the connections, in a thread that may be abandoned: it changes nothing of this node."""
-        store = self._point.connect(may_keep_store=before is None)
+        store = self._endpoint.connect(may_keep_store=before is None)
         identity = store.compare_set("identity", "", uuid.uuid4().hex).decode()
         agent = before.agent if before is not None and before.identity == identity else store.add(ARRIVED, 1)
         talk = NodeChannel(
-            self._point.connect(may_keep_store=False),
+            self._endpoint.connect(may_keep_store=False),
             agent,
-            keeps_store=self._point.keeps_store(),
+            keeps_store=self._endpoint.keeps_store(),
             lost_after_s=self._lost_after_s,
             cut_off_after_s=self._cut_off_after_s,
         )
