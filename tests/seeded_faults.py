@@ -118,7 +118,7 @@ _DATA = [
     Fault(
         "leaves are numbered from 0 on every rank",
         "data/loading/virtual_rank_loader.py",
-        "VirtualShare.of(self._seed, epoch, step, cut.first_leaf)",
+        "VirtualShare.of(self._seed, epoch, step, cut.first_virtual_rank)",
         "VirtualShare.of(self._seed, epoch, step, 0)",
         _unit("data_virtual_ranks"),
     ),
@@ -1150,15 +1150,15 @@ _STRATEGIES = [
     ),
     Fault(
         "a virtual rank's change of a buffer is not weighed",
-        "strategies/leaf_buffers.py",
+        "strategies/virtual_rank_buffers.py",
         "now - self._initial) * micro.weight",
         "now - self._initial)",
         _ranks("bitwise", "batchnorm_statistics"),
     ),
     Fault(
         "a counter advances once a virtual rank",
-        "strategies/leaf_buffers.py",
-        "elif micro.leaf.number == 0:",
+        "strategies/virtual_rank_buffers.py",
+        "elif micro.virtual_share.number == 0:",
         "else:",
         _ranks("bitwise", "counters_count"),
     ),

@@ -27,14 +27,14 @@ from distributed.data.stream import (
     open_stream,
     reads_otherwise,
 )
-from distributed.data.virtual_ranks import LeafIndices, LeafReader, VirtualShare, as_read
+from distributed.data.virtual_ranks import ShareIndices, ShareReader, VirtualShare, as_read
 
 
 class Microbatch(NamedTuple):
     batch: Any
-    weight: float  # its part of the step's mean loss, times the number of ranks (but not for a leaf)
+    weight: float  # its part of the step's mean loss, times the number of ranks (but not for a virtual rank)
     size: int  # samples of this rank; 0: a stand-in that keeps the ranks in step and must leave no trace
-    leaf: VirtualShare | None = None  # of a virtual rank; an empty one has no batch, nothing stands in for it
+    virtual_share: VirtualShare | None = None  # of a virtual rank; an empty one has no batch, nothing stands in for it
 
 
 class Step(NamedTuple):
@@ -209,7 +209,7 @@ class TrainLoader:
         if not self._seeds_batches:
             return lists
         prefix, first_read = (self._seed, "batch", epoch, self._rank), first_step * self._batch.accumulation
-        return (LeafIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists, first_read))
+        return (ShareIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists, first_read))
 
     def sample_indices(
         self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
@@ -221,10 +221,10 @@ class TrainLoader:
 
 
 def _reading(source: Source, keys: Iterable[Any], seeds_batches: bool) -> dict[str, Any]:
-    """What a DataLoader reads by keys: lists of indices or, if each batch has a seed of its own, LeafIndices."""
+    """What a DataLoader reads by keys: lists of indices or, if each batch has a seed of its own, ShareIndices."""
     if not seeds_batches:
         return {"dataset": source.dataset, "batch_sampler": keys, "collate_fn": source.collate_fn}
-    reader = LeafReader(source.dataset, source.collate_fn, apart=not source.num_workers)
+    reader = ShareReader(source.dataset, source.collate_fn, restores_generators=not source.num_workers)
     return {"dataset": reader, "batch_size": None, "sampler": keys, "collate_fn": as_read}
 
 
@@ -379,7 +379,7 @@ class EvalLoader:
         keys: list[Any] = lists
         if seed is not None:
             prefix = (seed, "evaluation", self._rank)
-            keys = [LeafIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists)]
+            keys = [ShareIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists)]
         reading = _reading(self._source, keys, seed is not None)
         return ForkedLoader(**reading, generator=torch.Generator(), **self._options())
 
