@@ -308,7 +308,7 @@ def test_report_not_taken_by_ray_warns_after_a_timeout(
 ) -> None:
     wait: Callable[..., None] = lambda *arguments, **how: time.sleep(600)  # noqa: E731
     monkeypatch.setattr(ray.train, "report", wait)
-    monkeypatch.setattr(ray_host, "_TELL_S", 0.2)
+    monkeypatch.setattr(ray_host, "_REPORT_S", 0.2)
     host = RayProcessOwner(WorkerEnv(run_dir=str(tmp_path)))
     host.report({"step": 4}, "")
     host.close()

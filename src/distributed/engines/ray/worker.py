@@ -174,11 +174,11 @@ def _obey(run: str, env: WorkerEnv, thread: int, is_over: threading.Event) -> No
     This thread of a worker gets no signals, so the exception is raised in it from here.
     """
     beat = RunDir(env.run_dir).attempt(env.attempt).heartbeat(env.rank)
-    is_told = False
+    is_reported = False
     while not is_over.wait(_LISTEN_EVERY_S):
         asked = internal_kv._internal_kv_get(stop_key(run), namespace=NAMESPACE)
         if asked is not None and int(asked) == END_AT_ONCE:
             os._exit(128 + signal.SIGKILL)
-        if asked is not None and not is_told and not beat.exists():
-            is_told = True
+        if asked is not None and not is_reported and not beat.exists():
+            is_reported = True
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
