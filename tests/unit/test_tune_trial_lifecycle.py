@@ -191,7 +191,7 @@ def test_interrupt_keeps_the_decided_status_of_ending_trials(tmp_path):
     for trial in trials:
         epoch(course, trial, 1)
     epoch(course, trials[0], 2)
-    course.legs[trials[1].id].leaves_as = "stopped"
+    course.legs[trials[1].id].requested_status = "stopped"
     tell(course, trials[2], "returned", metrics={"loss": 1.0})
     course.interrupt()
     assert [end.status for end in heard.ends] == ["done", "stopped", "done", "interrupted"]

@@ -155,7 +155,7 @@ class Lock:
         text = self.owner.to_text()
         begun = changed = time.monotonic()
         before: Seen | None = None
-        is_told = lives = False
+        is_reported = lives = False
         while not self.place.create(text):
             seen = self.place.look()
             if seen is None:
@@ -178,8 +178,8 @@ class Lock:
                 continue
             if (lives or is_gone is False) and now - begun >= timeout_s:
                 raise InUse(other, self.place.name)
-            if not is_told:
-                is_told = True
+            if not is_reported:
+                is_reported = True
                 self.say(f"{self.place.name} is locked by {other or 'another run'}: waiting to see whether it ends")
             time.sleep(_LOOK_EVERY_S)
         self._thread = threading.Thread(target=self._keep, daemon=True, name="lock-heartbeat")

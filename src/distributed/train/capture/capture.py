@@ -52,7 +52,7 @@ class StepCapture:
         self._checked: Counter[Any] = Counter()
         self._eager: set[Any] = set()  # shapes that stay eager
         self._rehearsed: dict[Any, Any] = {}  # a shape, and the same where it is measured, which has no graph yet
-        self._is_told = False
+        self._is_reported = False
         self._known: Look | None = None  # what Python kept when the graphs were made
         self._anew = self._proven = 0  # times that all graphs were made again; the step after which all were proven
         self._stream = torch.cuda.Stream(self._device)
@@ -322,8 +322,8 @@ class StepCapture:
         self._pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are gone takes no more
 
     def _verified(self, key: Any, measure: bool) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             self._proven = self._steps_done()
             self._tell("each step is one CUDA graph from here on: it came to the same as the eager one [capture]")
             if self._known is not None and self._known.unseen:
