@@ -23,7 +23,7 @@ from distributed.data.stream import (
     SharedStream,
     StreamBatch,
     StreamSeeds,
-    StreamTaken,
+    StreamSamples,
     open_stream,
     reads_otherwise,
 )
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 Order = list[int] | range | torch.Tensor  # of an epoch: the numbers of its samples
 
 
-class Taken(NamedTuple):
+class StepSamples(NamedTuple):
     """The samples that a rank used in a step; their indices are computed only when they are needed."""
 
     order: Order
@@ -110,7 +110,7 @@ class TrainLoader:
         self._drawn = None if own is None else DrawnOrders(own, seed, share)
         self._known: tuple[int, Order] | None = None  # an epoch and its order
         self._reads = Reads()
-        self.taken: Taken | None = None  # in the step that came last
+        self.step_samples: StepSamples | None = None  # in the step that came last
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -126,7 +126,7 @@ class TrainLoader:
     @property
     def indices(self) -> list[int]:
         """Of the samples in the step that came last; a stand-in's is not among them."""
-        return [] if self.taken is None else self.taken.indices
+        return [] if self.step_samples is None else self.step_samples.indices
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
         order = self._order(epoch)
@@ -137,16 +137,16 @@ class TrainLoader:
         if len(shape) == 1:  # the usual case, without a list comprehension a step
             weight, size = shape[0]
             for step, batch in zip(range(first_step, full_steps), batches, strict=False):
-                self.taken = Taken(order, cut, step)
+                self.step_samples = StepSamples(order, cut, step)
                 yield Step([Microbatch(batch, weight, size)], samples)
         else:
             for step in range(first_step, full_steps):
                 micros = [Microbatch(next(batches), weight, size) for weight, size in shape]
-                self.taken = Taken(order, cut, step)
+                self.step_samples = StepSamples(order, cut, step)
                 yield Step(micros, samples)
         for step in range(full_steps, cut.steps):
             micros = [Microbatch(next(batches), c.weight, c.size) for c in cut.micro_cuts(step)]
-            self.taken = Taken(order, cut, step)
+            self.step_samples = StepSamples(order, cut, step)
             yield Step(micros, cut.samples_in(step))
 
     def endless(self, part: float) -> Iterator[Any]:
@@ -217,7 +217,7 @@ class TrainLoader:
         """The dataset indices that this rank, or `rank` with `batch`, used in a step; computed, not recorded."""
         order = self._order(epoch)
         cut = EpochSplit(len(order), batch or self._batch, self._rank if rank is None else rank)
-        return Taken(order, cut, step).indices
+        return StepSamples(order, cut, step).indices
 
 
 def _reading(source: Source, keys: Iterable[Any], seeds_batches: bool) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class StreamLoader:
         self._source, self._batch, self._rank, self._seed = source, batch, rank, seed
         self._splits_itself, self._agree = split == "dataset", agree
         self._options = source.loader_options(pin_memory=pin_memory)
-        self.taken: StreamTaken | None = None
+        self.step_samples: StreamSamples | None = None
         self._expected: int | None = None
 
     steps_per_epoch = samples_per_epoch = None
@@ -254,7 +254,7 @@ class StreamLoader:
 
     @property
     def read_digest(self) -> int:
-        return 0 if self.taken is None else self.taken.digest
+        return 0 if self.step_samples is None else self.step_samples.digest
 
     def order_digest(self, epoch: int) -> str:
         return ""  # a stream has no order before it was read
@@ -303,7 +303,7 @@ class StreamLoader:
                 )
             micros += [stand_in._replace(size=0)] * (most - len(micros))
             if step >= first_step:
-                self.taken = StreamTaken(digest)
+                self.step_samples = StreamSamples(digest)
                 weights = stream_weights([m.size for m in micros], total, self._batch.ranks)
                 rows = zip(micros, weights, strict=True)
                 yield Step([Microbatch(m.batch, weight, m.size) for m, weight in rows], total)

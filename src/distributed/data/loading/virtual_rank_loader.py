@@ -9,7 +9,7 @@ import torch
 from distributed.core.plan import BatchPlan
 from distributed.data.drawn import Share, make_here
 from distributed.data.loading.forks import ForkedLoader
-from distributed.data.loading.loader import Microbatch, Order, Step, Taken, TrainLoader, numbers
+from distributed.data.loading.loader import Microbatch, Order, Step, StepSamples, TrainLoader, numbers
 from distributed.data.shares import EpochSplit
 from distributed.data.source import Source
 from distributed.data.virtual_ranks import ShareIndices, ShareReader, VirtualShare, as_read
@@ -48,7 +48,7 @@ class VirtualRankLoader(TrainLoader):
                 Microbatch(next(batches) if c.size else None, c.weight, c.size, virtual_share)
                 for c, virtual_share in zip(cuts, self._numbered(cut, epoch, step), strict=True)
             ]
-            self.taken = Taken(order, cut, step)
+            self.step_samples = StepSamples(order, cut, step)
             yield Step(microbatches, cut.samples_in(step))
 
     def _numbered(self, cut: EpochSplit, epoch: int, step: int) -> list[VirtualShare]:
