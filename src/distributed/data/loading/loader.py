@@ -22,8 +22,8 @@ from distributed.data.stream import (
     OwnStream,
     SharedStream,
     StreamBatch,
-    StreamSeeds,
     StreamSamples,
+    StreamSeeds,
     open_stream,
     reads_otherwise,
 )

@@ -124,11 +124,11 @@ class Membership:
             line.talk.flush(_FLUSH_S)
             line.talk.wait()
             card = self._card(line, attempt, sizes, self._request.ranks_per_node if ranks is None else ranks)
-            errand = _Errand(partial(self._rounds.join, line.store, line.talk, card, line.abandoned))
+            call = _AbandonableCall(partial(self._rounds.join, line.store, line.talk, card, line.abandoned))
             try:
-                has_met = self._attend(errand, line, deadline, limit_s, is_stopped)
+                has_met = self._attend(call, line, deadline, limit_s, is_stopped)
                 if has_met:
-                    return self._begin(line, *errand.result())
+                    return self._begin(line, *call.result())
             except BaseException:
                 line.abandoned.set()
                 raise
@@ -181,7 +181,7 @@ class Membership:
 
     def _attend(
         self,
-        errand: _Errand[tuple[int, RoundRecord]],
+        call: _AbandonableCall[tuple[int, RoundRecord]],
         line: _Line,
         deadline: float,
         limit_s: float,
@@ -190,7 +190,7 @@ class Membership:
         """Wait until the rendezvous is complete; False: this node lost its connection meanwhile."""
         host, port = self._request.rendezvous_endpoint
         full_since: float | None = None
-        while not errand.wait(_POLL_S):
+        while not call.wait(_POLL_S):
             if is_stopped():
                 raise StoppedWaiting
             news = line.talk.news()
@@ -217,7 +217,7 @@ class Membership:
                     f"only {here} of {self._request.fewest_nodes} nodes joined at {host}:{port} within {limit_s:.0f} s",
                     do=f"start the same command on all nodes, with master_addr={host} master_port={port}",
                 )
-        return not isinstance(errand.error, RuntimeError)  # the connection is lost
+        return not isinstance(call.error, RuntimeError)  # the connection is lost
 
     def _connect(self, before: _Line | None, deadline: float, limit_s: float, is_stopped: Callable[[], bool]) -> _Line:
         """A new connection to the rendezvous endpoint, retried until the deadline."""
@@ -225,18 +225,18 @@ class Membership:
         why = "no answer"
         refused_since: float | None = None
         while True:
-            errand = _Errand(partial(self._open, before))
-            if not errand.wait(self._try_s):
-                errand.give_up(_Line.drop)
-            elif not isinstance(errand.error, OSError | RuntimeError):
-                line = errand.result()
+            call = _AbandonableCall(partial(self._open, before))
+            if not call.wait(self._try_s):
+                call.give_up(_Line.drop)
+            elif not isinstance(call.error, OSError | RuntimeError):
+                line = call.result()
                 if before is None or before.identity != line.identity:
                     self._rounds.forget()
                 return line
             else:
-                why = str(errand.error).partition("\n")[0]
+                why = str(call.error).partition("\n")[0]
             now = time.monotonic()
-            is_refused = isinstance(errand.error, StoreRefusedError)
+            is_refused = isinstance(call.error, StoreRefusedError)
             refused_since = (refused_since or now) if is_refused else None
             if is_stopped():
                 raise StoppedWaiting
@@ -246,8 +246,8 @@ class Membership:
             if now > deadline:
                 break
             time.sleep(_RETRY_S)
-        if isinstance(errand.error, StoreRefusedError):
-            raise LaunchError(f"this node is not let into the run at {host}:{port}", why=why, do=errand.error.do)
+        if isinstance(call.error, StoreRefusedError):
+            raise LaunchError(f"this node is not let into the run at {host}:{port}", why=why, do=call.error.do)
         if before is None:
             raise LaunchError(
                 f"no node of this run answers at {host}:{port} (waited up to {limit_s:.0f} s)",
@@ -275,7 +275,7 @@ class Membership:
         return _Line(identity, agent, store, talk)
 
 
-class _Errand(Generic[T]):
+class _AbandonableCall(Generic[T]):
     """A call in its own thread, which the caller may abandon."""
 
     def __init__(self, task: Callable[[], T]) -> None:
