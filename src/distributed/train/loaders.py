@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan, Decision, Plan
+from distributed.core.plan import Decision, Plan
 from distributed.core.run_dir import RunDir
-from distributed.data.checks.tally import Tally
-from distributed.data.drawn import Tree
 from distributed.data.loading.dali import DaliBatches
-from distributed.data.loading.loader import EvalLoader, Step, StreamLoader, TrainLoader
-from distributed.data.loading.prefetch import Prefetch
+from distributed.data.loading.loader import EvalLoader, StreamLoader, TrainLoader
+from distributed.data.loading.prefetch import EpochLoader, Prefetch
 from distributed.data.loading.rows import RowEvalLoader, RowLoader, Rows, say_bytes
 from distributed.data.loading.virtual_rank_loader import VirtualRankLoader
 from distributed.data.loading.workers import (
@@ -34,37 +31,14 @@ from distributed.train.resume.sharing import share_from_first
 _STATE_BYTES = 8  # of each number that is trained: two in fp32, as of Adam
 
 
-class Loader(Protocol):
-    @property
-    def steps_per_epoch(self) -> int | None: ...
-
-    @property
-    def samples_per_epoch(self) -> int | None: ...
+class Loader(EpochLoader, Protocol):
+    """What a run trains from."""
 
     @property
     def indices(self) -> list[int]: ...  # of the samples that this rank used in the step that came last
 
     @property
     def read_digest(self) -> int: ...  # of what was read of a stream until that step
-
-    @property
-    def note(self) -> str: ...  # a warning about the epoch's order
-
-    def order_digest(self, epoch: int) -> str: ...
-
-    def tally(self, epoch: int, first_step: int, stop_step: int) -> Tally: ...
-
-    def expect(self, digest: int) -> None: ...
-
-    def state(self, epoch: int) -> Tree: ...
-
-    def load_state(self, state: Tree) -> None: ...
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
-
-    def sample_indices(
-        self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
-    ) -> list[int]: ...
 
 
 class Training(NamedTuple):

@@ -20,11 +20,8 @@ from distributed.data.loading.transfer import to_device
 from distributed.data.stream import StreamSamples
 
 
-class Ahead(Protocol):
-    """A loader from which a step can be read before it is trained."""
-
-    @property
-    def step_samples(self) -> StepSamples | StreamSamples | None: ...
+class EpochLoader(Protocol):
+    """The steps of an epoch, from any step on, and what identifies their samples."""
 
     @property
     def steps_per_epoch(self) -> int | None: ...
@@ -33,7 +30,7 @@ class Ahead(Protocol):
     def samples_per_epoch(self) -> int | None: ...
 
     @property
-    def note(self) -> str: ...
+    def note(self) -> str: ...  # a warning about the epoch's order
 
     def order_digest(self, epoch: int) -> str: ...
 
@@ -50,6 +47,13 @@ class Ahead(Protocol):
     def sample_indices(
         self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
     ) -> list[int]: ...
+
+
+class Ahead(EpochLoader, Protocol):
+    """A loader from which a step can be read before it is trained."""
+
+    @property
+    def step_samples(self) -> StepSamples | StreamSamples | None: ...
 
 
 class _Coming(NamedTuple):
