@@ -924,10 +924,10 @@ _RUNTIME = [
     ),
     Fault(
         "a wait has no deadline",
-        "runtime/deadline.py",
+        "engines/horovod/deadline.py",
         "if now == before and now[0] % 2 else 0.0",
         "if now == before and not now[0] % 2 else 0.0",
-        _unit("runtime_deadline"),
+        _unit("horovod_deadline"),
     ),
     Fault(
         "a closed gate lets steps pass",

@@ -23,8 +23,8 @@ import psutil
 from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import LaunchError, MissingExtraError, PlanError
 from distributed.core.protocol.failure import is_collateral
+from distributed.engines.horovod.deadline import Deadline
 from distributed.engines.horovod.env import CYCLE_TIME, knobs_in_environ
-from distributed.runtime.deadline import Deadline
 from distributed.runtime.session import CollectiveError, Session
 from distributed.runtime.sockets import open_sockets, shut_down
 
