@@ -97,7 +97,7 @@ class Following:
         if self._attempt >= 0 and self._end is None:  # no fault: Ray has places for another number of ranks
             ranks = f"{size} rank{'s' * (size > 1)}" if size else "another number of ranks"
             text = f"Ray continues with {ranks} instead of {self._world_size}"
-            self._tell_end(Fault("resize", -1, "", self._reached, text))
+            self._report_end(Fault("resize", -1, "", self._reached, text))
         self._attempt, self._next, self._end = attempt, attempt + 1, None
         self._world_size, self._worlds = size, self._worlds + 1
         self._unfollowed = list(range(size))
@@ -127,9 +127,9 @@ class Following:
             self._reached = max(self._reached, self._end.fault.step)
             self._waits_since = time.monotonic()
             if not self._end.given_up:
-                self._tell_end(self._end.fault)
+                self._report_end(self._end.fault)
 
-    def _tell_end(self, fault: Fault) -> None:
+    def _report_end(self, fault: Fault) -> None:
         self._broke_at = self._step_at
         self._report.fault(self._step_at, fault)
         self._emit(

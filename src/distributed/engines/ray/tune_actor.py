@@ -192,7 +192,7 @@ class _Place:
                     self._press(going, process)
         line.pump()  # its last words came before its end
         process.end(signal.SIGKILL)  # what it left running
-        self._tell({"kind": GONE, "trial": note.id, "attempt": note.attempt, "code": code}, is_last=True)
+        self._send({"kind": GONE, "trial": note.id, "attempt": note.attempt, "code": code}, is_last=True)
 
     def _press(self, going: _Going, process: RankProcess) -> None:
         """One that had its answer at `tune.report` is on its way out. The Trainer takes a signal, and saves."""
@@ -209,18 +209,18 @@ class _Place:
         if going is None or message["attempt"] != going.number:
             return {"go": False}
         if message["kind"] != "report":
-            self._tell(message)
+            self._send(message)
         elif going.asked_to_leave.is_set():
             return {"go": False}
         else:
-            self._tell(message, is_last=True)
+            self._send(message, is_last=True)
             goes_on = self._verdicts.get()
             if not goes_on and message["by"] == "report":
                 going.end_by = time.monotonic() + _GRACE_S
             return {"go": goes_on}
         return {"go": not going.asked_to_leave.is_set()}
 
-    def _tell(self, message: Message, is_last: bool = False) -> None:
+    def _send(self, message: Message, is_last: bool = False) -> None:
         self._batch.append({**message, "at": time.monotonic()})
         if is_last:
             self._messages.put(self._batch)
