@@ -219,7 +219,7 @@ model = model_of(dense(), loss="mse", **sgd)
 config = trainer(model, "changed", num_gpus=1, batch_size=4).config
 fit = Fit(config, model, {}, strategy=None, train=(x, y), validation=None)
 trained = {"model/dense/kernel": np.ones((4, 1))}  # of a model without a bias
-refusal("changed", lambda: fit._bring_home(fit._plan("changed", None), trained))
+refusal("changed", lambda: fit._load_trained_state(fit._plan("changed", None), trained))
 
 wide = model_of(keras.layers.Dense(3000), keras.layers.Dense(3000), dense(), loss="mse", optimizer="sgd")
 bad = y.copy()

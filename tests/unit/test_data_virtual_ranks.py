@@ -1,4 +1,4 @@
-"""Leaves: every sample once, in the same leaf and with the same randomness, whoever holds the leaf."""
+"""Virtual ranks: every sample once, in the same share and with the same randomness, whichever rank holds it."""
 
 from __future__ import annotations
 
