@@ -440,7 +440,7 @@ class FakeRun:
         self.kernel = FakeKernel(self.clock, behave)
         self.request = LaunchRequest(("train.py",), str(folder), ranks, **request)
         self.nodes: Any = Alone(self.request) if nodes is None else nodes(self.clock, self.request)
-        self.timings = timings or Timings(untold_s=0.1)  # fewer looks, which cost what ranks do not
+        self.timings = timings or Timings(unwatched_poll_s=0.1)  # fewer looks, which cost what ranks do not
         launcher = LocalLauncher(environ={}, python="python")
         self.crew = RankGroup(
             {}, "python", frees_devices=frees_devices, kernel=self.kernel, clock=self.clock, timings=self.timings

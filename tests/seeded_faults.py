@@ -118,7 +118,7 @@ _DATA = [
     Fault(
         "leaves are numbered from 0 on every rank",
         "data/loading/virtual_rank_loader.py",
-        "VirtualShare.of(self._seed, epoch, step, cut.first_leaf)",
+        "VirtualShare.of(self._seed, epoch, step, cut.first_virtual_rank)",
         "VirtualShare.of(self._seed, epoch, step, 0)",
         _unit("data_virtual_ranks"),
     ),
@@ -744,7 +744,7 @@ _LAUNCH = [
     Fault(
         "a stranger's proof is not compared",
         "launch/rendezvous/store_server.py",
-        'if not is_proof(shown, self._secret, "client", guest.nonce, theirs):',
+        'if not is_proof(shown, self._secret, "client", client.nonce, theirs):',
         "if len(shown) != len(theirs):",
         _unit("launch_store", "clients_read"),
     ),
@@ -924,10 +924,10 @@ _RUNTIME = [
     ),
     Fault(
         "a wait has no deadline",
-        "runtime/deadline.py",
+        "engines/horovod/deadline.py",
         "if now == before and now[0] % 2 else 0.0",
         "if now == before and not now[0] % 2 else 0.0",
-        _unit("runtime_deadline"),
+        _unit("horovod_deadline"),
     ),
     Fault(
         "a closed gate lets steps pass",
@@ -1150,15 +1150,15 @@ _STRATEGIES = [
     ),
     Fault(
         "a virtual rank's change of a buffer is not weighed",
-        "strategies/leaf_buffers.py",
+        "strategies/virtual_rank_buffers.py",
         "now - self._initial) * micro.weight",
         "now - self._initial)",
         _ranks("bitwise", "batchnorm_statistics"),
     ),
     Fault(
         "a counter advances once a virtual rank",
-        "strategies/leaf_buffers.py",
-        "elif micro.leaf.number == 0:",
+        "strategies/virtual_rank_buffers.py",
+        "elif micro.virtual_share.number == 0:",
         "else:",
         _ranks("bitwise", "counters_count"),
     ),

@@ -32,7 +32,7 @@ from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
 from distributed.runtime.agent_line import launcher_line
 from distributed.runtime.heartbeat import Heartbeat
-from distributed.runtime.meeting import Meeting, find_meeting
+from distributed.runtime.rendezvous import Rendezvous, find_rendezvous
 from distributed.runtime.session import CollectiveError, Session, abandon_world, leave_world
 from distributed.runtime.shutdown import StopRequest, left_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
@@ -62,13 +62,13 @@ class Job:
     evaluation: Source | None
 
 
-def meet(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
+def meet(env: WorkerEnv, run_dir: str, timeout_s: float) -> Rendezvous:
     """Where the ranks of this world meet, and what rank 0 says there of the run."""
-    return Meeting(env) if dist.is_initialized() else find_meeting(env, run_dir, timeout_s)
+    return Rendezvous(env) if dist.is_initialized() else find_rendezvous(env, run_dir, timeout_s)
 
 
 def open_session(
-    plan: Plan, env: WorkerEnv, line: LauncherLink | None = None, meeting: Meeting | None = None
+    plan: Plan, env: WorkerEnv, line: LauncherLink | None = None, meeting: Rendezvous | None = None
 ) -> Session:
     """Join the world. With a line to the launcher: or the one after it, should it break while the ranks meet.
 

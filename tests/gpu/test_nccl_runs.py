@@ -19,7 +19,7 @@ from tests.gpu.worlds import ALONE, SHARED, Job, result, run_jobs
 from tests.meshes import MESHES, make_data, make_model
 from tests.ranks import test_loss_weights as weights
 from tests.ranks import test_mesh_more as more
-from tests.ranks import test_model_after_fit as homecoming
+from tests.ranks import test_model_after_fit as model_after_fit
 from tests.ranks import test_replica_check as replicas
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -117,7 +117,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for mesh in meshes
     }
     jobs |= {f"resumed {mesh}": (resume, (mesh, folder)) for mesh in RESUMED}
-    jobs |= {"whole": (homecoming.train, (str(folder), SHARED)), "apart": (apart, (folder,))}
+    jobs |= {"whole": (model_after_fit.train, (str(folder), SHARED)), "apart": (apart, (folder,))}
     return run_jobs(2, jobs)[0]
 
 
@@ -163,9 +163,9 @@ def test_resumed_run_has_same_bytes_and_passes_its_certificate(mesh: str, found:
     assert [(verdict["passed"], verdict["steps"]) for verdict in compared] == [(True, 3)], compared
 
 
-@pytest.mark.parametrize("way", homecoming.WAYS)
+@pytest.mark.parametrize("way", model_after_fit.WAYS)
 def test_rank_0_model_after_fit_has_the_checkpoint_weights(way: str, found: dict[str, Any]) -> None:
-    homecoming.assert_whole(way, result(found, "whole")[way])
+    model_after_fit.assert_whole(way, result(found, "whole")[way])
 
 
 def test_diverged_replicas_are_named(found: dict[str, Any]) -> None:

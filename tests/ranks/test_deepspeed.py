@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed.core.errors import TaskError
-from distributed.engines.deepspeed.offload_files import files_of
+from distributed.engines.deepspeed.offload import files_of
 from distributed.runtime.tensor_shard import TensorShard
 from distributed.testing import run_ranks
 from tests.meshes import make_model

@@ -68,10 +68,10 @@ def test_submit_with_missing_python_raises_launch_error(tmp_path):
 def test_second_interrupt_during_the_first_kills_the_ranks(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(IGNORES_CTRL_C)
-    patience = RestartLimits(interrupt_grace_s=3600.0)  # after which also the first request would end it
+    limits = RestartLimits(interrupt_grace_s=3600.0)  # after which also the first request would end it
     log = tmp_path / "run" / "attempts" / "0" / "rank-0.log"
     running = LocalLauncher().submit(
-        LaunchRequest((str(script),), str(tmp_path / "run"), 1), patience=patience, on_stop=lambda number: interrupt()
+        LaunchRequest((str(script),), str(tmp_path / "run"), 1), limits=limits, on_stop=lambda number: interrupt()
     )
     while not log.exists() or "up" not in log.read_text():
         time.sleep(0.05)

@@ -99,7 +99,7 @@ def train(folder: str, device: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("homecoming")
+    folder: Path = tmp_path_factory.mktemp("model_after_fit")
     return run_ranks(train, 2, str(folder), {"device": "cpu"})[0]
 
 

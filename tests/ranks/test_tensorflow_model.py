@@ -28,7 +28,7 @@ tf.config.set_logical_device_configuration(
 )
 from distributed import DistributedError, TensorFlowDistributedTrainer
 from distributed.core.plan import BatchPlan, Plan
-from distributed.engines.tensorflow.model.model import take_apart
+from distributed.engines.tensorflow.model.model import decompose_model
 from distributed.engines.tensorflow.input.sources import read_source
 
 found = {}
@@ -152,7 +152,7 @@ class Within(keras.metrics.Mean):
 
 
 def sent(model):
-    parts = cloudpickle.loads(cloudpickle.dumps(take_apart(model, None)))
+    parts = cloudpickle.loads(cloudpickle.dumps(decompose_model(model, None)))
     return parts.make(Plan("sent", BatchPlan(4)), (x, y))
 
 
@@ -166,9 +166,9 @@ for library in (keras, tf_keras):
     lookup.adapt(np.array(["a", "b"]))
     model = library.Sequential([library.Input((1,), dtype="string"), lookup])
     model.compile("sgd", "mse")
-    refusal(f"vocabulary {name}", lambda: take_apart(model, None))
+    refusal(f"vocabulary {name}", lambda: decompose_model(model, None))
 found["gamma"] = sent(model_of(dense(), loss=Focal(5.0, name="focal"), **sgd)).loss.gamma
-refusal("metric", lambda: take_apart(model_of(dense(), loss="mse", metrics=[Within(3.0)], **sgd), None))
+refusal("metric", lambda: decompose_model(model_of(dense(), loss="mse", metrics=[Within(3.0)], **sgd), None))
 
 for precision in ("fp32", "bf16"):  # the user's own model is trained; a copy of it is, and brought home
     model = model_of(dense(), loss="mse", optimizer=keras.optimizers.SGD(0.1))
@@ -219,7 +219,7 @@ model = model_of(dense(), loss="mse", **sgd)
 config = trainer(model, "changed", num_gpus=1, batch_size=4).config
 fit = Fit(config, model, {}, strategy=None, train=(x, y), validation=None)
 trained = {"model/dense/kernel": np.ones((4, 1))}  # of a model without a bias
-refusal("changed", lambda: fit._bring_home(fit._plan("changed", None), trained))
+refusal("changed", lambda: fit._load_trained_state(fit._plan("changed", None), trained))
 
 wide = model_of(keras.layers.Dense(3000), keras.layers.Dense(3000), dense(), loss="mse", optimizer="sgd")
 bad = y.copy()

@@ -86,7 +86,7 @@ def test_lock_of_a_reused_pid_is_stale(tmp_path: Path) -> None:
 
 def test_second_run_of_a_process_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     with lock(tmp_path).acquire(), pytest.raises(InUse):
-        lock(tmp_path, "another").acquire(patience_s=0.6)
+        lock(tmp_path, "another").acquire(timeout_s=0.6)
     with lock(tmp_path, "another").acquire():
         pass
 
@@ -104,7 +104,7 @@ def test_resuming_run_waits_for_the_previous_run(tmp_path: Path) -> None:
     first = lock(tmp_path).acquire()
     threading.Timer(0.3, first.release).start()
     said: list[str] = []
-    with lock(tmp_path, "another", said).acquire(patience_s=60):
+    with lock(tmp_path, "another", said).acquire(timeout_s=60):
         assert "waiting" in said[0]
 
 

@@ -60,8 +60,8 @@ def test_prefetch_is_exactly_one_step_ahead() -> None:
     positions = []
     for step in outer.epoch(0):
         assert outer.indices == step.microbatches[0].batch[0].tolist()
-        assert inner.taken is not None
-        positions.append(inner.taken.step)
+        assert inner.step_samples is not None
+        positions.append(inner.step_samples.step)
     assert positions == [1, 2, 3, 3]
 
 
@@ -126,8 +126,8 @@ def test_prefetch_reads_nothing_after_max_steps_in_later_epoch(epoch: int, first
     outer = Prefetch(inner, CPU, max_steps=8 + 5)
     taken = []
     for step, _ in enumerate(outer.epoch(epoch, first), first):
-        assert inner.taken is not None
-        taken.append(inner.taken.step - step)
+        assert inner.step_samples is not None
+        taken.append(inner.step_samples.step - step)
     expected = [1] * 7 + [0]
     if epoch == 1:
         expected[4] = 0  # the thirteenth step of the run

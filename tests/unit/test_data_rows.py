@@ -18,7 +18,7 @@ from distributed.core.plan import BatchPlan, Plan, SpeedPlan
 from distributed.data.loading.loader import EvalLoader, TrainLoader
 from distributed.data.loading.rows import Placing, RowBatch, RowEvalLoader, RowLoader, Rows
 from distributed.data.loading.transfer import to_device
-from distributed.data.loading.virtual_rank_loader import LeafLoader
+from distributed.data.loading.virtual_rank_loader import VirtualRankLoader
 from distributed.data.source import Source, read_source
 from distributed.runtime.session import Session
 from distributed.train.loaders import open_evaluation, open_training, state_to_come
@@ -197,7 +197,7 @@ def test_loader_kind_follows_data_and_plan() -> None:
     kinds = [
         type(open_training(source, p, session).loader) for source, p in ((rows, plan), (pairs, plan), (rows, bitwise))
     ]
-    assert kinds == [RowLoader, TrainLoader, LeafLoader]
+    assert kinds == [RowLoader, TrainLoader, VirtualRankLoader]
     evaluations = [open_evaluation(source, plan, session, None, in_step=False) for source in (rows, pairs, None)]
     assert [type(found.loader) for found in evaluations] == [RowEvalLoader, EvalLoader, type(None)]
 

@@ -1,4 +1,4 @@
-"""Leaves: every sample once, in the same leaf and with the same randomness, whoever holds the leaf."""
+"""Virtual ranks: every sample once, in the same share and with the same randomness, whichever rank holds it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from distributed.core.plan import BatchPlan
-from distributed.data.loading.virtual_rank_loader import LeafLoader
+from distributed.data.loading.virtual_rank_loader import VirtualRankLoader
 from distributed.data.source import Source
 
 LEAVES = 8
@@ -41,7 +41,7 @@ def plan(ranks: int, least_leaf: int = 1, drop_last: bool = False) -> BatchPlan:
 def read(length: int, batch: BatchPlan, first_step: int = 0, **options: Any) -> list[list[Any]]:
     """The leaves of each step, over all ranks: (number, weight, samples with what was drawn for them)."""
     source = Source(Draws(length), shuffle=True, collate_fn=list, **options)
-    loaders = [LeafLoader(source, batch, rank, seed=1) for rank in range(batch.ranks)]
+    loaders = [VirtualRankLoader(source, batch, rank, seed=1) for rank in range(batch.ranks)]
     steps = zip(*(loader.epoch(2, first_step) for loader in loaders), strict=True)
     found = []
     for number, step in enumerate(steps, first_step):
@@ -52,7 +52,7 @@ def read(length: int, batch: BatchPlan, first_step: int = 0, **options: Any) -> 
         for loader, s in zip(loaders, step, strict=True):
             used = [index for micro in s.microbatches for index, _ in micro.batch or []]
             assert loader.indices == loader.sample_indices(2, number) == used
-        found.append([(micro.leaf.number, micro.weight, micro.batch) for micro in micros])
+        found.append([(micro.virtual_share.number, micro.weight, micro.batch) for micro in micros])
     return found
 
 
@@ -89,5 +89,5 @@ def set_offset(worker: int) -> None:
 
 def test_worker_init_fn_reaches_the_users_dataset() -> None:
     source = Source(Draws(20), collate_fn=list, num_workers=1, worker_init_fn=set_offset)
-    (step, *_) = LeafLoader(source, plan(1), 0, seed=1).epoch(0)
+    (step, *_) = VirtualRankLoader(source, plan(1), 0, seed=1).epoch(0)
     assert [index for micro in step.microbatches for index, _ in micro.batch] == list(range(100, 116))

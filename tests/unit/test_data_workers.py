@@ -23,7 +23,7 @@ from distributed.data.loading.workers import (
     WorkerCount,
     candidates,
     choose,
-    find_staff,
+    find_worker_count,
     keep,
     measure_rates,
     with_workers,
@@ -108,15 +108,15 @@ def test_measuring_workers_leaves_dataset_and_generators_alone(tmp_path: Path) -
     data, kept = Augmented(), tmp_path / "workers" / "rank-0.json"
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     source = Source(data, num_workers=1, timeout=30)
-    staff = find_staff(source, BatchPlan(4), 0, cores=2, overlaps=False, kept=kept, seconds=0.05)
+    worker_count = find_worker_count(source, BatchPlan(4), 0, cores=2, overlaps=False, kept=kept, seconds=0.05)
     assert data.reads == 0
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
-    assert staff.workers in staff.rates
-    assert set(staff.rates) == {0, 1, 2}
-    assert all(rate > 0 for rate in staff.rates.values())
+    assert worker_count.workers in worker_count.rates
+    assert set(worker_count.rates) == {0, 1, 2}
+    assert all(rate > 0 for rate in worker_count.rates.values())
     assert not torch.multiprocessing.active_children()
     keep(WorkerCount(7, {0: 1.0, 7: 9.0}), kept)
-    again = find_staff(Source(data), BatchPlan(4), 0, cores=2, overlaps=False, kept=kept, seconds=0.05)
+    again = find_worker_count(Source(data), BatchPlan(4), 0, cores=2, overlaps=False, kept=kept, seconds=0.05)
     assert again == WorkerCount(7, {0: 1.0, 7: 9.0}), "a rank that was restarted does not measure again"
 
 
@@ -136,8 +136,10 @@ class Shuffled:
 def test_measuring_workers_does_not_advance_a_user_sampler() -> None:
     data = Augmented()
     sampler, untouched = Shuffled(data), Shuffled(data)
-    staff = find_staff(Source(data, sampler=sampler), BatchPlan(4), 0, cores=2, overlaps=False, seconds=0.05)
-    assert staff.rates[0] > 0
+    worker_count = find_worker_count(
+        Source(data, sampler=sampler), BatchPlan(4), 0, cores=2, overlaps=False, seconds=0.05
+    )
+    assert worker_count.rates[0] > 0
     assert list(sampler) == list(untouched)
 
 
@@ -153,9 +155,9 @@ class Once(Shuffled):
 def test_uncopyable_sampler_keeps_num_workers_with_a_reason() -> None:
     data = Augmented()
     source = Source(data, sampler=Once(data), num_workers=1)
-    staff = find_staff(source, BatchPlan(4), 0, cores=2, overlaps=False, seconds=0.05)
-    assert (staff.workers, staff.rates) == (1, {})
-    assert "cannot be copied" in staff.decision.reason
+    worker_count = find_worker_count(source, BatchPlan(4), 0, cores=2, overlaps=False, seconds=0.05)
+    assert (worker_count.workers, worker_count.rates) == (1, {})
+    assert "cannot be copied" in worker_count.decision.reason
     assert len(list(source.sampler)) == len(data)
 
 
@@ -165,14 +167,16 @@ def test_measuring_workers_does_not_copy_the_dataset() -> None:
             raise MemoryError
 
     data = Whole()
-    staff = find_staff(Source(data, sampler=Shuffled(data)), BatchPlan(4), 0, cores=1, overlaps=False, seconds=0.05)
-    assert staff.rates[0] > 0
+    worker_count = find_worker_count(
+        Source(data, sampler=Shuffled(data)), BatchPlan(4), 0, cores=1, overlaps=False, seconds=0.05
+    )
+    assert worker_count.rates[0] > 0
 
 
 def test_epoch_without_a_step_ends_the_measurement() -> None:
     source = Source(Augmented(3))
-    staff = find_staff(source, BatchPlan(4, drop_last=True), 0, cores=1, overlaps=False, seconds=0.05)
-    assert staff.workers == 0
+    worker_count = find_worker_count(source, BatchPlan(4, drop_last=True), 0, cores=1, overlaps=False, seconds=0.05)
+    assert worker_count.workers == 0
 
 
 def test_num_workers_setting_overrides_the_data_loaders() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from distributed.core.errors import ConfigError, LaunchError
 from distributed.launch.ports import free_port
-from distributed.launch.rendezvous.elastic import StoreMeetingPoint
+from distributed.launch.rendezvous.elastic import StoreEndpoint
 from distributed.launch.rendezvous.join_token import find_tokens, leave_token, read_join_token, remove_token
 from distributed.launch.rendezvous.membership import Membership
 from distributed.launch.request import LaunchRequest
@@ -44,8 +44,8 @@ def test_short_or_unreadable_join_token_is_refused(tmp_path: Path) -> None:
 
 
 def node(tmp_path: Path, request: LaunchRequest, home: str = "home") -> Membership:
-    point = StoreMeetingPoint(request, run_dir=str(tmp_path / "run"), cache=tmp_path / home)
-    return Membership(request, point, timeout_s=1.0)
+    endpoint = StoreEndpoint(request, run_dir=str(tmp_path / "run"), cache=tmp_path / home)
+    return Membership(request, endpoint, timeout_s=1.0)
 
 
 def test_nodes_without_the_join_token_are_refused_with_reason(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from distributed.core.errors import LaunchError
 from distributed.core.protocol.store_client import StoreClient
 from distributed.core.protocol.store_wire import StoreLostError
 from distributed.launch.ports import free_port
-from distributed.launch.rendezvous.elastic import StoreMeetingPoint, elastic_nodes
+from distributed.launch.rendezvous.elastic import StoreEndpoint, elastic_nodes
 from distributed.launch.rendezvous.membership import Membership
 from distributed.launch.rendezvous.node_channel import ARRIVED, ROUND, NodeChannel
 from distributed.launch.rendezvous.nodes import News
@@ -189,7 +189,7 @@ def test_incomplete_rendezvous_error_counts_the_nodes():
         elastic_nodes(request, timeout_s=1).gather(0)
 
 
-class StallingPoint(StoreMeetingPoint):
+class StallingEndpoint(StoreEndpoint):
     """Its first connection stalls until it is told to go on."""
 
     def __init__(self, request: LaunchRequest, cache: Path) -> None:
@@ -216,13 +216,13 @@ def is_cut(store: StoreClient) -> bool:
 
 def test_late_connection_is_closed_and_does_not_join(tmp_path):
     request = replace(REQUEST, node_rank=0, min_nodes=1, max_nodes=3, master_port=free_port())
-    point = StallingPoint(request, tmp_path)
-    node = Membership(request, point, first_call_s=0.1, last_call_s=0.1, try_s=0.5)
+    endpoint = StallingEndpoint(request, tmp_path)
+    node = Membership(request, endpoint, first_call_s=0.1, last_call_s=0.1, try_s=0.5)
     deadline = time.monotonic() + 30
     assert node.gather(0, is_stopped=lambda: time.monotonic() > deadline).attempt == 0
-    point.goes_on.set()
-    wait_for(lambda: len(point.stalled) == 2)
-    wait_for(lambda: all(map(is_cut, point.stalled)))
+    endpoint.goes_on.set()
+    wait_for(lambda: len(endpoint.stalled) == 2)
+    wait_for(lambda: all(map(is_cut, endpoint.stalled)))
     assert node.gather(1, is_stopped=lambda: time.monotonic() > deadline).attempt == 1
     node.leave(ok=False)
     node.close()

@@ -23,9 +23,9 @@ from distributed.core.protocol.failure import FailureRecord
 from distributed.core.run_dir import AttemptDir, RunDir
 from distributed.engines.ray import launcher as launch_ray
 from distributed.engines.ray import process_owner as ray_host
-from distributed.engines.ray.cluster import RayCluster, RayNode, Wish, shortage
+from distributed.engines.ray.cluster import PlacementRequest, RayCluster, RayNode, shortage
 from distributed.engines.ray.follow import Following
-from distributed.engines.ray.launcher import RayLauncher, RayRun, wish_of
+from distributed.engines.ray.launcher import RayLauncher, RayRun, placement_of
 from distributed.engines.ray.process_owner import RayProcessOwner
 from distributed.engines.ray.verdict import AttemptEnd, RunGivenUpError, Verdict
 from distributed.engines.ray.worker import END_AT_ONCE, RankEndedError, RankOrder, become_rank
@@ -43,37 +43,37 @@ def asked(**more: object) -> LaunchRequest:
 
 
 def test_ranks_without_nodes_are_placed_anywhere() -> None:
-    assert wish_of(asked(ranks_per_node=6), RestartLimits()) == Wish("cpu", 6, 6, 1, None)
-    assert shortage(wish_of(asked(ranks_per_node=12), RestartLimits()), TWO) == []
+    assert placement_of(asked(ranks_per_node=6), RestartLimits()) == PlacementRequest("cpu", 6, 6, 1, None)
+    assert shortage(placement_of(asked(ranks_per_node=12), RestartLimits()), TWO) == []
 
 
 def test_ray_nodes_are_requested_with_their_ranks() -> None:
-    wish = wish_of(asked(num_nodes=2, ranks_per_node=4, device="cuda"), RestartLimits())
-    assert (wish.fewest, wish.most, wish.per_node) == (8, 8, 4)
-    [problem] = shortage(wish, TWO)
+    placement = placement_of(asked(num_nodes=2, ranks_per_node=4, device="cuda"), RestartLimits())
+    assert (placement.fewest, placement.most, placement.per_node) == (8, 8, 4)
+    [problem] = shortage(placement, TWO)
     assert problem.what == "2 nodes with 4 GPUs each are needed, and the Ray cluster has 1 such node"
     assert "n1 (8 CPUs, 2 GPUs)" in problem.why
     assert "num_gpus=6" in problem.do
 
 
 def test_one_rank_per_node_uses_strict_spread() -> None:
-    assert wish_of(asked(num_nodes=2, ranks_per_node=1), RestartLimits()).strategy == "STRICT_SPREAD"
-    assert wish_of(asked(num_nodes=2, ranks_per_node=2), RestartLimits()).strategy == "PACK"
+    assert placement_of(asked(num_nodes=2, ranks_per_node=1), RestartLimits()).strategy == "STRICT_SPREAD"
+    assert placement_of(asked(num_nodes=2, ranks_per_node=2), RestartLimits()).strategy == "PACK"
 
 
 def test_cluster_must_fit_only_the_minimum_ranks() -> None:
-    wish = wish_of(asked(num_nodes=2, min_nodes=1, max_nodes=4, ranks_per_node=4), RestartLimits())
-    assert (wish.fewest, wish.most) == (4, 16)
-    assert shortage(wish, TWO) == []
-    few = wish_of(asked(ranks_per_node=20), RestartLimits(min_gpus=3))
+    placement = placement_of(asked(num_nodes=2, min_nodes=1, max_nodes=4, ranks_per_node=4), RestartLimits())
+    assert (placement.fewest, placement.most) == (4, 16)
+    assert shortage(placement, TWO) == []
+    few = placement_of(asked(ranks_per_node=20), RestartLimits(min_gpus=3))
     assert (few.fewest, few.most) == (3, 20)
     assert shortage(few, TWO) == []
 
 
 def test_autoscaler_maximum_counts_as_capacity() -> None:
     grows = RayCluster(TWO.nodes, grows_to={"CPU": 64.0})
-    assert shortage(wish_of(asked(ranks_per_node=32), RestartLimits()), grows) == []
-    assert shortage(wish_of(asked(ranks_per_node=65), RestartLimits()), grows) != []
+    assert shortage(placement_of(asked(ranks_per_node=32), RestartLimits()), grows) == []
+    assert shortage(placement_of(asked(ranks_per_node=65), RestartLimits()), grows) != []
 
 
 def test_dry_run_describes_the_ray_placement() -> None:
@@ -190,7 +190,7 @@ def test_worlds_that_fail_without_ranks_use_up_restarts(
 
 def test_attempt_after_one_without_ranks_is_followed(tmp_path: Path) -> None:
     placed(tmp_path, 0)
-    following = Following(str(tmp_path), 1, LogMirror(None), Wish("cpu", 3, 3))
+    following = Following(str(tmp_path), 1, LogMirror(None), PlacementRequest("cpu", 3, 3))
     died = Fault("machine", 1, "", -1, "its process is gone")
     AttemptEnd(died).write(RunDir(tmp_path).attempt(1))
     following.look()
@@ -206,7 +206,7 @@ def test_attempt_after_one_without_ranks_is_followed(tmp_path: Path) -> None:
 
 def test_run_given_up_before_new_ranks_reports_the_fault(tmp_path: Path) -> None:
     AttemptEnd(Fault("code", 0, "", 5, "an error of another launch"), given_up="over").write(placed(tmp_path, 0))
-    following = Following(str(tmp_path), 1, LogMirror(None), Wish("cpu", 3, 3))
+    following = Following(str(tmp_path), 1, LogMirror(None), PlacementRequest("cpu", 3, 3))
     assert following.failure() is None
     AttemptEnd(Fault("machine", 1, "n1", 5, "lost")).write(placed(tmp_path, 1))
     following.look()
@@ -244,9 +244,9 @@ def test_ranks_that_do_not_stop_within_grace_are_ended(
     ranks = Deaf(store)
     monkeypatch.setattr(launch_ray, "DataParallelTrainer", ranks)
     request = LaunchRequest(("train.py",), str(run_dir), 3)
-    patience = RestartLimits(interrupt_grace_s=0.2)
+    limits = RestartLimits(interrupt_grace_s=0.2)
     with pytest.raises(Stopped):
-        RayRun(request, patience, wish_of(request, patience), cluster=TWO, echo=LogMirror(None), on_stop=None).wait()
+        RayRun(request, limits, placement_of(request, limits), cluster=TWO, mirror=LogMirror(None), on_stop=None).wait()
     assert ranks.heard == "the end"
     assert store == {}
     launch = json.loads((run_dir / "launch.json").read_text())["id"]
@@ -308,7 +308,7 @@ def test_report_not_taken_by_ray_warns_after_a_timeout(
 ) -> None:
     wait: Callable[..., None] = lambda *arguments, **how: time.sleep(600)  # noqa: E731
     monkeypatch.setattr(ray.train, "report", wait)
-    monkeypatch.setattr(ray_host, "_TELL_S", 0.2)
+    monkeypatch.setattr(ray_host, "_REPORT_S", 0.2)
     host = RayProcessOwner(WorkerEnv(run_dir=str(tmp_path)))
     host.report({"step": 4}, "")
     host.close()

@@ -159,7 +159,7 @@ def test_unauthenticated_clients_read_and_set_nothing(tcp):
 def test_flood_of_unauthenticated_clients_does_not_block_ranks():
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    server = StoreServer(listener, SECRET, most_strangers=20)
+    server = StoreServer(listener, SECRET, max_unauthenticated=20)
     client = StoreClient(f"tcp:127.0.0.1:{address[1]}", SECRET)
     strangers = [socket.create_connection(address, 5) for _ in range(100)]
     client.set("a", "1")

@@ -84,7 +84,7 @@ def test_broken_observer_is_reported_once_and_dropped(capfd: pytest.CaptureFixtu
 
 def test_stuck_observer_does_not_block_and_losses_are_reported() -> None:
     stuck, told = Stuck(), []
-    background = Background(stuck, size=2, patience_s=0.05, drain_s=0.2, warn=told.append)
+    background = Background(stuck, size=2, queue_timeout_s=0.05, drain_s=0.2, warn=told.append)
     for number in range(50):
         background.on(warned(number))
     background.close()
@@ -95,7 +95,7 @@ def test_stuck_observer_does_not_block_and_losses_are_reported() -> None:
 
 def test_recovered_observer_gets_the_last_event() -> None:
     stuck, told = Stuck(), []
-    background = Background(stuck, size=2, patience_s=0.05, drain_s=30, warn=told.append)
+    background = Background(stuck, size=2, queue_timeout_s=0.05, drain_s=30, warn=told.append)
     for number in range(10):
         background.on(warned(number))
     threading.Timer(0.2, stuck.free.set).start()

@@ -34,14 +34,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     server.init([])
     told = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
     monkeypatch.setattr(os, "environ", dict(os.environ) | told)
-    monkeypatch.setattr("distributed.engines.horovod.world._Meetings.held", 0)
+    monkeypatch.setattr("distributed.engines.horovod.world._RendezvousCount.held", 0)
     yield
     server.stop()
 
 
 def meet_as(number: int, run_dir: str, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 5.0) -> WorkerEnv:
-    """As the process of this rank would, which has been at no meeting yet."""
-    monkeypatch.setattr("distributed.engines.horovod.world._Meetings.held", 0)
+    """As the process of this rank would, which has been at no rendezvous yet."""
+    monkeypatch.setattr("distributed.engines.horovod.world._RendezvousCount.held", 0)
     return find_meeting(RANKS[number], run_dir, timeout_s).env
 
 

@@ -305,42 +305,42 @@ class Heard:
         pass
 
 
-def tell(course, trial, kind, **content):
-    return course.hear({"kind": kind, "trial": trial.id, "attempt": trial.starts, **content})
+def tell(lifecycle, trial, kind, **content):
+    return lifecycle.hear({"kind": kind, "trial": trial.id, "attempt": trial.starts, **content})
 
 
-def say(course, trial, step, loss, folder):
+def say(lifecycle, trial, step, loss, folder):
     folder.mkdir(parents=True, exist_ok=True)
-    return tell(course, trial, "report", step=step, metrics={"loss": loss}, checkpoint=str(folder), by="report")
+    return tell(lifecycle, trial, "report", step=step, metrics={"loss": loss}, checkpoint=str(folder), by="report")
 
 
 def test_takeover_without_later_training_does_not_count(tmp_path):
     heard = Heard()
     asked = request(run_dir=str(tmp_path), num_samples=2, schedule=Schedule("pbt", perturb_every=1, quantile=0.5))
-    course = TrialLifecycle(asked, heard)
-    good, bad = course.next(), course.next()
+    lifecycle = TrialLifecycle(asked, heard)
+    good, bad = lifecycle.next(), lifecycle.next()
     drawn = dict(bad.params)
-    assert say(course, good, 1, 1.0, tmp_path / "good" / "000001")
-    assert not say(course, bad, 1, 2.0, tmp_path / "bad" / "000001")
-    course.end(bad, "")
+    assert say(lifecycle, good, 1, 1.0, tmp_path / "good" / "000001")
+    assert not say(lifecycle, bad, 1, 2.0, tmp_path / "bad" / "000001")
+    lifecycle.end(bad, "")
     assert heard.ends[-1].status == "pending"
     assert heard.ends[-1].params != drawn
-    again = course.next()
+    again = lifecycle.next()
     assert again is bad
-    tell(course, bad, "returned", metrics={"loss": 1.0})
-    course.end(bad, "")
+    tell(lifecycle, bad, "returned", metrics={"loss": 1.0})
+    lifecycle.end(bad, "")
     last = heard.ends[-1]
     assert (last.status, last.params, last.lineage, last.metrics) == ("done", drawn, (), {"loss": 2.0})
 
 
 def test_population_trials_alternate_unless_about_to_end(tmp_path):
-    course = TrialLifecycle(
+    lifecycle = TrialLifecycle(
         request(run_dir=str(tmp_path), num_samples=2, schedule=Schedule("pbt", perturb_every=1)), Heard()
     )
-    first = course.next()
-    assert not say(course, first, 1, 1.0, tmp_path / "first" / "000001")  # the other one waits
-    course.end(first, "")
-    second = course.next()
+    first = lifecycle.next()
+    assert not say(lifecycle, first, 1, 1.0, tmp_path / "first" / "000001")  # the other one waits
+    lifecycle.end(first, "")
+    second = lifecycle.next()
     assert second is not first
     told = {"step": 1, "metrics": {"loss": 2.0}, "is_last": True, "by": "trainer"}
-    assert tell(course, second, "report", **told)
+    assert tell(lifecycle, second, "report", **told)

@@ -60,12 +60,12 @@ def report(trial, step, loss=1.0, **more):
     return Report(trial, step, {"loss": loss}, float(step), **more)
 
 
-def tell(course, trial, kind, **content):
-    return course.hear({"kind": kind, "trial": trial.id, "attempt": trial.starts, **content})
+def tell(lifecycle, trial, kind, **content):
+    return lifecycle.hear({"kind": kind, "trial": trial.id, "attempt": trial.starts, **content})
 
 
-def epoch(course, trial, step, loss=1.0, fit=1):
-    return tell(course, trial, "report", step=step, metrics={"loss": loss}, by="trainer", fit=fit)
+def epoch(lifecycle, trial, step, loss=1.0, fit=1):
+    return tell(lifecycle, trial, "report", step=step, metrics={"loss": loss}, by="trainer", fit=fit)
 
 
 def write_store(folder: Path, step: int, epoch: int) -> Path:
@@ -88,9 +88,9 @@ def test_trial_sees_only_its_gpus_from_cuda_visible_devices(tmp_path, monkeypatc
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        nursery = TrialProcesses(placement, str(tmp_path), "", os.devnull, ())
-        assert [nursery._devices(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == expected
-        nursery.close()
+        trial_processes = TrialProcesses(placement, str(tmp_path), "", os.devnull, ())
+        assert [trial_processes._devices(slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == expected
+        trial_processes.close()
 
 
 def test_dynamo_is_preloaded_only_for_scripts_with_an_optimizer(tmp_path):
@@ -114,13 +114,13 @@ def test_median_rule_skips_trials_without_a_value_at_that_step():
 
 
 def test_failed_trainer_trial_resumes_at_its_checkpoint_step(tmp_path):
-    course = TrialLifecycle(request(tmp_path, num_samples=1, max_failures=1, schedule=Schedule("median")), Heard())
-    trial = course.next()
+    lifecycle = TrialLifecycle(request(tmp_path, num_samples=1, max_failures=1, schedule=Schedule("median")), Heard())
+    trial = lifecycle.next()
     for step in (1, 2, 3):
-        epoch(course, trial, step)
-    tell(course, trial, "saved", step=2, path="c", fit=1)
-    course.end(trial, "gone")
-    assert set(course._scheduler._costs["0000"]) == {1, 2}
+        epoch(lifecycle, trial, step)
+    tell(lifecycle, trial, "saved", step=2, path="c", fit=1)
+    lifecycle.end(trial, "gone")
+    assert set(lifecycle._scheduler._costs["0000"]) == {1, 2}
 
 
 def test_resumed_trainer_trial_is_at_its_newest_whole_checkpoint(tmp_path):
@@ -151,16 +151,16 @@ def test_bayesian_search_learns_only_from_finished_trials(tmp_path):
 
 def test_save_of_the_old_process_after_a_takeover_is_ignored(tmp_path):
     schedule = Schedule("pbt", perturb_every=1, quantile=0.5)
-    course = TrialLifecycle(request(tmp_path, schedule=schedule), Heard())
-    good, bad = course.next(), course.next()
+    lifecycle = TrialLifecycle(request(tmp_path, schedule=schedule), Heard())
+    good, bad = lifecycle.next(), lifecycle.next()
     source = write_store(Path(good.directory, "run", "checkpoints"), 4, 1)
-    epoch(course, good, 1, 1.0)
-    tell(course, good, "saved", step=1, path=str(source), fit=1)
-    assert not epoch(course, bad, 1, 2.0)
+    epoch(lifecycle, good, 1, 1.0)
+    tell(lifecycle, good, "saved", step=1, path=str(source), fit=1)
+    assert not epoch(lifecycle, bad, 1, 2.0)
     own = Path(bad.directory, "run-1", "checkpoints", source.name)
     assert bad.saved == str(own)
     assert own.is_dir()
-    tell(course, bad, "saved", step=1, path="of the state before", fit=1)
+    tell(lifecycle, bad, "saved", step=1, path="of the state before", fit=1)
     assert bad.saved == str(own)
 
 
@@ -186,24 +186,24 @@ def test_takeover_of_a_missing_checkpoint_changes_nothing(tmp_path, monkeypatch)
 
 def test_interrupt_keeps_the_decided_status_of_ending_trials(tmp_path):
     heard = Heard()
-    course = TrialLifecycle(request(tmp_path, num_samples=4, schedule=Schedule(max_steps=2)), heard)
-    trials = [course.next() for _ in range(4)]
+    lifecycle = TrialLifecycle(request(tmp_path, num_samples=4, schedule=Schedule(max_steps=2)), heard)
+    trials = [lifecycle.next() for _ in range(4)]
     for trial in trials:
-        epoch(course, trial, 1)
-    epoch(course, trials[0], 2)
-    course.legs[trials[1].id].leaves_as = "stopped"
-    tell(course, trials[2], "returned", metrics={"loss": 1.0})
-    course.interrupt()
+        epoch(lifecycle, trial, 1)
+    epoch(lifecycle, trials[0], 2)
+    lifecycle.legs[trials[1].id].requested_status = "stopped"
+    tell(lifecycle, trials[2], "returned", metrics={"loss": 1.0})
+    lifecycle.interrupt()
     assert [end.status for end in heard.ends] == ["done", "stopped", "done", "interrupted"]
 
 
 def test_resumed_search_does_not_rerun_trials_at_max_steps(tmp_path):
     heard = Heard()
     known = (past(tmp_path, "0000", "running", 2), past(tmp_path, "0001", "interrupted", 1))
-    course = TrialLifecycle(request(tmp_path, schedule=Schedule(max_steps=2), past=known), heard)
+    lifecycle = TrialLifecycle(request(tmp_path, schedule=Schedule(max_steps=2), past=known), heard)
     assert [(end.id, end.status) for end in heard.ends] == [("0000", "done")]
-    assert course.next().id == "0001"
-    assert course.next() is None
+    assert lifecycle.next().id == "0001"
+    assert lifecycle.next() is None
 
 
 def test_population_ranks_only_running_trials():
@@ -287,29 +287,29 @@ def test_journal_keeps_the_failure_count_of_a_trial(tmp_path):
 
 
 def test_restarted_epochs_replace_reports_and_later_fit_adds(tmp_path):
-    course = TrialLifecycle(request(tmp_path, num_samples=1, max_failures=1), Heard())
-    trial = course.next()
+    lifecycle = TrialLifecycle(request(tmp_path, num_samples=1, max_failures=1), Heard())
+    trial = lifecycle.next()
     for step in (1, 2, 3):
-        epoch(course, trial, step, float(step))
-    epoch(course, trial, 2, 20.0)  # from the checkpoint after the first
-    epoch(course, trial, 3, 30.0)
+        epoch(lifecycle, trial, step, float(step))
+    epoch(lifecycle, trial, 2, 20.0)  # from the checkpoint after the first
+    epoch(lifecycle, trial, 3, 30.0)
     for step in (1, 2, 2):
-        epoch(course, trial, step, 40.0 + step, fit=2)
-    tell(course, trial, "saved", step=2, path="c", fit=2)
+        epoch(lifecycle, trial, step, 40.0 + step, fit=2)
+    tell(lifecycle, trial, "saved", step=2, path="c", fit=2)
     seen = [(entry.step, entry.metrics["loss"], entry.fit) for entry in trial.history]
     assert seen == [(1, 1.0, 1), (2, 20.0, 1), (3, 30.0, 1), (4, 41.0, 2), (5, 42.0, 2)]
     assert trial.saved_step == 5
-    course.end(trial, "gone")
-    assert course.next() is trial
-    epoch(course, trial, 3, 50.0, fit=2)
+    lifecycle.end(trial, "gone")
+    assert lifecycle.next() is trial
+    epoch(lifecycle, trial, 3, 50.0, fit=2)
     assert [entry.step for entry in trial.history] == [1, 2, 3, 4, 5, 6]
 
 
 def test_reports_of_a_replacement_process_replace_old_steps(tmp_path):
-    course = TrialLifecycle(request(tmp_path, num_samples=1), Heard())
-    trial = course.next()
+    lifecycle = TrialLifecycle(request(tmp_path, num_samples=1), Heard())
+    trial = lifecycle.next()
     for pid, step in ((7, 1), (7, 2), (7, 3), (8, 2), (8, 3)):
-        tell(course, trial, "report", step=step, metrics={"loss": float(pid)}, by="report", pid=pid)
+        tell(lifecycle, trial, "report", step=step, metrics={"loss": float(pid)}, by="report", pid=pid)
     assert [(entry.step, entry.metrics["loss"]) for entry in trial.history] == [(1, 7.0), (2, 8.0), (3, 8.0)]
 
 

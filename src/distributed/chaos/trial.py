@@ -32,7 +32,7 @@ from distributed.core.run_dir import RunDir
 UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 _OVER = object()
 _LOOK_S = 0.02
-_PATIENCE_S = 90.0  # with a recovery, beyond the deadline of a step and the time of the whole undisturbed run
+_TIMEOUT_S = 90.0  # with a recovery, beyond the deadline of a step and the time of the whole undisturbed run
 _ENDING_S = 60.0  # for all nodes to end after the training is done
 _SHORTEST_HANG_S = 5.0
 _STEPS_OF_HANG = 20  # a step may last that many times the mean of the undisturbed run
@@ -172,7 +172,7 @@ class _Disturbance:
     _open_since: float = 0.0  # wall clock
     _act_over_at: float = 0.0  # wall clock
     _beyond: int = 0  # the step that must be passed before the fault is over
-    _told: bool = False
+    _is_reported: bool = False
 
     def until_it_ends(self) -> None:
         view, report = self.scene.view, self.report
@@ -195,7 +195,7 @@ class _Disturbance:
         report.ending = gave_up or f"exit code {next((code for code in codes if code), 0)}\n{self.run.tail()}"
         report.attempts = view.attempt + 1
         reported = view.of(RunReported)
-        report.goodput_told = max((told.goodput for told in reported), default=None)  # the node of rank 0 knows best
+        report.goodput_told = max((ended.goodput for ended in reported), default=None)  # the node of rank 0 knows best
         sizes = {started.world_size for started in view.of(RunStarted)}
         sizes |= {recovered.world_size for recovered in view.of(Recovered)}
         report.was_resized = len(sizes) > 1
@@ -228,7 +228,7 @@ class _Disturbance:
 
     def _begin(self, arrival: Arrival) -> None:
         view = self.scene.view
-        self._harm, self._told = Harm(), False
+        self._harm, self._is_reported = Harm(), False
         self._open = Injury(arrival.kind, time.monotonic() - self._begun, view.reached, view.attempt)
         self._open_since, self._beyond = time.time(), view.reached
         self._act = KINDS[arrival.kind].act(self.scene, random.Random(arrival.seed), self._harm)
@@ -240,8 +240,8 @@ class _Disturbance:
         assert self._open is not None
         is_over = next(self._act, _OVER) is _OVER
         injury, harm = self._open, self._harm
-        if harm.text and not self._told:
-            self._told, injury.text = True, harm.text
+        if harm.text and not self._is_reported:
+            self._is_reported, injury.text = True, harm.text
             self.report.injuries.append(injury)
             self.screen.line(f"step {injury.step}, {injury.time_s:.1f} s: {injury.kind}: {harm.text}")
         if not is_over:
@@ -268,7 +268,7 @@ class _Disturbance:
                 self._close(first.time if first is not None else time.time(), "")
                 return ""
         waited = time.time() - self._open_since
-        if waited > _PATIENCE_S + 2 * self.deadline_s + self.report.undisturbed_s:
+        if waited > _TIMEOUT_S + 2 * self.deadline_s + self.report.undisturbed_s:
             injury.wrong.append(f"not recovered within {waited:.0f} s")
             return f"it did not recover from {injury.kind} at step {injury.step}"
         return ""

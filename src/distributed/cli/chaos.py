@@ -21,6 +21,7 @@ from distributed.chaos.report import table
 from distributed.chaos.runs import Order
 from distributed.chaos.schedule import parse_span
 from distributed.chaos.trial import Request, Screen, run_trial
+from distributed.cli import options as opt
 from distributed.cli.settings import gather, read_file, read_words
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import ConfigError, PlanError, Problem
@@ -40,42 +41,46 @@ _OURS = {  # settings that are not the user's here, and the option to use
     "resume_from_checkpoint": "",
 }
 
+Faults = Annotated[
+    str, typer.Option(metavar="KINDS", help="Which, with commas between them: " + ", ".join(KINDS) + ".")
+]
+Mtbf = Annotated[
+    str | None, typer.Option(metavar="TIME", help=f"Mean time between faults: 15s, 2m; {_MTBF} unless given.")
+]
+Kills = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Exactly N faults, spread over the steps, and no --mtbf.")
+]
+Steps = Annotated[int | None, typer.Option(min=1, metavar="N", help=f"Steps of either run; {_STEPS} unless given.")]
+NumGpus = Annotated[int | None, typer.Option(min=1, metavar="N", help=f"Devices in all; {_GPUS} unless given.")]
+Nodes = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Hosts to make of this machine, as network namespaces; needs root.")
+]
+Tolerance = Annotated[
+    float | None, typer.Option(min=0.0, metavar="X", help="Difference in weights that still passes; 0 unless set.")
+]
+RunDirectory = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Where both runs go; runs/chaos-<time> unless given.")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures, with every fault.")
+]
+
 
 def chaos(
     context: typer.Context,
     script: Annotated[str, typer.Option(metavar="FILE", help="The training script, as for `distributed train`.")],
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any setting: see `distributed config show`.")
-    ] = None,
-    faults: Annotated[
-        str, typer.Option(metavar="KINDS", help="Which, with commas between them: " + ", ".join(KINDS) + ".")
-    ] = "kill",
-    mtbf: Annotated[
-        str | None, typer.Option(metavar="TIME", help=f"Mean time between faults: 15s, 2m; {_MTBF} unless given.")
-    ] = None,
-    kills: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Exactly N faults, spread over the steps, and no --mtbf.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help=f"Steps of either run; {_STEPS} unless given.")
-    ] = None,
+    settings: opt.Settings = None,
+    faults: Faults = "kill",
+    mtbf: Mtbf = None,
+    kills: Kills = None,
+    steps: Steps = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the faults: the same seed, the same faults.")] = 0,
-    num_gpus: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help=f"Devices in all; {_GPUS} unless given.")
-    ] = None,
-    nodes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Hosts to make of this machine, as network namespaces; needs root.")
-    ] = 1,
-    tolerance: Annotated[
-        float | None, typer.Option(min=0.0, metavar="X", help="Difference in weights that still passes; 0 unless set.")
-    ] = None,
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
-    run_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where both runs go; runs/chaos-<time> unless given.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures, with every fault.")
-    ] = None,
+    num_gpus: NumGpus = None,
+    nodes: Nodes = 1,
+    tolerance: Tolerance = None,
+    config: opt.ConfigFile = None,
+    run_dir: RunDirectory = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Run a training twice, once undisturbed and once under faults, and compare the results.
 

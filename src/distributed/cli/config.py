@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from distributed.cli import options as opt
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
 from distributed.core.run_config import RunConfig
@@ -26,7 +27,7 @@ def _config() -> None:
 @app.command("show")
 def show(
     settings: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to add.")] = None,
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
+    config: opt.ConfigFile = None,
     run_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="A run directory: the settings that run was given.")
     ] = None,

@@ -9,10 +9,11 @@ import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 
+from distributed.cli import options as opt
 from distributed.cli.settings import gather
 from distributed.cli.words import ScriptCommand
 from distributed.core.atomic import make_private
@@ -60,95 +61,37 @@ _SIZES = ("num_gpus", "num_nodes", "gpus_per_node")
 
 def train(
     context: typer.Context,
-    script: Annotated[str, typer.Option(metavar="FILE", help="The Python script to run in every rank.")],
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any setting: see `distributed config show`.")
-    ] = None,
-    num_gpus: Annotated[
-        str | None, typer.Option(metavar="N", help="Devices in all (CPU processes without CUDA).")
-    ] = None,
-    backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"The engine: {', '.join(['auto', *ENGINES.entries])}.")
-    ] = None,
-    num_nodes: Annotated[str | None, typer.Option(metavar="N", help="Machines; run the same command on each.")] = None,
-    gpus_per_node: Annotated[str | None, typer.Option(metavar="N", help="Devices on each machine.")] = None,
-    min_nodes: Annotated[str | None, typer.Option(metavar="N", help="Fewest machines to continue with.")] = None,
-    max_nodes: Annotated[str | None, typer.Option(metavar="N", help="Most machines to grow to.")] = None,
-    node_rank: Annotated[
-        str | None,
-        typer.Option(metavar="R", help="The rank of this machine, from 0; without it, the machines agree on one."),
-    ] = None,
-    master_addr: Annotated[
-        str | None, typer.Option(metavar="HOST", help="Rendezvous: the address of node 0, the same on all.")
-    ] = None,
-    master_port: Annotated[
-        str | None, typer.Option(metavar="PORT", help="The rendezvous port of node 0; 29400 unless given.")
-    ] = None,
-    join_token: Annotated[
-        str | None,
-        typer.Option(
-            metavar="@FILE",
-            help="The run's secret, without which no node joins; the same on all. Better than here, where `ps` shows a"
-            " token itself, in DISTRIBUTED_JOIN_TOKEN. Without one, node 0 leaves it in the shared run directory.",
-        ),
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="WHERE", help="The Ray cluster that runs the ranks: auto, host:port or ray://host:port."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = None,
-    share_gpus: Annotated[
-        bool, typer.Option("--share-gpus", help="Let several ranks share a GPU: to try a run, not for speed.")
-    ] = False,
-    sharding: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Shard the model's state: none, grad_op, full or hybrid.")
-    ] = None,
-    zero_stage: Annotated[str | None, typer.Option(metavar="0..3", help="The same by ZeRO's numbers.")] = None,
-    tensor_parallel: Annotated[
-        str | None, typer.Option(metavar="N", help="Ranks that each layer is sharded over.")
-    ] = None,
-    pipeline_parallel: Annotated[
-        str | None, typer.Option(metavar="N", help="Stages that the model's blocks are split into.")
-    ] = None,
-    context_parallel: Annotated[
-        str | None, typer.Option(metavar="N", help="Ranks that each sequence is sharded over.")
-    ] = None,
-    activation_checkpointing: Annotated[
-        str | None,
-        typer.Option(metavar="HOW", help="Compute blocks again in backward: full, selective, or n: each n-th."),
-    ] = None,
-    cpu_offload: Annotated[
-        bool, typer.Option("--cpu-offload", help="Keep sharded parameters and optimizer state in host memory.")
-    ] = False,
-    deepspeed_config: Annotated[
-        str | None,
-        typer.Option(
-            "--deepspeed-config", "--deepspeed_config", metavar="FILE", help="DeepSpeed's own configuration, in JSON."
-        ),
-    ] = None,
-    offload_optimizer: Annotated[
-        str | None, typer.Option(metavar="WHERE", help="For deepspeed: keep the optimizer state in cpu or nvme.")
-    ] = None,
-    offload_parameters: Annotated[
-        str | None, typer.Option(metavar="WHERE", help="The same for the parameters, with --zero-stage 3.")
-    ] = None,
-    offload_dir: Annotated[str | None, typer.Option(metavar="DIR", help="For nvme: a folder on a fast disk.")] = None,
-    compression: Annotated[
-        str | None, typer.Option(metavar="KIND", help="For horovod: fp16 gradients on the wire.")
-    ] = None,
-    lora: Annotated[str | None, typer.Option(metavar="RANK", help="Train adapters of this rank; or true.")] = None,
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")] = None,
-    run_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where logs and events go; runs/<time> unless given.")
-    ] = None,
-    dry_run: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[=N]",
-            help="Show what would run; start and create nothing. With =N: also run the script here, without devices or "
-            "memory, up to one step as rank 0 of N ranks.",
-        ),
-    ] = None,
+    script: opt.Script,
+    settings: opt.Settings = None,
+    num_gpus: opt.NumGpus = None,
+    backend: opt.Backend = None,
+    num_nodes: opt.NumNodes = None,
+    gpus_per_node: opt.GpusPerNode = None,
+    min_nodes: opt.MinNodes = None,
+    max_nodes: opt.MaxNodes = None,
+    node_rank: opt.NodeRank = None,
+    master_addr: opt.MasterAddr = None,
+    master_port: opt.MasterPort = None,
+    join_token: opt.JoinToken = None,
+    address: opt.Address = None,
+    device: opt.Device = None,
+    share_gpus: opt.ShareGpus = False,
+    sharding: opt.Sharding = None,
+    zero_stage: opt.ZeroStage = None,
+    tensor_parallel: opt.TensorParallel = None,
+    pipeline_parallel: opt.PipelineParallel = None,
+    context_parallel: opt.ContextParallel = None,
+    activation_checkpointing: opt.ActivationCheckpointing = None,
+    cpu_offload: opt.CpuOffload = False,
+    deepspeed_config: opt.DeepspeedConfig = None,
+    offload_optimizer: opt.OffloadOptimizer = None,
+    offload_parameters: opt.OffloadParameters = None,
+    offload_dir: opt.OffloadDir = None,
+    compression: opt.Compression = None,
+    lora: opt.Lora = None,
+    config: opt.ConfigFile = None,
+    run_dir: opt.RunDirectory = None,
+    dry_run: opt.DryRun = None,
 ) -> None:
     """Run a training script as N ranks: a script that uses this library, or any torch.distributed script.
 
@@ -369,7 +312,7 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
     request, nodes, first = job.request, None, None
     resumes = bool(job.config.resume_from_checkpoint)
     if request.most_nodes > 1 and not job.engine.spans:
-        nodes, first = _meet(job, held)
+        nodes, first = _join_rendezvous(job, held)
         request = replace(request, run_dir=first.run_dir, attempt=first.attempt)
     else:
         held.enter_context(owned(request.run_dir, resume=resumes))
@@ -385,9 +328,9 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
     limits = RestartLimits.of(job.config)
     try:
         if nodes is None:
-            launcher_of(job.engine).run(request, screen, patience=limits, on_stop=screen.stopping)
+            launcher_of(job.engine).run(request, screen, limits=limits, on_stop=screen.stopping)
         else:
-            LocalLauncher().run(request, screen, nodes=nodes, first=first, patience=limits, on_stop=screen.stopping)
+            LocalLauncher().run(request, screen, nodes=nodes, first=first, limits=limits, on_stop=screen.stopping)
     except Stopped as stopped:
         typer.echo(f"{stopped}; logs and what was saved: {request.run_dir}", err=True)
         is_preempted = stopped.signal in (signal.SIGTERM, signal.SIGUSR1)
@@ -410,9 +353,9 @@ def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
     os.execve(command[0], command, inherited_environ() | dict(job.request.env))
 
 
-def _meet(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
+def _join_rendezvous(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
     request = job.request
-    host, port = request.meeting_point
+    host, port = request.rendezvous_endpoint
     typer.echo(f"rendezvous at {host}:{port}: waiting for {request.num_nodes} nodes", err=True)
     nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None)
     # Checked before other nodes write there; whether it matters is known after the rendezvous.

@@ -22,38 +22,43 @@ from distributed.tune.tuner import RUNNERS, DistributedTuner
 
 _OF_THE_SEARCH = ("num_gpus", "run_dir", "checkpoint_dir", "resume_from_checkpoint", "address")
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE | show RUN_DIR", help="Settings of every trial; or a search to show again."),
+]
+NumSamples = Annotated[int, typer.Option(metavar="N", help="Trials; for a grid, repetitions of each of its points.")]
+Metric = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The metric to optimize: val_loss, val_accuracy, min:mae …")
+]
+MetricMode = Annotated[str | None, typer.Option(metavar="min|max", help="Which is best; by default from its name.")]
+Scheduler = Annotated[
+    str, typer.Option(metavar="KIND", help="none; asha or median stop bad trials; pbt changes them as they train.")
+]
+MaxSteps = Annotated[int | None, typer.Option(metavar="N", help="End a trial after N reports; an epoch is one.")]
+NumGpus = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Devices that the trials share; by default all. Without CUDA: cores."),
+]
+RunDirectory = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Run directory of the search; runs/tune/<time> unless given.")
+]
+
 
 def tune(
     context: typer.Context,
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE | show RUN_DIR", help="Settings of every trial; or a search to show again."),
-    ] = None,
+    settings: Settings = None,
     script: Annotated[str | None, typer.Option(metavar="FILE", help="The script that each trial runs.")] = None,
     space: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file: what each parameter may be.")] = None,
-    num_samples: Annotated[
-        int, typer.Option(metavar="N", help="Trials; for a grid, repetitions of each of its points.")
-    ] = 10,
-    metric: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The metric to optimize: val_loss, val_accuracy, min:mae …")
-    ] = None,
-    mode: Annotated[
-        str | None, typer.Option(metavar="min|max", help="Which is best; by default from its name.")
-    ] = None,
+    num_samples: NumSamples = 10,
+    metric: Metric = None,
+    mode: MetricMode = None,
     search: Annotated[str, typer.Option(metavar="KIND", help="random, grid or bayes.")] = "random",
-    scheduler: Annotated[
-        str, typer.Option(metavar="KIND", help="none; asha or median stop bad trials; pbt changes them as they train.")
-    ] = "none",
-    max_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="End a trial after N reports; an epoch is one.")
-    ] = None,
+    scheduler: Scheduler = "none",
+    max_steps: MaxSteps = None,
     grace_steps: Annotated[int, typer.Option(metavar="N", help="Reports before a trial may be stopped.")] = 1,
     reduction_factor: Annotated[float, typer.Option(metavar="F", help="For asha: of F trials, one continues.")] = 4,
     perturb_every: Annotated[int, typer.Option(metavar="N", help="For pbt: reports between two changes.")] = 4,
-    num_gpus: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Devices that the trials share; by default all. Without CUDA: cores."),
-    ] = None,
+    num_gpus: NumGpus = None,
     trials_per_gpu: Annotated[int, typer.Option(metavar="N", help="Trials on each device.")] = 1,
     gpus_per_trial: Annotated[int, typer.Option(metavar="N", help="Ranks of each trial, a device each.")] = 1,
     max_failures: Annotated[int, typer.Option(metavar="N", help="Retries of a failed trial.")] = 0,
@@ -61,9 +66,7 @@ def tune(
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"auto, {' or '.join(RUNNERS.entries)}.")] = "auto",
     address: Annotated[str | None, typer.Option(metavar="ADDR", help="Of a Ray cluster: auto or host:port.")] = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings for every trial.")] = None,
-    run_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Run directory of the search; runs/tune/<time> unless given.")
-    ] = None,
+    run_dir: RunDirectory = None,
     resume: Annotated[bool, typer.Option("--resume", help="Finish the search in --run-dir.")] = False,
 ) -> None:
     """Run a script with many settings, in parallel, and find the best ones.

@@ -150,12 +150,12 @@ class Lock:
     _stop: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
 
-    def acquire(self, patience_s: float = 0.0) -> Lock:
+    def acquire(self, timeout_s: float = 0.0) -> Lock:
         """Raises InUse while another living run holds it, after waiting so long for that one to end."""
         text = self.owner.to_text()
         begun = changed = time.monotonic()
         before: Seen | None = None
-        is_told = lives = False
+        is_reported = lives = False
         while not self.place.create(text):
             seen = self.place.look()
             if seen is None:
@@ -176,10 +176,10 @@ class Lock:
                     break
                 time.sleep(_LOOK_EVERY_S)  # another process is taking it, or died in that instant
                 continue
-            if (lives or is_gone is False) and now - begun >= patience_s:
+            if (lives or is_gone is False) and now - begun >= timeout_s:
                 raise InUse(other, self.place.name)
-            if not is_told:
-                is_told = True
+            if not is_reported:
+                is_reported = True
                 self.say(f"{self.place.name} is locked by {other or 'another run'}: waiting to see whether it ends")
             time.sleep(_LOOK_EVERY_S)
         self._thread = threading.Thread(target=self._keep, daemon=True, name="lock-heartbeat")

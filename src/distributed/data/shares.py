@@ -3,7 +3,7 @@
 A step takes the next `global_batch` positions, cut into micro-batches of `per_device × ranks`, and each of these is
 shared by all ranks. The last step takes what is left, so every position is used once; where that does not divide,
 shares differ in size, and the weights make the sum of the ranks' gradients that of one process. Where the plan has
-leaves, the whole global batch is shared by these virtual ranks instead, and each rank holds as many of them.
+`leaves`, the whole global batch is shared by these virtual ranks instead, and each rank holds as many of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MicroCut(NamedTuple):
     start: int  # positions in the epoch's order
     stop: int
     first: int  # the micro-batch's first position, which stands in where the share is empty
-    weight: float  # this share's part of the step's mean, times the number of ranks (but not for a leaf)
+    weight: float  # this share's part of the step's mean, times the number of ranks (but not for a virtual rank)
 
     @property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class EpochSplit:
 
     def cuts(self, step: int) -> list[MicroCut]:
         """What this rank takes in a step, in order."""
-        return self.leaf_cuts(step) if self.batch.leaves else self.micro_cuts(step)
+        return self.virtual_cuts(step) if self.batch.leaves else self.micro_cuts(step)
 
     def micro_cuts(self, step: int) -> list[MicroCut]:
         start, total = step * self.batch.global_batch, self.samples_in(step)
@@ -89,17 +89,17 @@ class EpochSplit:
                 yield micro.read
 
     @property
-    def first_leaf(self) -> int:
+    def first_virtual_rank(self) -> int:
         return self.rank * (self.batch.leaves // self.batch.ranks)
 
-    def leaf_cuts(self, step: int) -> list[MicroCut]:
-        """This rank's leaves of a step, in order. Their weights are parts of the step's mean: over all ranks, they add
-        up to 1. Who holds a leaf has no influence on what is in it."""
+    def virtual_cuts(self, step: int) -> list[MicroCut]:
+        """This rank's virtual ranks of a step, in order. Their weights are parts of the step's mean: over all ranks,
+        they add up to 1. Who holds one has no influence on what is in it."""
         start, total, leaves = step * self.batch.global_batch, self.samples_in(step), self.batch.leaves
         filled = max(1, min(leaves, total // self.batch.least_leaf))
         cuts = []
-        for leaf in range(self.first_leaf, self.first_leaf + leaves // self.batch.ranks):
-            low, high = share(total, filled, leaf) if leaf < filled else (total, total)
+        for number in range(self.first_virtual_rank, self.first_virtual_rank + leaves // self.batch.ranks):
+            low, high = share(total, filled, number) if number < filled else (total, total)
             cuts.append(MicroCut(start + low, start + high, start, (high - low) / total))
         return cuts
 

@@ -36,7 +36,7 @@ class StreamBatch(NamedTuple):
     digest: int = 0  # of the samples that were read for it
 
 
-class StreamTaken(NamedTuple):
+class StreamSamples(NamedTuple):
     """What a rank read of a stream until a step."""
 
     digest: int

@@ -1,7 +1,7 @@
-"""Leaves: the parts of a step that virtual ranks take, each with random streams of its own.
+"""Virtual ranks: each takes a share of every step, with random streams of its own.
 
-What is drawn for a leaf is a function of seed, epoch, step and leaf, so neither the number of processes nor that of
-data loader workers nor a resume changes an augmentation or a dropout mask.
+What is drawn for a share is a function of seed, epoch, step and virtual rank, so neither the number of processes nor
+that of data loader workers nor a resume changes an augmentation or a dropout mask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from distributed.data.order import derive_seed
 
 
 class VirtualShare(NamedTuple):
-    """One leaf of one step."""
+    """The share that one virtual rank takes of one step."""
 
-    step_seed: int  # the same for all leaves of the step
+    step_seed: int  # the same for all shares of the step
     number: int  # 0 ≤ number < virtual ranks
 
     @staticmethod
@@ -42,34 +42,34 @@ class VirtualShare(NamedTuple):
         return derive_seed(self.step_seed, "after")
 
 
-class LeafIndices(NamedTuple):
-    """Which samples a leaf holds, as the sampler hands it to a data loader's worker."""
+class ShareIndices(NamedTuple):
+    """Which samples a share holds, as the sampler hands it to a data loader's worker."""
 
     loading_seed: int
     indices: list[int]
 
 
-class LeafReader(Dataset[Any]):
-    """Reads whole leaves of a dataset, each under its own seed. For anything else it passes for the dataset.
+class ShareReader(Dataset[Any]):
+    """Reads whole shares of a dataset, each under its own seed. For anything else it passes for the dataset.
 
     A worker_init_fn finds it as `get_worker_info().dataset` and may use and set the dataset's attributes through it.
-    With `apart` it reads in the process that trains, and leaves the generators there as they were.
+    With `restores_generators` it reads in the process that trains, and leaves the generators there as they were.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, apart: bool = False) -> None:
-        self.__dict__.update(_dataset=dataset, _collate=collate, _apart=apart)
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, restores_generators: bool = False) -> None:
+        self.__dict__.update(_dataset=dataset, _collate=collate, _restores_generators=restores_generators)
 
-    def __getitem__(self, leaf: LeafIndices) -> Any:
-        if self.__dict__["_apart"]:
-            with seeded(leaf.loading_seed):
-                return self._read_leaf(leaf)
-        seed_generators(leaf.loading_seed)
-        return self._read_leaf(leaf)
+    def __getitem__(self, share: ShareIndices) -> Any:
+        if self.__dict__["_restores_generators"]:
+            with seeded(share.loading_seed):
+                return self._read_share(share)
+        seed_generators(share.loading_seed)
+        return self._read_share(share)
 
-    def _read_leaf(self, leaf: LeafIndices) -> Any:
+    def _read_share(self, share: ShareIndices) -> Any:
         dataset = self.__dict__["_dataset"]
         read_all = getattr(dataset, "__getitems__", None)
-        samples = read_all(leaf.indices) if callable(read_all) else [dataset[index] for index in leaf.indices]
+        samples = read_all(share.indices) if callable(read_all) else [dataset[index] for index in share.indices]
         return self.__dict__["_collate"](samples)
 
     def __getattr__(self, name: str) -> Any:
@@ -81,9 +81,9 @@ class LeafReader(Dataset[Any]):
         setattr(self.__dict__["_dataset"], name, value)
 
 
-def as_read(leaf: Any) -> Any:
+def as_read(share: Any) -> Any:
     """The collate function of a loader whose dataset has collated already."""
-    return leaf
+    return share
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:

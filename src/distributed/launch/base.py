@@ -47,7 +47,7 @@ class Launcher(Protocol):
         request: LaunchRequest,
         screen: Screen | None = None,
         *,
-        patience: RestartLimits | None = None,
+        limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
     ) -> JobHandle:
         """Start the ranks, which end with this process. `on_stop` is called with each stop signal."""
@@ -57,7 +57,7 @@ class Launcher(Protocol):
         request: LaunchRequest,
         screen: Screen | None = None,
         *,
-        patience: RestartLimits | None = None,
+        limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
     ) -> None:
         """Submit and wait, forwarding this process's signals to the ranks."""

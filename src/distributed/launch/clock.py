@@ -42,7 +42,7 @@ class Timings:
     """The timeouts and intervals of a supervisor, in seconds."""
 
     poll_s: float = 0.1  # between polls if nothing happens; a rank's message or exit wakes the supervisor at once
-    untold_s: float = 0.02  # between polls where no event reports that a rank has ended
+    unwatched_poll_s: float = 0.02  # between polls where no event reports that a rank has ended
     notice_s: float = 0.2  # a death without a message happened up to this long before it is noticed
     news_every_s: float = 0.1
     resize_every_s: float = 0.5  # between checks for a resize request

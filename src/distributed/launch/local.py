@@ -91,7 +91,7 @@ class LocalLauncher(Launcher):
             if request.master_port is None:
                 lines.append("MASTER_PORT is chosen at the start")
         else:
-            host, meeting_port = request.meeting_point
+            host, rendezvous_port = request.rendezvous_endpoint
             node = request.node_rank or 0
             place = NodePlace(
                 node,
@@ -104,7 +104,7 @@ class LocalLauncher(Launcher):
                 nodes=((host, request.ranks_per_node),) * request.num_nodes,
             )
             lines.append(
-                f"rendezvous of the nodes at {host}:{meeting_port}; shown is node {node}"
+                f"rendezvous of the nodes at {host}:{rendezvous_port}; shown is node {node}"
                 + ("" if request.node_rank is not None else ", which is agreed there")
                 + "; MASTER_ADDR and MASTER_PORT are node 0's, chosen there"
             )
@@ -121,11 +121,11 @@ class LocalLauncher(Launcher):
         *,
         nodes: Nodes | None = None,
         first: Round | None = None,
-        patience: RestartLimits | None = None,
+        limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
     ) -> None:
         """Submit and wait."""
-        self.submit(request, screen, nodes=nodes, first=first, patience=patience, on_stop=on_stop).wait()
+        self.submit(request, screen, nodes=nodes, first=first, limits=limits, on_stop=on_stop).wait()
 
     def submit(
         self,
@@ -134,11 +134,11 @@ class LocalLauncher(Launcher):
         *,
         nodes: Nodes | None = None,
         first: Round | None = None,
-        patience: RestartLimits | None = None,
+        limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
         parent: WarmParent | None = None,
     ) -> Supervisor:
-        """Start the ranks; `wait` restarts them within the limits of `patience`.
+        """Start the ranks; `wait` restarts them within `limits`.
 
         They end with this process, and with the thread that calls this. Several nodes pass their rendezvous and its
         first result. If a `parent` is passed, the ranks are forked from it, and it outlives them.
@@ -146,7 +146,7 @@ class LocalLauncher(Launcher):
         kept_back = ("TORCHELASTIC_", JOIN_TOKEN)
         inherited = {name: value for name, value in self.environ.items() if not name.startswith(kept_back)}
         nodes = nodes or Alone(request)
-        echo = LogMirror(screen)
+        mirror = LogMirror(screen)
         script = None if request.command[0] == "-m" else request.command[0]
         preload = preloads(script, request.preload or ALWAYS) if request.warm else None
         supervisor = Supervisor(
@@ -158,12 +158,12 @@ class LocalLauncher(Launcher):
                 preload=preload,
                 parent=parent,
                 frees_devices=request.device == "cuda",
-                on_started=lambda member: echo.follow(member.rank, member.process.log_path),
+                on_started=lambda member: mirror.follow(member.rank, member.process.log_path),
                 door=nodes.door,
             ),
             render=lambda round_, slots: self.render_round(request, round_, slots),
-            echo=echo,
-            patience=patience or RestartLimits(),
+            echo=mirror,
+            patience=limits or RestartLimits(),
             on_stop=on_stop,
         )
         try:

@@ -119,7 +119,7 @@ def check_port(request: LaunchRequest) -> list[Problem]:
     if request.num_nodes == 1:
         port = request.master_port
     else:
-        port = request.meeting_point[1] if request.node_rank == 0 else None
+        port = request.rendezvous_endpoint[1] if request.node_rank == 0 else None
     if port is None or not port_in_use(port):
         return []
     another = "leave master_port out to get a free one" if request.num_nodes == 1 else "the same on all nodes"

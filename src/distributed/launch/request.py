@@ -14,7 +14,7 @@ from distributed.core.registry import load_target
 from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask, mask_arguments
 
-DEFAULT_MEETING_PORT = 29400  # of the rendezvous when no master_port is given; torch elastic's own default
+DEFAULT_RENDEZVOUS_PORT = 29400  # of the rendezvous when no master_port is given; torch elastic's own default
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class LaunchRequest:
         return self.num_nodes if self.max_nodes is None else self.max_nodes
 
     @property
-    def meeting_point(self) -> tuple[str, int]:
-        return self.master_addr or "127.0.0.1", self.master_port or DEFAULT_MEETING_PORT
+    def rendezvous_endpoint(self) -> tuple[str, int]:
+        return self.master_addr or "127.0.0.1", self.master_port or DEFAULT_RENDEZVOUS_PORT
 
 
 @dataclass(frozen=True)

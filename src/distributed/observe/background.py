@@ -11,7 +11,7 @@ from collections.abc import Callable
 from distributed.core.events import Event, Observer, RunEnded
 
 QUEUE_EVENTS = 10_000
-PATIENCE_S = 5.0  # how long a full queue may hold up the run, once
+QUEUE_TIMEOUT_S = 5.0  # how long a full queue may hold up the run, once
 DRAIN_S = 120.0  # for the last events and the model's upload
 QUIET_DRAIN_S = 10.0  # wait that long before saying what is waited for
 
@@ -19,8 +19,8 @@ QUIET_DRAIN_S = 10.0  # wait that long before saying what is waited for
 class Background:
     """Feeds an observer from a thread of its own.
 
-    Every event is delivered in order, unless the observer is stuck: then the run waits `patience_s` once and continues,
-    and reports the lost events. RunEnded is never given up before `drain_s`. An observer that raises is
+    Every event is delivered in order, unless the observer is stuck: then the run waits `queue_timeout_s` once and
+    continues, and reports the lost events. RunEnded is never given up before `drain_s`. An observer that raises is
     named on stderr, once, and gets no more events.
     """
 
@@ -29,12 +29,12 @@ class Background:
         observer: Observer,
         *,
         size: int = QUEUE_EVENTS,
-        patience_s: float = PATIENCE_S,
+        queue_timeout_s: float = QUEUE_TIMEOUT_S,
         drain_s: float = DRAIN_S,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         self._observer = observer
-        self._patience_s = patience_s
+        self._queue_timeout_s = queue_timeout_s
         self._drain_s = drain_s
         self._warn = warn or warn_on_stderr
         self._queue: queue.Queue[Event | None] = queue.Queue(size)
@@ -47,7 +47,7 @@ class Background:
 
     def on(self, event: Event) -> None:
         if not self._failed.is_set() and not self._closed:
-            self._put(event, self._drain_s if isinstance(event, RunEnded) else self._patience_s)
+            self._put(event, self._drain_s if isinstance(event, RunEnded) else self._queue_timeout_s)
 
     def close(self) -> None:
         """Wait for what is queued, at most `drain_s`, and report what was lost."""
@@ -70,9 +70,9 @@ class Background:
                 "events.jsonl in the run directory has them all"
             )
 
-    def _put(self, event: Event | None, patience_s: float) -> None:
+    def _put(self, event: Event | None, timeout_s: float) -> None:
         """Queue an event. Waits in short turns, since an observer that fails meanwhile empties no queue."""
-        deadline = time.monotonic() + (0.0 if self._stuck and not isinstance(event, RunEnded | None) else patience_s)
+        deadline = time.monotonic() + (0.0 if self._stuck and not isinstance(event, RunEnded | None) else timeout_s)
         while not self._failed.is_set():
             try:
                 self._queue.put(event, timeout=min(0.1, max(0.001, deadline - time.monotonic())))

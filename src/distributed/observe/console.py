@@ -49,7 +49,7 @@ class Console:
         self._screen: Screen | None = screen_for(stream, bar=enabled)
         self._lock = threading.RLock()  # ranks' lines may come from a thread that reads their logs
         self._run: RunStarted | None = None
-        self._told: set[str] = set()  # decisions that were printed
+        self._printed: set[str] = set()  # decisions that were printed
         self._reset()
 
     def _reset(self) -> None:
@@ -123,9 +123,9 @@ class Console:
         else:
             self._line(f"started again at step {event.first_step} on {event.world_size} ranks")
         for decision in event.decisions:
-            if decision not in self._told:
+            if decision not in self._printed:
                 self._line(f"  {decision}")
-        self._told.update(event.decisions)
+        self._printed.update(event.decisions)
         self._run = event
         self._step = self._pace_step = event.first_step
         self._pace_from = self._clock()

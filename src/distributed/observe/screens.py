@@ -13,7 +13,7 @@ import rich.progress
 from rich.text import Text
 
 MIN_BAR, MAX_BAR = 8, 40  # columns
-ECHO = 3  # columns left free: a terminal writes ^C behind the bar, and a bar that wraps is drawn twice
+_ECHO_COLUMNS = 3  # columns left free: a terminal writes ^C behind the bar, and a bar that wraps is drawn twice
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class TerminalScreen:
     def draw(self, snapshot: Snapshot) -> None:
         if self._progress is None:
             self._progress = self._start(snapshot)
-        self._bar.bar_width, facts = snapshot.fitted(self._console.width - ECHO)
+        self._bar.bar_width, facts = snapshot.fitted(self._console.width - _ECHO_COLUMNS)
         self._progress.update(
             self._task,
             completed=snapshot.done,

@@ -157,7 +157,7 @@ def trial_observers() -> list[TrialObserver]:
     return [TrialObserver(trial_line(path))] if path else []
 
 
-def tell_read(names: Iterable[str]) -> None:
+def report_read(names: Iterable[str]) -> None:
     """These parameters of the trial have had their effect."""
     path = trial_in_env()
     if path:

@@ -27,7 +27,7 @@ class RankStore(dist.Store):
     def __init__(self, door: StoreDoor, attempt: int, timeout_s: float) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout_s))
-        with _told_as_torch_does(()):
+        with _torch_errors(()):
             self._client = StoreClient(door.address, door.secret, prefix=f"world-{attempt}/")
         self._alive.append(self)
 
@@ -36,46 +36,46 @@ class RankStore(dist.Store):
         self._client.cut()
 
     def set(self, key: str, value: str | bytes) -> None:
-        with _told_as_torch_does((key,)):
+        with _torch_errors((key,)):
             self._client.set(key, value)
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        with _told_as_torch_does(keys):
+        with _torch_errors(keys):
             return self._client.wait(keys, self.timeout.total_seconds())
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
-        with _told_as_torch_does(keys):
+        with _torch_errors(keys):
             self._client.set_all(keys, values)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        with _told_as_torch_does(keys):
+        with _torch_errors(keys):
             self._client.wait(keys, (self.timeout if timeout is None else timeout).total_seconds())
 
     def check(self, keys: list[str]) -> bool:
-        with _told_as_torch_does(keys):
+        with _torch_errors(keys):
             return self._client.check(keys)
 
     def add(self, key: str, amount: int) -> int:
-        with _told_as_torch_does((key,)):
+        with _torch_errors((key,)):
             return self._client.add(key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        with _told_as_torch_does((key,)):
+        with _torch_errors((key,)):
             return self._client.compare_set(key, expected, desired)
 
     def append(self, key: str, value: str | bytes) -> None:
-        with _told_as_torch_does((key,)):
+        with _torch_errors((key,)):
             self._client.append(key, value)
 
     def delete_key(self, key: str) -> bool:
-        with _told_as_torch_does((key,)):
+        with _torch_errors((key,)):
             return self._client.delete(key)
 
     def list_keys(self) -> list[str]:
-        with _told_as_torch_does(()):
+        with _torch_errors(()):
             return self._client.keys()
 
     def num_keys(self) -> int:
@@ -92,7 +92,7 @@ class RankStore(dist.Store):
 
 
 @contextmanager
-def _told_as_torch_does(keys: list[str] | tuple[str, ...]) -> Iterator[None]:
+def _torch_errors(keys: list[str] | tuple[str, ...]) -> Iterator[None]:
     """By the errors that torch's own stores raise, which its callers and ours know."""
     try:
         yield

@@ -53,7 +53,7 @@ class StopRequest(StopSignals):
         self._asked_to_leave, self._named = asked_to_leave, named
         self._stop_at: int | None = None
         self._is_over = False  # the step that all agreed on is done
-        self._told = False
+        self._has_asked = False
         self.is_leaving = False  # the ranks stop in order to continue in another world
 
     def request(self, number: int) -> None:
@@ -87,10 +87,10 @@ class StopRequest(StopSignals):
             return True
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # else the hosts may be many steps apart
-        if not self._told:
+        if not self._has_asked:
             self._store.set(f"stop/{self._rank}", "asked")
             self._store.set("stop/leave" if self.received is None else "stop/asked", "asked")
-            self._told = True
+            self._has_asked = True
         if (
             self._stop_at is None
             and self._rank == 0

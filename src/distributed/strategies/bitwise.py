@@ -1,7 +1,7 @@
 """BitwiseReplicas: a data-parallel step whose result has the same bytes at any number of ranks.
 
-A step is always cut into the same leaves, one for each virtual rank: kernels see the same shapes, random streams belong
-to leaves, and the leaves' gradients are added as one binary tree. Ranks only divide the leaves among them.
+A step is always cut into the same shares, one for each virtual rank: kernels see the same shapes, random streams belong
+to shares, and their gradients are added as one binary tree. Ranks only divide the shares among them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from distributed.runtime.torch_compat import foreach_mul_
 from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.checks.sparse_layers import refuse_sparse
 from distributed.strategies.data_parallel.whole_batch import PartsOfBatch
-from distributed.strategies.leaf_buffers import LeafBuffers
 from distributed.strategies.one_rank_step import OneRankStep, unless_empty
+from distributed.strategies.virtual_rank_buffers import VirtualRankBuffers
 
 _LOSS, _WEIGHT, _WEIGHTED, _USED = range(4)  # scalars reduced with the gradients; from _USED on, one per parameter
 
 
 class BitwiseReplicas(OneRankStep):
-    """Runs forward and backward for each leaf, sums over all leaves, then clips and steps on every rank."""
+    """Runs forward and backward for each virtual rank, sums over all, then clips and steps on every rank."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -48,7 +48,7 @@ class BitwiseReplicas(OneRankStep):
         modules = [self.module, *([] if self._loss is None else [self._loss])]
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         send_from_first("rank 0's model", tensors, session)
-        self._buffers = LeafBuffers(*modules)
+        self._buffers = VirtualRankBuffers(*modules)
         self._scalars = torch.ones(_USED + len(self._parameters), dtype=torch.float64, device=session.device)
         self._scalars[:_USED] = 0.0
         self._tree = self._make_tree()
@@ -59,12 +59,12 @@ class BitwiseReplicas(OneRankStep):
         refuse_sparse(task.model, "reproducible='bitwise'", "the leaves' gradients are added as dense ones")
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
-        """One optimizer step over this rank's leaves; `measure` adds metrics and the gradient's norm."""
+        """One optimizer step over this rank's virtual ranks; `measure` adds metrics and the gradient's norm."""
         self._begin_step()
         self.clock.begin(measure)
         self._tree.discard()
         self._buffers.begin_step()
-        missing = set(range(len(self._parameters)))  # parameters that no leaf of this rank has used
+        missing = set(range(len(self._parameters)))  # parameters that no virtual rank of this rank has used
         is_weighted: bool | None = None
         metrics = None
         last = max((index for index, micro in enumerate(microbatches) if micro.size), default=-1)
@@ -72,12 +72,12 @@ class BitwiseReplicas(OneRankStep):
             if not micro.size:
                 self._tree.add(None)
                 continue
-            outcome = self._train_leaf(micro)
+            outcome = self._train_share(micro)
             is_weighted = outcome.weight is not None
-            missing &= self._add_leaf(micro)
+            missing &= self._add_share(micro)
             if measure and index == last:
                 metrics = self._task.measure(outcome, micro.size)
-        if not self._is_settled:  # no leaf of this rank has a sample; the other ranks wait for this call
+        if not self._is_settled:  # no virtual rank of this rank has a sample; the other ranks wait for this call
             self._is_settled = True
             self._task.settle(None, None, 0, self._trial())
         if measure:
@@ -87,9 +87,9 @@ class BitwiseReplicas(OneRankStep):
         norm = self._update(measure)
         if fewer_buffers:
             self._tree = self._make_tree()
-        leaf = microbatches[0].leaf
-        assert leaf is not None
-        seed_generators(leaf.after_seed, self._session.device)
+        share = microbatches[0].virtual_share
+        assert share is not None
+        seed_generators(share.after_seed, self._session.device)
         return StepOutput(loss, norm, metrics)
 
     def close(self) -> None:
@@ -115,11 +115,11 @@ class BitwiseReplicas(OneRankStep):
             )
         super().load_state(tree)
 
-    def _train_leaf(self, micro: Microbatch) -> Outcome:
-        """Forward and backward under the leaf's random streams; the scalars hold its loss and weight."""
-        assert micro.leaf is not None, "this strategy needs micro-batches that are leaves"
+    def _train_share(self, micro: Microbatch) -> Outcome:
+        """Forward and backward under the share's random streams; the scalars hold its loss and weight."""
+        assert micro.virtual_share is not None, "this strategy needs micro-batches of virtual ranks"
         batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
-        seed_generators(micro.leaf.training_seed, self._session.device)
+        seed_generators(micro.virtual_share.training_seed, self._session.device)
         with self._parts:
             outcome = self._forward(self._model, batch)
         if not self._is_settled:
@@ -139,8 +139,8 @@ class BitwiseReplicas(OneRankStep):
         self._scalars[_LOSS] = part.detach()
         return outcome
 
-    def _add_leaf(self, micro: Microbatch) -> set[int]:
-        """Add the leaf's gradients, scalars and buffers to the tree; returns the parameters that it did not use."""
+    def _add_share(self, micro: Microbatch) -> set[int]:
+        """Add the share's gradients, scalars and buffers to the tree; returns the parameters that it did not use."""
         gradients = [parameter.grad for parameter in self._parameters]
         missing = {index for index, gradient in enumerate(gradients) if gradient is None}
         if missing:
@@ -155,9 +155,9 @@ class BitwiseReplicas(OneRankStep):
     def _take_totals(self, missing: set[int], is_weighted: bool | None) -> torch.Tensor:
         """Set the gradients and buffers of the whole step on the model; returns its loss, the same on every rank.
 
-        The host reads a value only if this rank's leaves were empty or did not use all parameters.
+        The host reads a value only if this rank's virtual ranks were empty or did not use all parameters.
         """
-        self.clock.mark()  # the sum waits for the other ranks' leaves
+        self.clock.mark()  # the sum waits for the other ranks' virtual ranks
         totals = self._tree.total()
         count = len(self._parameters)
         gradients, scalars, changes = totals[:count], totals[count], totals[count + 1 :]

@@ -241,10 +241,10 @@ class ShardedModel:
             stores_state=self.stores if self._shared is None else self._is_first,
             owns=self._shared.owns if self._shared is not None else lambda name: True,
             splits_optimizer=self._shared is not None,
-            tell_all=self._tell_all if self.pipeline is not None or self._shared is not None else None,
+            gather_texts=self._gather_texts if self.pipeline is not None or self._shared is not None else None,
         )
 
-    def _tell_all(self, text: str) -> list[str]:
+    def _gather_texts(self, text: str) -> list[str]:
         return self._session.gather_texts("state of other ranks", text)
 
     @property

@@ -38,8 +38,10 @@ class ShardedState:
     stores_state: Callable[[str], bool]  # whether this rank saves its shard of a parameter's optimizer state
     owns: Callable[[str], bool]  # whether this rank has the optimizer's state of a parameter
     splits_optimizer: bool  # whether ranks that have a parameter may not have its state
-    tell_all: Callable[[str], list[str]] | None  # a text of each rank to all; None: all have state of the same names
-    _told: str = field(default="", init=False)
+    gather_texts: (
+        Callable[[str], list[str]] | None
+    )  # a text of each rank to all; None: all have state of the same names
+    _shared_outline: str = field(default="", init=False)
     _elsewhere: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
 
     def state(self) -> StateTree:
@@ -146,14 +148,16 @@ class ShardedState:
 
     def _others(self, held: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """The structure of other ranks' optimizer state, without its values; every rank must call it."""
-        if self.tell_all is None:
+        if self.gather_texts is None:
             return {}
         mine = json.dumps({name: self._outline(name, values) for name, values in held.items()})
-        changed = any(text == "changed" for text in self.tell_all("" if mine == self._told else "changed"))
+        changed = any(
+            text == "changed" for text in self.gather_texts("" if mine == self._shared_outline else "changed")
+        )
         if changed:
-            outlines = [json.loads(text) for text in self.tell_all(mine)]
+            outlines = [json.loads(text) for text in self.gather_texts(mine)]
             merged = {name: keys for outline in outlines for name, keys in outline.items()}
-            self._told = mine
+            self._shared_outline = mine
             self._elsewhere = {
                 name: {key: _from_outline(entry) for key, entry in keys.items()} for name, keys in merged.items()
             }

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan, Decision, Plan
+from distributed.core.plan import Decision, Plan
 from distributed.core.run_dir import RunDir
-from distributed.data.checks.tally import Tally
-from distributed.data.drawn import Tree
 from distributed.data.loading.dali import DaliBatches
-from distributed.data.loading.loader import EvalLoader, Step, StreamLoader, TrainLoader
-from distributed.data.loading.prefetch import Prefetch
+from distributed.data.loading.loader import EvalLoader, StreamLoader, TrainLoader
+from distributed.data.loading.prefetch import EpochLoader, Prefetch
 from distributed.data.loading.rows import RowEvalLoader, RowLoader, Rows, say_bytes
-from distributed.data.loading.virtual_rank_loader import LeafLoader
-from distributed.data.loading.workers import WorkerCount, as_told, can_choose, find_staff, keep, with_workers
+from distributed.data.loading.virtual_rank_loader import VirtualRankLoader
+from distributed.data.loading.workers import (
+    WorkerCount,
+    can_choose,
+    find_worker_count,
+    fixed_worker_count,
+    keep,
+    with_workers,
+)
 from distributed.data.source import Source
 from distributed.runtime.session import Session
 from distributed.strategies.placement import local
@@ -27,12 +31,8 @@ from distributed.train.resume.sharing import share_from_first
 _STATE_BYTES = 8  # of each number that is trained: two in fp32, as of Adam
 
 
-class Loader(Protocol):
-    @property
-    def steps_per_epoch(self) -> int | None: ...
-
-    @property
-    def samples_per_epoch(self) -> int | None: ...
+class Loader(EpochLoader, Protocol):
+    """What a run trains from."""
 
     @property
     def indices(self) -> list[int]: ...  # of the samples that this rank used in the step that came last
@@ -40,29 +40,10 @@ class Loader(Protocol):
     @property
     def read_digest(self) -> int: ...  # of what was read of a stream until that step
 
-    @property
-    def note(self) -> str: ...  # a warning about the epoch's order
-
-    def order_digest(self, epoch: int) -> str: ...
-
-    def tally(self, epoch: int, first_step: int, stop_step: int) -> Tally: ...
-
-    def expect(self, digest: int) -> None: ...
-
-    def state(self, epoch: int) -> Tree: ...
-
-    def load_state(self, state: Tree) -> None: ...
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
-
-    def sample_indices(
-        self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
-    ) -> list[int]: ...
-
 
 class Training(NamedTuple):
     loader: Loader
-    staff: WorkerCount | None  # the number of workers, where that was left to be found
+    worker_count: WorkerCount | None  # the number of workers, where that was left to be found
     decisions: list[Decision]
 
 
@@ -82,7 +63,7 @@ def open_training(
     if rows is not None:
         by_rows = RowLoader(source, rows, plan.batch, rank, seed=plan.seed, share=share_from_first(session))
         loader = by_rows if rows.is_on_device else Prefetch(by_rows, device, max_steps=plan.max_steps)
-        return Training(loader, None, _told(rows, "training"))
+        return Training(loader, None, _row_decisions(rows, "training"))
     return _open_read(source, plan, session)
 
 
@@ -90,27 +71,30 @@ def _open_read(source: Source, plan: Plan, session: Session) -> Training:
     """Of data that is read sample by sample."""
     device, rank, on_gpu = session.device, session.data_rank, session.device.type == "cuda"
     how: dict[str, Any] = {"seed": plan.seed, "pin_memory": on_gpu, "share": share_from_first(session)}
-    staff = _find_staff(source, plan, session) if plan.workers == "auto" else None
-    source, decisions = _staffed(source, plan, staff), [] if staff is None else [staff.decision]
+    worker_count = _find_worker_count(source, plan, session) if plan.workers == "auto" else None
+    source = _with_worker_count(source, plan, worker_count)
+    decisions = [] if worker_count is None else [worker_count.decision]
     if source.is_stream:
-        return Training(_open_stream(source, plan, session), staff, decisions)
+        return Training(_open_stream(source, plan, session), worker_count, decisions)
     if plan.is_bitwise:
-        return Training(LeafLoader(source, plan.batch, rank, **how), staff, decisions)
+        return Training(VirtualRankLoader(source, plan.batch, rank, **how), worker_count, decisions)
     source, reads_ahead = _pinned(source, on_gpu)
     loader = TrainLoader(source, plan.batch, rank, seeds_batches=plan.workers is not None, **how)
-    return Training(Prefetch(loader, device, max_steps=plan.max_steps) if reads_ahead else loader, staff, decisions)
+    return Training(
+        Prefetch(loader, device, max_steps=plan.max_steps) if reads_ahead else loader, worker_count, decisions
+    )
 
 
 def open_evaluation(
     source: Source | None,
     plan: Plan,
     session: Session,
-    staff: WorkerCount | None,
+    worker_count: WorkerCount | None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     in_step: bool,
 ) -> Evaluation:
-    """`staff`: what was found to be best for training, whose data has its place already."""
+    """`worker_count`: what was found to be best for training, whose data has its place already."""
     if source is None:
         return Evaluation(None, [])
     rank, ranks = session.data_rank, plan.mesh.data_ranks
@@ -118,9 +102,9 @@ def open_evaluation(
     rows = None if source.is_stream else _rows(source, plan, session.device, optimizer)
     if rows is not None:
         by_rows = RowEvalLoader(source, rows, size, rank, ranks, in_step=in_step, share=share_from_first(session))
-        return Evaluation(by_rows, _told(rows, "evaluation"))
+        return Evaluation(by_rows, _row_decisions(rows, "evaluation"))
     loader = EvalLoader(
-        _staffed(source, plan, staff if can_choose(source) else None),
+        _with_worker_count(source, plan, worker_count if can_choose(source) else None),
         size,
         rank,
         ranks,
@@ -151,7 +135,7 @@ def state_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> int
     return sum(_STATE_BYTES * here.numel() for here in map(local, trained) if here.device.type == device.type)
 
 
-def _told(rows: Rows, whose: str) -> list[Decision]:
+def _row_decisions(rows: Rows, whose: str) -> list[Decision]:
     return [] if rows.placing is None else [rows.placing.decision(whose)]
 
 
@@ -196,11 +180,11 @@ def _pinned(source: Source, could: bool) -> tuple[Source, bool]:
     return (replace(source, pin_memory=True) if reads_ahead else source), reads_ahead
 
 
-def _find_staff(source: Source, plan: Plan, session: Session) -> WorkerCount:
+def _find_worker_count(source: Source, plan: Plan, session: Session) -> WorkerCount:
     if not can_choose(source):
-        return as_told(source)
+        return fixed_worker_count(source)
     kept, on_gpu = RunDir(plan.run_dir).worker_count(session.rank), session.device.type == "cuda"
-    staff = find_staff(
+    worker_count = find_worker_count(
         source,
         plan.batch,
         session.data_rank,
@@ -209,11 +193,11 @@ def _find_staff(source: Source, plan: Plan, session: Session) -> WorkerCount:
         pin_memory=on_gpu,
         kept=kept if session.env.restarts else None,
     )
-    keep(staff, kept)
-    return staff
+    keep(worker_count, kept)
+    return worker_count
 
 
-def _staffed(source: Source, plan: Plan, staff: WorkerCount | None) -> Source:
-    if staff is not None:
-        return with_workers(source, staff.workers) if staff.rates else source
+def _with_worker_count(source: Source, plan: Plan, worker_count: WorkerCount | None) -> Source:
+    if worker_count is not None:
+        return with_workers(source, worker_count.workers) if worker_count.rates else source
     return with_workers(source, plan.workers) if isinstance(plan.workers, int) else source

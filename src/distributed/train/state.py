@@ -65,13 +65,13 @@ class RunState:
         self.proven = Proven(session.gate, schedule, strategy.optimizer)
         self.epochs: list[EpochRecord] = []
         self._folder = CheckpointFolder(plan, session, on_taken)
-        self._witness = ResumeCertificate(session, self._folder.put_record, steps=plan.checkpoint.certificate)
+        self._certificate = ResumeCertificate(session, self._folder.put_record, steps=plan.checkpoint.certificate)
         self._saver: Saver | None = None
         self._saved_at, self._saved_in = -1, 0  # a step, and an epoch, which may end after its last step was saved
         self._taken: FolderTakenError | None = None  # raised by the next save: all ranks come there
         self.path = ""  # of the newest checkpoint
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
-        self.is_watched = self._witness.wants
+        self.is_watched = self._certificate.wants
         self.source = "the beginning"  # of the state that this run resumes from
         self.changes: list[str] = []  # what has changed since the checkpoint that it resumes from
         self._published_at = -1
@@ -200,7 +200,7 @@ class RunState:
             return Verdict(0, why="other ranks, or another mesh, saved the checkpoint", changed=changed)
         if resuming.others:
             return Verdict(0, why="this is not the run that saved the checkpoint", changed=changed)
-        if not self._witness.resumed(restored.step, record_reader(restored.path), changed):
+        if not self._certificate.resumed(restored.step, record_reader(restored.path), changed):
             return Verdict(0, why=f"nothing was recorded after step {restored.step}", changed=changed)
         return self._look({})
 
@@ -256,7 +256,7 @@ class RunState:
             else:
                 self._outlive(write)
                 self._end_if_taken()
-            self._witness.saved(self.progress.step)
+            self._certificate.saved(self.progress.step)
             self._look({})
         if wait:
             self.path = self._saver.wait() or self.path
@@ -292,7 +292,7 @@ class RunState:
 
     def _look(self, more: dict[str, Any]) -> Verdict | None:
         step = self.progress.step
-        if not self._witness.wants(step):
+        if not self._certificate.wants(step):
             return None
         rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
         components = self._strategy.state() | self._user.here()
@@ -301,11 +301,11 @@ class RunState:
             "schedule": {"state": self._schedule.state(), "rates": rates},
             "rng": rng_state(self._session.device),
         }
-        return self._witness.look(step, components | more)
+        return self._certificate.look(step, components | more)
 
     def conclude(self) -> Verdict | None:
         """The run ends: what was compared, where there was more to compare. Every rank comes here."""
-        return self._witness.conclude()
+        return self._certificate.conclude()
 
     def close(self) -> None:
         try:

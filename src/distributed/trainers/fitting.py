@@ -32,9 +32,9 @@ from distributed.strategies.model.blocks import find_blocks
 from distributed.train.given_schedulers import is_made
 from distributed.train.task import Task
 from distributed.trainers.agreement import check_alike
-from distributed.trainers.homecoming import Before, bring_home
 from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, record_run, refuse
 from distributed.trainers.payload import write_payload
+from distributed.trainers.trained_model import UntrainedTask, load_trained_state
 from distributed.worker import Job, line_for, meet, open_session, run_rank
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
@@ -88,10 +88,10 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
     run_dir = world.run_dir or request.config.run_dir or new_run_dir()
     if world.run_dir and number > 1:
         run_dir = str(RunDir(world.run_dir).fit(number))
-    meeting = meet(world, run_dir, request.config.collective_timeout_s)
-    plan = request.plan(run_dir, meeting.env)
+    rendezvous = meet(world, run_dir, request.config.collective_timeout_s)
+    plan = request.plan(run_dir, rendezvous.env)
     line = line_for(plan, is_first=number == 1)
-    session = open_session(plan, world, line, meeting)
+    session = open_session(plan, world, line, rendezvous)
     if not world.run_dir:  # each rank has made up its own; some learn rank 0's where they meet
         run_dir = session.env.run_dir or session.share_text("run_dir", run_dir if session.is_main else None)
     plan = plan.in_dir(run_dir).for_world(session.world_size, session.env.num_nodes)
@@ -108,13 +108,13 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
                 held.enter_context(owned(run_dir, resume=resumes, token=token))
             record_run(plan, request.config)
         on_all = request.config.whole_model_on == "all"
-        before = Before(request.task) if (on_all or session.is_main) and not plan.is_replicated else None
+        untrained = UntrainedTask(request.task) if (on_all or session.is_main) and not plan.is_replicated else None
         shows_progress = plan.observe.progress and not followed
         history = run_rank(request.job(plan), session, shows_progress=shows_progress, line=line)
-        if before is not None and on_all:
-            before.restore_on_all(history.checkpoint, session)
-        elif before is not None:
-            before.restore(history.checkpoint)
+        if untrained is not None and on_all:
+            untrained.restore_on_all(history.checkpoint, session)
+        elif untrained is not None:
+            untrained.restore(history.checkpoint)
         return history
 
 
@@ -164,7 +164,7 @@ def fit_alone(request: FitRequest) -> History:
 def _launch(job: Job, config: DistributedConfig, launch: LaunchRequest) -> History:
     """Send the job to new processes, wait for them, and take home what they trained."""
     history = launch_job(job.plan, config, launch, ".pt", partial(write_payload, job))
-    bring_home(job.task, job.plan, history.checkpoint)
+    load_trained_state(job.task, job.plan, history.checkpoint)
     return history
 
 

@@ -47,7 +47,7 @@ def launch_job(
         screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=plan.observe.progress)
         try:
             launcher = launcher_of(ENGINES.entries[plan.strategy])
-            launcher.run(launch, screen, patience=RestartLimits.of(config), on_stop=screen.stopping)
+            launcher.run(launch, screen, limits=RestartLimits.of(config), on_stop=screen.stopping)
         except RankFailedError as failed:
             is_ours = failed.exit_code != RankFailedError.exit_code  # then its text says all
             trace = "" if is_ours else f"\n{failed.traceback}\n"

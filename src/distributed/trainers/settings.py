@@ -12,12 +12,14 @@ from distributed.core.config import DistributedConfig, build_config
 from distributed.core.engines.engine import ENGINES
 from distributed.core.env import overrides_in_env
 from distributed.core.errors import ConfigError
-from distributed.observe.trial import current_trial, tell_read, trial_settings
+from distributed.observe.trial import current_trial, report_read, trial_settings
 
 _FITS = itertools.count(1)  # of this process: each in a trial of a search has its own folder
 
 
-def of_fit(config: DistributedConfig, settings: Mapping[str, Any], models: str = "torch") -> DistributedConfig:
+def build_fit_config(
+    config: DistributedConfig, settings: Mapping[str, Any], models: str = "torch"
+) -> DistributedConfig:
     """A trainer's settings, and over them those of its `fit`, of the trial and of the launch.
 
     `models` says whose models the trainer has: "torch" or "keras".
@@ -47,7 +49,7 @@ def _in_trial(config: DistributedConfig) -> DistributedConfig:
     if trial is None:
         return config
     defaults, always = trial_settings(trial, next(_FITS))
-    tell_read(json.loads(overrides_in_env() or "{}"))
+    report_read(json.loads(overrides_in_env() or "{}"))
     given, sources = config.given_values(), {name: config.source(name) for name in config.given_values()}
     source = f"trial {trial.id}"
     return build_config([(defaults, source, {}), (given, "", sources), (always, source, {})])

@@ -21,7 +21,7 @@ from distributed.data.source import read_source
 from distributed.train.metrics import check_metrics
 from distributed.train.task import Task, check_task
 from distributed.trainers.fitting import FitRequest, fit_alone, fit_in_world
-from distributed.trainers.settings import of_fit, plain
+from distributed.trainers.settings import build_fit_config, plain
 
 Loader = DataLoader[Any] | Dataset[Any]
 
@@ -130,4 +130,4 @@ class Trainer:
 
     def _merge(self, settings: Mapping[str, Any]) -> DistributedConfig:
         """All settings of a `fit`, of every source."""
-        return of_fit(self.config, settings)
+        return build_fit_config(self.config, settings)

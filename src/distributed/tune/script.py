@@ -83,7 +83,7 @@ class ScriptTrial:
             warm=config.warm_start,
         )
         os.makedirs(run_dir, exist_ok=True)
-        LocalLauncher().run(request, patience=RestartLimits.of(config))
+        LocalLauncher().run(request, limits=RestartLimits.of(config))
 
 
 def setting_problems(space: Space) -> list[Problem]:

@@ -45,12 +45,12 @@ class TrialParams(dict[str, Any]):
     def __init__(self, params: Mapping[str, Any], on_read: Callable[[set[str]], object] = lambda names: None) -> None:
         super().__init__(params)
         self._on_read = on_read
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def _read(self, names: set[str]) -> None:
-        new = names - self._told
+        new = names - self._reported
         if new:
-            self._told |= new
+            self._reported |= new
             self._on_read(new)
 
     def __getitem__(self, name: str) -> Any:

@@ -92,17 +92,9 @@ class DistributedTuner:
         problems += _check_numbers(options)
         problems += _check_choices(search, scheduler, engine, address, metric)
         problems += _check_parts(quantile, reduction_factor, resample_probability)
-        if not callable(train_fn):
-            problems.append(
-                Problem(f"train_fn is a {type(train_fn).__name__}", do="pass a function that takes a dictionary")
-            )
-        if not problems and gpus_per_trial > 1 and trials_per_gpu > 1:
-            what = f"gpus_per_trial={gpus_per_trial} and trials_per_gpu={trials_per_gpu}"
-            problems.append(
-                Problem(
-                    what, why="a trial has several devices of its own, or shares one device", do="set one of them to 1"
-                )
-            )
+        problems += _check_function(train_fn)
+        if not problems:
+            problems += _check_devices(gpus_per_trial, trials_per_gpu)
         if not problems and search == "grid":
             problems += grid_problems(space)
         if resume and run_dir is None:
@@ -311,6 +303,20 @@ def _parse_metric(metric: str | None, mode: str | None) -> tuple[str | None, Mod
         what = f"metric={metric!r} does not say which is best"
         return metric, None, [Problem(what, do="mode='min' or mode='max'")]
     return name, "max" if direction == "max" else "min", []
+
+
+def _check_function(train_fn: object) -> list[Problem]:
+    if callable(train_fn):
+        return []
+    return [Problem(f"train_fn is a {type(train_fn).__name__}", do="pass a function that takes a dictionary")]
+
+
+def _check_devices(gpus_per_trial: int, trials_per_gpu: int) -> list[Problem]:
+    if gpus_per_trial <= 1 or trials_per_gpu <= 1:
+        return []
+    what = f"gpus_per_trial={gpus_per_trial} and trials_per_gpu={trials_per_gpu}"
+    why = "a trial has several devices of its own, or shares one device"
+    return [Problem(what, why=why, do="set one of them to 1")]
 
 
 def _check_numbers(options: Mapping[str, tuple[Any, int]]) -> list[Problem]:

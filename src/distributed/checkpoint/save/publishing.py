@@ -99,7 +99,7 @@ class Publisher:
                     saved = self._publish(job)
                     self.notes.leave(f"{job.number}/outcome", json.dumps({"saved": asdict(saved)}))
             except Exception as failed:  # noqa: BLE001 - the boundary of a thread: reported to all ranks
-                self._tell_failure(job, failed)
+                self._report_failure(job, failed)
             return self._hear(job)
         except Exception as failed:  # noqa: BLE001 - the boundary of a thread: raised by the loop
             error = _explain(job.step, self.session.rank, failed)
@@ -250,7 +250,7 @@ class Publisher:
         except CheckpointError as failed:
             return str(failed)
 
-    def _tell_failure(self, job: Job, failed: Exception) -> None:
+    def _report_failure(self, job: Job, failed: Exception) -> None:
         error = _explain(job.step, self.session.rank, failed)
         is_taken = isinstance(error, FolderTakenError)
         text = json.dumps({"error": [asdict(problem) for problem in error.problems], "is_taken": is_taken})

@@ -40,7 +40,7 @@ class LauncherTraits:
     name: str
     announces: Callable[[Mapping[str, str]], bool] = lambda environ: False  # whether it wrote this environment
     reads_env: str = ""  # module:function (environ) → the WorkerEnv of a process that it announced itself to
-    meets: str = ""  # module:function (env, run_dir, timeout_s) → Meeting; "": the environment says where
+    meets: str = ""  # module:function (env, run_dir, timeout_s) → Rendezvous; "": the environment says where
     links: str = ""  # module:function () → this process's LauncherLink, or None; "": there is none
     owns: str = ""  # module:class (env) → ProcessOwner of its ranks; "": each is a process of its own
     is_ours: bool = False  # whether our code watches its ranks, shows the progress and answers for the end

@@ -66,7 +66,7 @@ def is_collateral(error: BaseException) -> bool:
         name = type(link).__name__
         if getattr(link, "collateral", False) or name in _NETWORK_TYPES:
             return True
-        if any(_tells(loss, link) for engine in ENGINES.entries.values() for loss in engine.peer_losses):
+        if any(_means_peer_loss(loss, link) for engine in ENGINES.entries.values() for loss in engine.peer_losses):
             return True
         if name in ("RuntimeError", "TimeoutError") and _OF_TORCH.search(str(link)) and _LOST_PEER.search(str(link)):
             return True
@@ -74,7 +74,7 @@ def is_collateral(error: BaseException) -> bool:
     return False
 
 
-def _tells(loss: PeerLoss, error: BaseException) -> bool:
+def _means_peer_loss(loss: PeerLoss, error: BaseException) -> bool:
     """Whether an engine means by this error that another rank has failed."""
     if type(error).__name__ not in loss.names:
         return False

@@ -32,7 +32,7 @@ _KNOWN = WeakTensorKeyDictionary()  # of tensors that were looked at: their coun
 
 def fingerprint(source: Source) -> dict[str, str]:
     """What is alike wherever the same data is loaded, by name; nothing of a stream, which is compared as it is read."""
-    if not _can_tell(source):
+    if not _can_compare(source):
         return {}
     own = source.own_sampler
     said = {
@@ -46,12 +46,12 @@ def fingerprint(source: Source) -> dict[str, str]:
 
 def data_parts(source: Source) -> dict[str, str]:
     """Of the dataset alone, however it is read."""
-    if not _can_tell(source):
+    if not _can_compare(source):
         return {}
     return dict(islice(_parts("dataset", source.dataset, 0), _MOST_PARTS))
 
 
-def _can_tell(source: Source) -> bool:
+def _can_compare(source: Source) -> bool:
     return not source.is_stream and not isinstance(source.dataset, DaliBatches)
 
 

@@ -22,19 +22,19 @@ from distributed.data.stream import (
     OwnStream,
     SharedStream,
     StreamBatch,
+    StreamSamples,
     StreamSeeds,
-    StreamTaken,
     open_stream,
     reads_otherwise,
 )
-from distributed.data.virtual_ranks import LeafIndices, LeafReader, VirtualShare, as_read
+from distributed.data.virtual_ranks import ShareIndices, ShareReader, VirtualShare, as_read
 
 
 class Microbatch(NamedTuple):
     batch: Any
-    weight: float  # its part of the step's mean loss, times the number of ranks (but not for a leaf)
+    weight: float  # its part of the step's mean loss, times the number of ranks (but not for a virtual rank)
     size: int  # samples of this rank; 0: a stand-in that keeps the ranks in step and must leave no trace
-    leaf: VirtualShare | None = None  # of a virtual rank; an empty one has no batch, nothing stands in for it
+    virtual_share: VirtualShare | None = None  # of a virtual rank; an empty one has no batch, nothing stands in for it
 
 
 class Step(NamedTuple):
@@ -45,7 +45,7 @@ class Step(NamedTuple):
 Order = list[int] | range | torch.Tensor  # of an epoch: the numbers of its samples
 
 
-class Taken(NamedTuple):
+class StepSamples(NamedTuple):
     """The samples that a rank used in a step; their indices are computed only when they are needed."""
 
     order: Order
@@ -110,7 +110,7 @@ class TrainLoader:
         self._drawn = None if own is None else DrawnOrders(own, seed, share)
         self._known: tuple[int, Order] | None = None  # an epoch and its order
         self._reads = Reads()
-        self.taken: Taken | None = None  # in the step that came last
+        self.step_samples: StepSamples | None = None  # in the step that came last
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -126,7 +126,7 @@ class TrainLoader:
     @property
     def indices(self) -> list[int]:
         """Of the samples in the step that came last; a stand-in's is not among them."""
-        return [] if self.taken is None else self.taken.indices
+        return [] if self.step_samples is None else self.step_samples.indices
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
         order = self._order(epoch)
@@ -137,16 +137,16 @@ class TrainLoader:
         if len(shape) == 1:  # the usual case, without a list comprehension a step
             weight, size = shape[0]
             for step, batch in zip(range(first_step, full_steps), batches, strict=False):
-                self.taken = Taken(order, cut, step)
+                self.step_samples = StepSamples(order, cut, step)
                 yield Step([Microbatch(batch, weight, size)], samples)
         else:
             for step in range(first_step, full_steps):
                 micros = [Microbatch(next(batches), weight, size) for weight, size in shape]
-                self.taken = Taken(order, cut, step)
+                self.step_samples = StepSamples(order, cut, step)
                 yield Step(micros, samples)
         for step in range(full_steps, cut.steps):
             micros = [Microbatch(next(batches), c.weight, c.size) for c in cut.micro_cuts(step)]
-            self.taken = Taken(order, cut, step)
+            self.step_samples = StepSamples(order, cut, step)
             yield Step(micros, cut.samples_in(step))
 
     def endless(self, part: float) -> Iterator[Any]:
@@ -209,7 +209,7 @@ class TrainLoader:
         if not self._seeds_batches:
             return lists
         prefix, first_read = (self._seed, "batch", epoch, self._rank), first_step * self._batch.accumulation
-        return (LeafIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists, first_read))
+        return (ShareIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists, first_read))
 
     def sample_indices(
         self, epoch: int, step: int, batch: BatchPlan | None = None, rank: int | None = None
@@ -217,14 +217,14 @@ class TrainLoader:
         """The dataset indices that this rank, or `rank` with `batch`, used in a step; computed, not recorded."""
         order = self._order(epoch)
         cut = EpochSplit(len(order), batch or self._batch, self._rank if rank is None else rank)
-        return Taken(order, cut, step).indices
+        return StepSamples(order, cut, step).indices
 
 
 def _reading(source: Source, keys: Iterable[Any], seeds_batches: bool) -> dict[str, Any]:
-    """What a DataLoader reads by keys: lists of indices or, if each batch has a seed of its own, LeafIndices."""
+    """What a DataLoader reads by keys: lists of indices or, if each batch has a seed of its own, ShareIndices."""
     if not seeds_batches:
         return {"dataset": source.dataset, "batch_sampler": keys, "collate_fn": source.collate_fn}
-    reader = LeafReader(source.dataset, source.collate_fn, apart=not source.num_workers)
+    reader = ShareReader(source.dataset, source.collate_fn, restores_generators=not source.num_workers)
     return {"dataset": reader, "batch_size": None, "sampler": keys, "collate_fn": as_read}
 
 
@@ -245,7 +245,7 @@ class StreamLoader:
         self._source, self._batch, self._rank, self._seed = source, batch, rank, seed
         self._splits_itself, self._agree = split == "dataset", agree
         self._options = source.loader_options(pin_memory=pin_memory)
-        self.taken: StreamTaken | None = None
+        self.step_samples: StreamSamples | None = None
         self._expected: int | None = None
 
     steps_per_epoch = samples_per_epoch = None
@@ -254,7 +254,7 @@ class StreamLoader:
 
     @property
     def read_digest(self) -> int:
-        return 0 if self.taken is None else self.taken.digest
+        return 0 if self.step_samples is None else self.step_samples.digest
 
     def order_digest(self, epoch: int) -> str:
         return ""  # a stream has no order before it was read
@@ -303,7 +303,7 @@ class StreamLoader:
                 )
             micros += [stand_in._replace(size=0)] * (most - len(micros))
             if step >= first_step:
-                self.taken = StreamTaken(digest)
+                self.step_samples = StreamSamples(digest)
                 weights = stream_weights([m.size for m in micros], total, self._batch.ranks)
                 rows = zip(micros, weights, strict=True)
                 yield Step([Microbatch(m.batch, weight, m.size) for m, weight in rows], total)
@@ -379,7 +379,7 @@ class EvalLoader:
         keys: list[Any] = lists
         if seed is not None:
             prefix = (seed, "evaluation", self._rank)
-            keys = [LeafIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists)]
+            keys = [ShareIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists)]
         reading = _reading(self._source, keys, seed is not None)
         return ForkedLoader(**reading, generator=torch.Generator(), **self._options())
 

@@ -15,16 +15,13 @@ import torch
 from distributed.core.plan import BatchPlan
 from distributed.data.checks.tally import Tally
 from distributed.data.drawn import Tree
-from distributed.data.loading.loader import Step, Taken
+from distributed.data.loading.loader import Step, StepSamples
 from distributed.data.loading.transfer import to_device
-from distributed.data.stream import StreamTaken
+from distributed.data.stream import StreamSamples
 
 
-class Ahead(Protocol):
-    """A loader from which a step can be read before it is trained."""
-
-    @property
-    def taken(self) -> Taken | StreamTaken | None: ...
+class EpochLoader(Protocol):
+    """The steps of an epoch, from any step on, and what identifies their samples."""
 
     @property
     def steps_per_epoch(self) -> int | None: ...
@@ -33,7 +30,7 @@ class Ahead(Protocol):
     def samples_per_epoch(self) -> int | None: ...
 
     @property
-    def note(self) -> str: ...
+    def note(self) -> str: ...  # a warning about the epoch's order
 
     def order_digest(self, epoch: int) -> str: ...
 
@@ -52,12 +49,19 @@ class Ahead(Protocol):
     ) -> list[int]: ...
 
 
+class Ahead(EpochLoader, Protocol):
+    """A loader from which a step can be read before it is trained."""
+
+    @property
+    def step_samples(self) -> StepSamples | StreamSamples | None: ...
+
+
 class _Coming(NamedTuple):
     """A step on its way to the device."""
 
     step: Step
     copied: torch.cuda.Event | None  # after which it is there
-    taken: Taken | StreamTaken | None
+    step_samples: StepSamples | StreamSamples | None
 
 
 class Prefetch:
@@ -67,7 +71,7 @@ class Prefetch:
         """`max_steps`: of the run, after whose last step none is read."""
         self._loader, self._device, self._max_steps = loader, device, max_steps
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._taken: Taken | StreamTaken | None = None
+        self._step_samples: StepSamples | StreamSamples | None = None
         self.order_digest, self.tally, self.expect = loader.order_digest, loader.tally, loader.expect
         self.state, self.load_state = loader.state, loader.load_state
 
@@ -81,12 +85,12 @@ class Prefetch:
 
     @property
     def indices(self) -> list[int]:
-        return [] if self._taken is None else self._taken.indices
+        return [] if self._step_samples is None else self._step_samples.indices
 
     @property
     def read_digest(self) -> int:
         """Until the step that is being trained, not the one that was read last."""
-        return self._taken.digest if isinstance(self._taken, StreamTaken) else 0
+        return self._step_samples.digest if isinstance(self._step_samples, StreamSamples) else 0
 
     @property
     def note(self) -> str:
@@ -109,7 +113,7 @@ class Prefetch:
             coming = None if is_last else self._look_ahead(steps)
             if now.copied is not None:
                 torch.cuda.current_stream(self._device).wait_event(now.copied)
-            self._taken = now.taken
+            self._step_samples = now.step_samples
             yield now.step
             if is_last:  # and yet there is one more
                 coming = self._fetch(steps)
@@ -131,15 +135,15 @@ class Prefetch:
         step = next(steps, None)
         if step is None:
             return None
-        taken = self._loader.taken
+        step_samples = self._loader.step_samples
         if self._stream is None:
-            return _Coming(self._move(step), None, taken)
+            return _Coming(self._move(step), None, step_samples)
         # Memory of earlier batches is used again on this stream: first, the steps that read them must be done. All
         # that have begun are waited for; the one that is about to begin is not, so the copy overlaps with it.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             moved = self._move(step)
-            return _Coming(moved, self._stream.record_event(), taken)
+            return _Coming(moved, self._stream.record_event(), step_samples)
 
     def _move(self, step: Step) -> Step:
         micros = [micro._replace(batch=to_device(micro.batch, self._device)) for micro in step.microbatches]

@@ -1,4 +1,4 @@
-"""LeafLoader: the virtual ranks that this rank holds of every step; their samples do not depend on the rank."""
+"""VirtualRankLoader: the virtual ranks that this rank holds of every step; their samples do not depend on the rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from distributed.core.plan import BatchPlan
 from distributed.data.drawn import Share, make_here
 from distributed.data.loading.forks import ForkedLoader
-from distributed.data.loading.loader import Microbatch, Order, Step, Taken, TrainLoader, numbers
+from distributed.data.loading.loader import Microbatch, Order, Step, StepSamples, TrainLoader, numbers
 from distributed.data.shares import EpochSplit
 from distributed.data.source import Source
-from distributed.data.virtual_ranks import LeafIndices, LeafReader, VirtualShare, as_read
+from distributed.data.virtual_ranks import ShareIndices, ShareReader, VirtualShare, as_read
 
 
-class LeafLoader(TrainLoader):
-    """A TrainLoader whose micro-batches are leaves; an empty leaf is not read."""
+class VirtualRankLoader(TrainLoader):
+    """A TrainLoader whose micro-batches are virtual ranks; an empty one is not read."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class LeafLoader(TrainLoader):
     ) -> None:
         self._begin(source, batch, rank, seed, share)
         self._loader = ForkedLoader(
-            LeafReader(source.dataset, source.collate_fn),
+            ShareReader(source.dataset, source.collate_fn),
             batch_size=None,
             sampler=self._reads,
             collate_fn=as_read,
-            generator=torch.Generator(),  # each leaf has its own seed; this keeps the loader off the main generator
+            generator=torch.Generator(),  # each share has its own seed; this keeps the loader off the main generator
             **source.loader_options(pin_memory=pin_memory),
         )
 
@@ -44,19 +44,19 @@ class LeafLoader(TrainLoader):
         batches = self._read(order, cut, epoch, first_step)
         for step in range(first_step, cut.steps):
             cuts = cut.cuts(step)
-            leaves = [
-                Microbatch(next(batches) if c.size else None, c.weight, c.size, leaf)
-                for c, leaf in zip(cuts, self._numbered(cut, epoch, step), strict=True)
+            microbatches = [
+                Microbatch(next(batches) if c.size else None, c.weight, c.size, virtual_share)
+                for c, virtual_share in zip(cuts, self._numbered(cut, epoch, step), strict=True)
             ]
-            self.taken = Taken(order, cut, step)
-            yield Step(leaves, cut.samples_in(step))
+            self.step_samples = StepSamples(order, cut, step)
+            yield Step(microbatches, cut.samples_in(step))
 
     def _numbered(self, cut: EpochSplit, epoch: int, step: int) -> list[VirtualShare]:
-        first = VirtualShare.of(self._seed, epoch, step, cut.first_leaf)
+        first = VirtualShare.of(self._seed, epoch, step, cut.first_virtual_rank)
         return [first._replace(number=first.number + n) for n in range(self._batch.leaves // self._batch.ranks)]
 
-    def _keys(self, order: Order, cut: EpochSplit, epoch: int, first_step: int) -> Iterator[LeafIndices]:
+    def _keys(self, order: Order, cut: EpochSplit, epoch: int, first_step: int) -> Iterator[ShareIndices]:
         for step in range(first_step, cut.steps):
-            for c, leaf in zip(cut.cuts(step), self._numbered(cut, epoch, step), strict=True):
+            for c, virtual_share in zip(cut.cuts(step), self._numbered(cut, epoch, step), strict=True):
                 if c.size:
-                    yield LeafIndices(leaf.loading_seed, numbers(order[c.start : c.stop]))
+                    yield ShareIndices(virtual_share.loading_seed, numbers(order[c.start : c.stop]))

@@ -23,7 +23,7 @@ from distributed.core.plan import BatchPlan, Decision
 from distributed.data.loading.forks import ForkedLoader
 from distributed.data.loading.loader import TrainLoader
 from distributed.data.source import Source, reader_of
-from distributed.data.virtual_ranks import LeafIndices, LeafReader, as_read
+from distributed.data.virtual_ranks import ShareIndices, ShareReader, as_read
 
 SECONDS = 1.0  # for which a number of workers is tried
 _WORTH = 1.10  # more workers must bring so much, or no more are tried
@@ -70,14 +70,14 @@ def can_choose(source: Source) -> bool:
     return not source.is_stream and not reader_of(source.dataset)
 
 
-def as_told(source: Source) -> WorkerCount:
+def fixed_worker_count(source: Source) -> WorkerCount:
     """Of what cannot be chosen."""
     if reader := reader_of(source.dataset):
         return WorkerCount(0, {}, f"{reader} reads the data on its own")
     return WorkerCount(source.num_workers, {}, "each worker of a stream reads a copy of it, unless it divides itself")
 
 
-def find_staff(
+def find_worker_count(
     source: Source,
     batch: BatchPlan,
     rank: int,
@@ -90,7 +90,7 @@ def find_staff(
 ) -> WorkerCount:
     """Measure; or take what this rank has measured before its run was interrupted, if `kept` has it."""
     try:
-        source = _apart(source)
+        source = _with_copied_sampler(source)
     except Exception as failed:  # noqa: BLE001 - a copy of the user's sampler runs the user's code
         return WorkerCount(
             source.num_workers, {}, f"measuring would draw from the sampler, which cannot be copied ({failed})"
@@ -111,9 +111,9 @@ def find_staff(
     return WorkerCount(choose(rates, overlaps=overlaps), rates)
 
 
-def keep(staff: WorkerCount, path: Path) -> None:
+def keep(worker_count: WorkerCount, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"workers": staff.workers, "rates": staff.rates}))
+    path.write_text(json.dumps({"workers": worker_count.workers, "rates": worker_count.rates}))
 
 
 def candidates(cores: int) -> list[int]:
@@ -150,7 +150,7 @@ def choose(rates: Rates, *, overlaps: bool) -> int:
     return next((n for n in near if n), 0) if overlaps else near[0]
 
 
-def _apart(source: Source) -> Source:
+def _with_copied_sampler(source: Source) -> Source:
     """With a sampler to measure with: one that continues from where it was, on ranks that have drawn from it more and
     less often, would give each an order of its own. It may have the dataset, which is not copied."""
     return replace(source, sampler=copy.deepcopy(source.sampler, {id(source.dataset): source.dataset}))
@@ -182,7 +182,7 @@ def _rate_alone(source: Source, batch: BatchPlan, rank: int, first: float, secon
     )
     if not keys:
         return 0.0
-    reader = _Stopwatch(LeafReader(source.dataset, source.collate_fn), keys, seconds)
+    reader = _Stopwatch(ShareReader(source.dataset, source.collate_fn), keys, seconds)
     options = replace(_tried(source, 1), timeout=0).loader_options(pin_memory=False) | {"generator": torch.Generator()}
     (rate,) = ForkedLoader(reader, batch_size=None, collate_fn=as_read, **options)
     return float(rate)
@@ -191,7 +191,7 @@ def _rate_alone(source: Source, batch: BatchPlan, rank: int, first: float, secon
 class _Stopwatch(Dataset[float]):
     """Its one sample is the rate at which it reads."""
 
-    def __init__(self, reader: LeafReader, keys: list[LeafIndices], seconds: float) -> None:
+    def __init__(self, reader: ShareReader, keys: list[ShareIndices], seconds: float) -> None:
         self._reader, self._keys, self._seconds = reader, keys, seconds
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ Content = dict[str, Any]
 AUTO = "auto"  # "what the settings here say"
 
 _BATCH_KEYS = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
-_PASSED_ON = {  # to DeepSpeed, as they stand
+_PASSTHROUGH = {  # to DeepSpeed, as they stand
     "activation_checkpointing",
     "aio",
     "comms_logger",
@@ -289,8 +289,8 @@ def check_keys(content: Content, source: str) -> Iterator[Problem]:
             if not _is_off(key, value):
                 why, do = REFUSED[key]
                 yield Problem(f"{source}: {key} cannot be used here", why=why, do=do)
-        elif key not in _OURS and key not in _PASSED_ON:
-            yield _unknown(source, key, {*_OURS, *_PASSED_ON})
+        elif key not in _OURS and key not in _PASSTHROUGH:
+            yield _unknown(source, key, {*_OURS, *_PASSTHROUGH})
     if content.get("zero_force_ds_cpu_optimizer"):
         why = "it refuses every optimizer but DeepSpeed's own when state is in host memory"
         yield Problem(f"{source}: zero_force_ds_cpu_optimizer=true", why=why, do="leave it out")
@@ -315,7 +315,7 @@ def _is_off(key: str, value: Any) -> bool:
     return value is None or value == _NEUTRAL.get(key, False)
 
 
-def zero_passed_on(content: Content) -> Content:
+def zero_passthrough(content: Content) -> Content:
     """Of the section zero_optimization, what DeepSpeed reads as it stands; "auto" there is its own default."""
     ours = ("stage", "offload_param", "offload_optimizer")
     zero = _without_autos(section(content, "zero_optimization"))
@@ -327,9 +327,9 @@ def _without_autos(content: Content) -> Content:
     return {key: value for key, value in kept.items() if value != AUTO}
 
 
-def passed_on(content: Content) -> Content:
+def passthrough(content: Content) -> Content:
     """What DeepSpeed reads as it stands."""
-    return {key: value for key, value in content.items() if key in _PASSED_ON and value != AUTO}
+    return {key: value for key, value in content.items() if key in _PASSTHROUGH and value != AUTO}
 
 
 def find_autos(content: Any, path: str = "") -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -12,7 +13,6 @@ from pathlib import Path
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import Problem
 from distributed.core.plan import Decision, Plan
-from distributed.engines.deepspeed.offload_files import files_of
 
 _OPTIMIZER_BYTES = 16  # a parameter: its master, two moments and, once there are some, its gradient, in fp32
 _LEAST_FILE = 1 << 20
@@ -141,3 +141,8 @@ def _size(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} bytes"
+
+
+def files_of(folder: str, run_dir: str) -> Path:
+    """A run's own place in a folder that others may use too; the same when it is started again."""
+    return Path(folder) / f"deepspeed-{hashlib.sha256(os.path.abspath(run_dir).encode()).hexdigest()[:12]}"

@@ -41,7 +41,7 @@ _ABANDONED_S = 1800.0  # after which a lock in a folder that is not ours cannot 
 _LOOK_S = 0.5
 # Each source reads torch's headers, which takes most of the time: one file that includes all of them is built in a
 # fraction of it. These may not be put together, as they define the same names.
-_KEPT_APART = "/common/"
+_COMPILED_SEPARATELY = "/common/"
 
 
 def ops_folder(environ: Mapping[str, str]) -> Path:
@@ -145,10 +145,10 @@ def _put_together(builder: Any, root: Path) -> None:
     for path in {Path(name).parent for name in sources} | {Path(folder) for folder in folders}:
         for origin in Path(builder.deepspeed_src_path(str(path))).glob("*.[hc]*"):
             _write(root / path / origin.name, ("#pragma once\n" * (origin.suffix == ".h")) + origin.read_text())
-    apart = [str(root / name) for name in sources if _KEPT_APART in name]
+    separate = [str(root / name) for name in sources if _COMPILED_SEPARATELY in name]
     merged = root / "together.cpp"
-    _write(merged, "".join(f'#include "{root / name}"\n' for name in sources if _KEPT_APART not in name))
-    builder.sources = lambda: [str(merged), *apart]
+    _write(merged, "".join(f'#include "{root / name}"\n' for name in sources if _COMPILED_SEPARATELY not in name))
+    builder.sources = lambda: [str(merged), *separate]
     builder.include_paths = lambda: [str(root / folder) for folder in folders]
 
 

@@ -20,10 +20,10 @@ from distributed.engines.deepspeed.config_keys import (
     Content,
     find_autos,
     name_of,
-    passed_on,
+    passthrough,
     read_content,
     section,
-    zero_passed_on,
+    zero_passthrough,
 )
 from distributed.engines.deepspeed.offload import Offloads, plan_offloads
 from distributed.planner.parallel import STAGES
@@ -46,7 +46,7 @@ def plan_engine(
     offloads = plan_offloads(config, plan, profile.parameters, decisions, problems)
     engine = {
         "steps_per_print": _NEVER,
-        **passed_on(content),
+        **passthrough(content),
         "zero_optimization": _zero(content, config, profile, plan, offloads),
         "bf16": _bf16(content, plan),
         "fp16": _fp16(content, config, plan, problems),
@@ -64,7 +64,7 @@ def plan_engine(
 
 
 def _zero(content: Content, config: DistributedConfig, profile: JobProfile, plan: Plan, offloads: Offloads) -> Content:
-    zero = zero_passed_on(content) | {"stage": _STAGE_OF[plan.shard.kind]}
+    zero = zero_passthrough(content) | {"stage": _STAGE_OF[plan.shard.kind]}
     for name, where in (("offload_optimizer", offloads.optimizer), ("offload_param", offloads.parameters)):
         if where:
             kept = {key: value for key, value in section(content, f"zero_optimization.{name}").items() if value != AUTO}

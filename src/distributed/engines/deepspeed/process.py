@@ -19,7 +19,7 @@ import torch.nn.functional
 
 from distributed.core.env import environ_with, inherited_environ
 from distributed.core.plan import Plan
-from distributed.engines.deepspeed.offload_files import files_of
+from distributed.engines.deepspeed.offload import files_of
 from distributed.engines.deepspeed.ops import ops_folder
 from distributed.runtime.session import Session
 

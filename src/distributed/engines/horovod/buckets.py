@@ -93,7 +93,7 @@ class BucketReducer:
         try:
             self._go_on()
         except (RuntimeError, ValueError) as failed:  # Horovod may have ended before this rank sends
-            self._ring.tell_lost(self._left[0].name, failed)
+            self._ring.raise_if_lost(self._left[0].name, failed)
             raise
 
     def _go_on(self) -> None:

@@ -189,7 +189,7 @@ class HorovodEngine(Replicated):
             return self._hvd.allreduce_async_(wire, name=f"step.{name}", op=self._hvd.Adasum), wire
         except (RuntimeError, ValueError) as failed:  # Horovod may have ended before this rank sends
             assert self._ring is not None
-            self._ring.tell_lost(f"step.{name}", failed)
+            self._ring.raise_if_lost(f"step.{name}", failed)
             raise
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ def fusion_threshold_mb(environ: Mapping[str, str] | None = None) -> float | Non
     return int(text) / 2**20 if text.isdecimal() else None
 
 
-def meeting_patience_s() -> float:
+def rendezvous_timeout_s() -> float:
     """For how long the ranks of a later world wait for each other: horovodrun's --gloo-timeout-seconds."""
     return float(inherited_environ().get("HOROVOD_GLOO_TIMEOUT_SECONDS") or 60)
 

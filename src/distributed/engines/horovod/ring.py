@@ -23,8 +23,8 @@ import psutil
 from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import LaunchError, MissingExtraError, PlanError
 from distributed.core.protocol.failure import is_collateral
+from distributed.engines.horovod.deadline import Deadline
 from distributed.engines.horovod.env import CYCLE_TIME, knobs_in_environ
-from distributed.runtime.deadline import Deadline
 from distributed.runtime.session import CollectiveError, Session
 from distributed.runtime.sockets import open_sockets, shut_down
 
@@ -77,12 +77,12 @@ class Ring:
                 self._deadline.begin(missing)
                 yield
         except (RuntimeError, ValueError) as failed:  # the second where a handle has ended with Horovod
-            self.tell_lost(name, failed)
+            self.raise_if_lost(name, failed)
             raise
         finally:
             self._deadline.end()
 
-    def tell_lost(self, name: str, failed: Exception) -> None:
+    def raise_if_lost(self, name: str, failed: Exception) -> None:
         """Raise what a collective failed with as the end of the world, where it is that; bad arguments are not."""
         if _Made.ended == self._after and not self._deadline.has_passed and not is_collateral(failed):
             return
@@ -213,7 +213,7 @@ def _join_over_mpi(hvd: Any, session: Session, variables: dict[str, str]) -> Non
         raise no_mpi_in_wheel()
     if session.env.launcher not in _SPEAK_MPI:
         raise mpi_did_not_start(session.world_size, f"{session.env.launcher} started them")
-    with _told(variables | {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}):
+    with _horovod_environ(variables | {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}):
         hvd.init()
     if (hvd.size(), hvd.rank()) != (session.world_size, session.rank):
         raise mpi_did_not_start(
@@ -259,7 +259,7 @@ def _join_over_gloo(hvd: Any, session: Session, variables: dict[str, str]) -> Ca
         is_set = "HOROVOD_LOG_LEVEL" in inherited_environ()
         quiet = {} if is_set else {"HOROVOD_LOG_LEVEL": "fatal"}  # lost peers are reported by us
         variables = variables | quiet | where | _places(nodes)[session.rank]
-        with session.named("connecting Horovod"), _told(variables):
+        with session.named("connecting Horovod"), _horovod_environ(variables):
             hvd.init()
         session.barrier("connecting Horovod")
     connections = set(open_sockets()) - before
@@ -289,7 +289,7 @@ def _places(nodes: list[str]) -> list[dict[str, str]]:
 
 @contextmanager
 def _serve(places: list[dict[str, str]], host: str) -> Iterator[int]:
-    """Horovod's meeting point, at a port of this host."""
+    """Horovod's rendezvous endpoint, at a port of this host."""
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -345,7 +345,7 @@ def _interface_of(address: str) -> str:
 
 
 @contextmanager
-def _told(variables: dict[str, str]) -> Iterator[None]:
+def _horovod_environ(variables: dict[str, str]) -> Iterator[None]:
     """Variables for Horovod, which nothing else in the environment needs."""
     try:
         with environ_with(variables):

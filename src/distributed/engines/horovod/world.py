@@ -24,13 +24,13 @@ from distributed.core.protocol.rank_protocol import Joined, Message
 from distributed.engines.horovod.env import (
     DriverAddress,
     horovod_driver,
-    meeting_patience_s,
     remember_world,
+    rendezvous_timeout_s,
     take_out_elastic,
     take_place,
 )
 from distributed.engines.horovod.ring import end_horovod, refuse_spent
-from distributed.runtime.meeting import Meeting
+from distributed.runtime.rendezvous import Rendezvous
 
 _ANSWER_S = 10.0  # for one answer of a driver that has nothing to wait for
 _PLACE_S = 3600.0  # for one that waits for enough hosts: horovodrun gives up before, after its --elastic-timeout
@@ -87,13 +87,13 @@ class Driver:
         return text if answer.status == 200 else None
 
 
-class _Meetings:
+class _RendezvousCount:
     """Of the present world: a process may leave its group and join the same ranks again."""
 
     held = 0
 
 
-def find_meeting(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
+def find_meeting(env: WorkerEnv, run_dir: str, timeout_s: float) -> Rendezvous:
     """The rendezvous of the ranks of this world, through horovodrun's driver.
 
     Horovodrun knows nothing of a run directory either: all take rank 0's.
@@ -101,24 +101,24 @@ def find_meeting(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
     env = replace(env, nominal_ranks=env.nominal_ranks or env.world_size, run_dir=run_dir)
     if env.world_size == 1:
         remember_world(env)
-        return Meeting(env)
-    driver, key = Driver(horovod_driver()), f"meeting-{_Meetings.held}"
-    _Meetings.held += 1
+        return Rendezvous(env)
+    driver, key = Driver(horovod_driver()), f"meeting-{_RendezvousCount.held}"
+    _RendezvousCount.held += 1
     if env.local_rank == 0:
         driver.write(f"node-of-{env.rank}", str(env.node_rank))
     if env.is_main:
-        meeting = _announce(driver, key, env)
+        rendezvous = _announce(driver, key, env)
     else:
-        patience_s = min(timeout_s, meeting_patience_s()) if env.restarts else timeout_s
-        meeting = Meeting(_look_up(driver, key, env, patience_s))
-    remember_world(meeting.env)
-    return meeting
+        limit_s = min(timeout_s, rendezvous_timeout_s()) if env.restarts else timeout_s
+        rendezvous = Rendezvous(_look_up(driver, key, env, limit_s))
+    remember_world(rendezvous.env)
+    return rendezvous
 
 
 _PUBLISHED = ("master_addr", "master_port", "num_nodes", "attempt", "restarts", "nominal_ranks", "run_dir")
 
 
-def _announce(driver: Driver, key: str, env: WorkerEnv) -> Meeting:
+def _announce(driver: Driver, key: str, env: WorkerEnv) -> Rendezvous:
     """The port is taken before it is published, so that no other process can have it."""
     listener = socket.create_server(("", 0), backlog=1024)
     try:
@@ -128,7 +128,7 @@ def _announce(driver: Driver, key: str, env: WorkerEnv) -> Meeting:
     except BaseException:
         listener.close()
         raise
-    return Meeting(env, listener)
+    return Rendezvous(env, listener)
 
 
 def _look_up(driver: Driver, key: str, env: WorkerEnv, timeout_s: float) -> WorkerEnv:
@@ -162,7 +162,7 @@ class HorovodLine:
         self._driver = driver
         self._hosts_changed = threading.Event()
         self._script_runs_horovod = _runs_horovod()  # then a rank that joins does so too, before it calls `fit`
-        self._placed_at, self._patience_s = time.monotonic(), meeting_patience_s()
+        self._placed_at, self._timeout_s = time.monotonic(), rendezvous_timeout_s()
         self.regroups = False
         self._end_collective: Callable[[], None] = lambda: None
 
@@ -185,7 +185,7 @@ class HorovodLine:
 
         Later, a rank that leaves closes its connections, which the others notice.
         """
-        return attempt > 0 and time.monotonic() - self._placed_at > self._patience_s
+        return attempt > 0 and time.monotonic() - self._placed_at > self._timeout_s
 
     def next_world(self, after_attempt: int) -> WorkerEnv | None:
         """Request a place in the next world, as all survivors do. A host that was removed has none."""
@@ -198,7 +198,7 @@ class HorovodLine:
             if not take_place(self._driver.next_place(), attempt):
                 print("horovodrun has taken this host out of the run: this rank ends", file=sys.stderr, flush=True)
                 raise SystemExit(0)
-            _Meetings.held, self._placed_at = 0, time.monotonic()
+            _RendezvousCount.held, self._placed_at = 0, time.monotonic()
             if not self._script_runs_horovod or _begin_horovod():
                 return worker_env()
 

@@ -63,7 +63,7 @@ class RayCluster:
 
 
 @dataclass(frozen=True)
-class Wish:
+class PlacementRequest:
     """The ranks of a run: `fewest` must have a place now."""
 
     device: str
@@ -87,23 +87,23 @@ class Wish:
         return f"{self.fewest} {kind}{'s' * (self.fewest > 1)}"
 
 
-def shortage(wish: Wish, cluster: RayCluster) -> list[Problem]:
+def shortage(placement: PlacementRequest, cluster: RayCluster) -> list[Problem]:
     """What the ranks need and the cluster can never have, as it is now.
 
     >>> two = RayCluster((RayNode("n1", 4, 0), RayNode("n2", 4, 0)))
-    >>> [problem.what for problem in shortage(Wish("cpu", 9, 9), two)]
+    >>> [problem.what for problem in shortage(PlacementRequest("cpu", 9, 9), two)]
     ['9 CPUs are needed, and the Ray cluster has 8']
     """
-    key = "GPU" if wish.device == "cuda" else "CPU"
+    key = "GPU" if placement.device == "cuda" else "CPU"
     there = ", ".join(map(str, cluster.nodes)) or "no node"
-    if cluster.grows_to is not None and cluster.grows_to.get(key, 0) >= wish.fewest:
+    if cluster.grows_to is not None and cluster.grows_to.get(key, 0) >= placement.fewest:
         return []
-    wide = [node for node in cluster.nodes if node.slots(wish.device) >= (wish.per_node or 1)]
-    slots = cluster.slots(wish.device)
-    if wish.per_node is not None and len(wide) < -(-wish.fewest // wish.per_node):
-        what = f"{wish} are needed, and the Ray cluster has {len(wide)} such node{'s' * (len(wide) != 1)}"
-    elif slots < wish.fewest:
-        what = f"{wish} are needed, and the Ray cluster has {slots}"
+    wide = [node for node in cluster.nodes if node.slots(placement.device) >= (placement.per_node or 1)]
+    slots = cluster.slots(placement.device)
+    if placement.per_node is not None and len(wide) < -(-placement.fewest // placement.per_node):
+        what = f"{placement} are needed, and the Ray cluster has {len(wide)} such node{'s' * (len(wide) != 1)}"
+    elif slots < placement.fewest:
+        what = f"{placement} are needed, and the Ray cluster has {slots}"
     else:
         return []
     fewer = f"set num_gpus={slots}, or " if slots else ""

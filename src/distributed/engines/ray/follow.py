@@ -16,7 +16,7 @@ from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, Event, RankFailed, Recovered, Warned
 from distributed.core.protocol.heartbeat import read_beat
 from distributed.core.run_dir import AttemptDir, RunDir
-from distributed.engines.ray.cluster import Wish
+from distributed.engines.ray.cluster import PlacementRequest
 from distributed.engines.ray.verdict import AttemptEnd, ranks_of
 from distributed.launch.node.log_mirror import LogMirror
 from distributed.launch.node.log_tail import crash_dump
@@ -32,8 +32,8 @@ _PATIENT_S = 30.0  # for Ray to place the ranks, before it is said what they wai
 class Following:
     """`look` now and then, and `close` at the end."""
 
-    def __init__(self, run_dir: str, first_attempt: int, echo: LogMirror, wish: Wish) -> None:
-        self._run_dir, self._echo, self._wish = run_dir, echo, wish
+    def __init__(self, run_dir: str, first_attempt: int, mirror: LogMirror, placement: PlacementRequest) -> None:
+        self._run_dir, self._mirror, self._placement = run_dir, mirror, placement
         self._events = RunDir(run_dir).events
         self._report = RunReport()
         self._attempt, self._first, self._next = -1, first_attempt, first_attempt
@@ -54,8 +54,8 @@ class Following:
             self._wait_for_ranks()
         else:
             self._look_at_attempt()
-        self._echo.drain()
-        self._echo.refresh()
+        self._mirror.drain()
+        self._mirror.refresh()
 
     @property
     def has_ranks(self) -> bool:
@@ -63,7 +63,7 @@ class Following:
         return self._attempt >= 0 and self._end is None
 
     def finish(self) -> None:
-        self._echo.finish()
+        self._mirror.finish()
 
     def failure(self) -> RankFailedError | None:
         """The error of a run that was given up; also as an event."""
@@ -73,7 +73,7 @@ class Following:
         if end is None or not end.given_up:
             return None
         fault, path = end.fault, end.log_path if os.path.exists(end.log_path) else ""
-        self._echo.finish(only=path)
+        self._mirror.finish(only=path)
         failed = RankFailed(time=time.time(), rank=fault.rank, host=fault.host, message=fault.message, log_path=path)
         self._emit(failed)
         why = end.given_up if self._worlds > 1 else ""
@@ -88,7 +88,7 @@ class Following:
         if self._worlds > 1:
             self._report.ended(time.monotonic(), status, self._reached)
             self._emit(self._report.event(time.time()))
-        self._echo.close()
+        self._mirror.close()
 
     def _begin(self, attempt: int) -> None:
         size = len(ranks_of(self._folder(attempt)))
@@ -97,12 +97,12 @@ class Following:
         if self._attempt >= 0 and self._end is None:  # no fault: Ray has places for another number of ranks
             ranks = f"{size} rank{'s' * (size > 1)}" if size else "another number of ranks"
             text = f"Ray continues with {ranks} instead of {self._world_size}"
-            self._tell_end(Fault("resize", -1, "", self._reached, text))
+            self._report_end(Fault("resize", -1, "", self._reached, text))
         self._attempt, self._next, self._end = attempt, attempt + 1, None
         self._world_size, self._worlds = size, self._worlds + 1
         self._unfollowed = list(range(size))
         self._report.attempt_began(attempt, time.monotonic())
-        self._echo.attempt_began(attempt)
+        self._mirror.attempt_began(attempt)
         self._has_warned = False
 
     def _look_at_attempt(self) -> None:
@@ -110,7 +110,7 @@ class Following:
         for rank in list(self._unfollowed):
             log_path = folder.log(rank)
             if log_path.exists():
-                self._echo.follow(rank, str(log_path))
+                self._mirror.follow(rank, str(log_path))
                 self._unfollowed.remove(rank)
         beat = read_beat(folder.heartbeat(0))
         step = beat.step if beat is not None else 0
@@ -127,9 +127,9 @@ class Following:
             self._reached = max(self._reached, self._end.fault.step)
             self._waits_since = time.monotonic()
             if not self._end.given_up:
-                self._tell_end(self._end.fault)
+                self._report_end(self._end.fault)
 
-    def _tell_end(self, fault: Fault) -> None:
+    def _report_end(self, fault: Fault) -> None:
         self._broke_at = self._step_at
         self._report.fault(self._step_at, fault)
         self._emit(
@@ -176,7 +176,7 @@ class Following:
         self._has_warned = True
         free = available_resources()  # type: ignore[no-untyped-call]
         there = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-        message = f"Ray has not placed the ranks yet: {self._wish} needed, free are {there}"
+        message = f"Ray has not placed the ranks yet: {self._placement} needed, free are {there}"
         self._emit(Warned(time=time.time(), message=message))
 
     def _folder(self, attempt: int) -> AttemptDir:

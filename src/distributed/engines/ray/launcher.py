@@ -21,7 +21,7 @@ from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import DistributedError, LaunchError
 from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask_arguments
-from distributed.engines.ray.cluster import RayCluster, Wish, connected, shortage
+from distributed.engines.ray.cluster import PlacementRequest, RayCluster, connected, shortage
 from distributed.engines.ray.follow import Following
 from distributed.engines.ray.names import NAMESPACE, stop_key
 from distributed.engines.ray.trial import TuneScreen, holds_ranks, is_ray_trial
@@ -58,33 +58,33 @@ class RayLauncher(Launcher):
         request: LaunchRequest,
         screen: Screen | None = None,
         *,
-        patience: RestartLimits | None = None,
+        limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
     ) -> None:
         """Until the run is done. Raises RankFailedError for the rank that it failed of, and Stopped (a
         KeyboardInterrupt) when it was stopped from outside and the ranks ended as asked."""
-        patience = patience or RestartLimits()
+        limits = limits or RestartLimits()
         if is_ray_trial():
             screen = TuneScreen(screen, request.run_dir)
         if holds_ranks(request):
-            LocalLauncher().run(request, screen, patience=patience, on_stop=on_stop)
+            LocalLauncher().run(request, screen, limits=limits, on_stop=on_stop)
             return
-        wish = wish_of(request, patience)
-        with connected(request.address, wish.most, request.device) as cluster:
-            problems = shortage(wish, cluster)
+        placement = placement_of(request, limits)
+        with connected(request.address, placement.most, request.device) as cluster:
+            problems = shortage(placement, cluster)
             if problems:
                 raise LaunchError(problems)
-            RayRun(request, patience, wish, cluster=cluster, echo=LogMirror(screen), on_stop=on_stop).wait()
+            RayRun(request, limits, placement, cluster=cluster, mirror=LogMirror(screen), on_stop=on_stop).wait()
 
     def submit(
         self,
         request: LaunchRequest,
         screen: Screen | None = None,
         *,
-        patience: RestartLimits | None = None,
+        limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
     ) -> RayJob:
-        return RayJob(lambda: self.run(request, screen, patience=patience, on_stop=on_stop))
+        return RayJob(lambda: self.run(request, screen, limits=limits, on_stop=on_stop))
 
     def reserve(self, ranks: int, device: str) -> AbstractContextManager[object]:
         """A cluster on this machine, which the jobs find."""
@@ -92,26 +92,26 @@ class RayLauncher(Launcher):
 
     def describe(self, request: LaunchRequest, limits: RestartLimits) -> str:
         """What would be placed, and what each rank would run."""
-        wish = wish_of(request, limits)
+        placement = placement_of(request, limits)
         where = f"the Ray cluster at {request.address}" if request.address else "a Ray cluster on this machine"
-        size = f"{wish.most}" if wish.fewest == wish.most else f"{wish.fewest} to {wish.most}"
+        size = f"{placement.most}" if placement.fewest == placement.most else f"{placement.fewest} to {placement.most}"
         each = "1 CPU and 1 GPU" if request.device == "cuda" else "1 CPU"
         command = shlex.join(("python", "-m", "distributed.launch.node.rank", *mask_arguments(request.command)))
-        placed = f"{size} ranks on {where}, with {each} each, placed by {wish.strategy}"
+        placed = f"{size} ranks on {where}, with {each} each, placed by {placement.strategy}"
         return f"run directory {request.run_dir}\n{placed}\n[each rank] {command}"
 
 
-def wish_of(request: LaunchRequest, patience: RestartLimits) -> Wish:
+def placement_of(request: LaunchRequest, limits: RestartLimits) -> PlacementRequest:
     """How many ranks a request needs, and how they are spread over nodes."""
     per_node = request.ranks_per_node
-    fewest = request.fewest_nodes * min(patience.min_gpus or per_node, per_node)
+    fewest = request.fewest_nodes * min(limits.min_gpus or per_node, per_node)
     is_by_node = request.most_nodes > 1
-    return Wish(
+    return PlacementRequest(
         device=request.device,
         fewest=fewest,
         most=request.most_nodes * per_node,
         num_nodes=request.fewest_nodes,
-        per_node=per_node if is_by_node and patience.min_gpus is None else None,
+        per_node=per_node if is_by_node and limits.min_gpus is None else None,
     )
 
 
@@ -145,17 +145,17 @@ class RayRun:
     def __init__(
         self,
         request: LaunchRequest,
-        patience: RestartLimits,
-        wish: Wish,
+        limits: RestartLimits,
+        placement: PlacementRequest,
         *,
         cluster: RayCluster,
-        echo: LogMirror,
+        mirror: LogMirror,
         on_stop: Callable[[int], None] | None,
     ) -> None:
-        self._request, self._patience, self._wish, self._cluster = request, patience, wish, cluster
+        self._request, self._limits, self._placement, self._cluster = request, limits, placement, cluster
         self._run, self._run_dir = uuid.uuid4().hex, os.path.abspath(request.run_dir)
         self._stops = Stops(on_stop)
-        self._following = Following(self._run_dir, request.attempt, echo, wish)
+        self._following = Following(self._run_dir, request.attempt, mirror, placement)
         self._answered, self._end_by = 0, float("inf")
         self._error: BaseException | None = None
 
@@ -234,12 +234,12 @@ class RayRun:
         if requests == 1:
             self._stops.announce()
         can_save = requests == 1 and self._following.has_ranks
-        grace = self._patience.interrupt_grace_s if can_save else _END_S
+        grace = self._limits.interrupt_grace_s if can_save else _END_S
         self._end_by = time.monotonic() + grace
         self._answered = requests
 
     def _trainer(self) -> DataParallelTrainer:
-        request, wish = self._request, self._wish
+        request, placement = self._request, self._placement
         order = RankOrder(
             run=self._run,
             command=request.command,
@@ -251,16 +251,18 @@ class RayRun:
             threads=request.threads_per_rank,
             env=dict(request.env),
         )
-        verdict = Verdict(self._run, self._run_dir, self._patience.max_restarts, request.attempt)
+        verdict = Verdict(self._run, self._run_dir, self._limits.max_restarts, request.attempt)
         return DataParallelTrainer(
             become_rank,
             train_loop_config=asdict(order),
             backend_config=PlacedRanks(),
             scaling_config=ScalingConfig(
-                num_workers=wish.most if wish.fewest == wish.most else (wish.fewest, wish.most),
+                num_workers=placement.most
+                if placement.fewest == placement.most
+                else (placement.fewest, placement.most),
                 use_gpu=request.device == "cuda",
                 resources_per_worker={"CPU": 1} | ({"GPU": 1} if request.device == "cuda" else {}),
-                placement_strategy=wish.strategy,
+                placement_strategy=placement.strategy,
                 elastic_resize_monitor_interval_s=_CONSIDER_SIZE_S,
             ),
             run_config=RunConfig(  # type: ignore[arg-type]  # Ray types it as the older one

@@ -23,7 +23,7 @@ from distributed.core.run_dir import RunDir
 from distributed.engines.ray.names import NAMESPACE, RAY_RUN, stop_key
 
 _LISTEN_EVERY_S = 0.25
-_TELL_S = 60.0  # for Ray to take one report, when the run waits for that at its end
+_REPORT_S = 60.0  # for Ray to take one report, when the run waits for that at its end
 
 
 class RayProcessOwner:
@@ -37,9 +37,9 @@ class RayProcessOwner:
         self._is_over = threading.Event()
         self._reports: queue.SimpleQueue[tuple[dict[str, Any], str] | None] = queue.SimpleQueue()
         self._reported = ""  # the newest checkpoint that Ray knows
-        self._telling, self._sent = "", 0  # the report that is being sent to Ray, and how many were sent
+        self._report_name, self._sent = "", 0  # the report that is being sent to Ray, and how many were sent
         self._failures: list[str] = []
-        self._reporter = threading.Thread(target=self._tell_reports, daemon=True, name="reports to Ray")
+        self._reporter = threading.Thread(target=self._send_reports, daemon=True, name="reports to Ray")
         self._reporter.start()
 
     def on_stop(self, stop: Callable[[int], None]) -> None:
@@ -58,9 +58,9 @@ class RayProcessOwner:
         sent = -1
         while self._reporter.is_alive() and self._sent != sent:  # there may be many left: each has its time
             sent = self._sent
-            self._reporter.join(_TELL_S)
+            self._reporter.join(_REPORT_S)
         if self._reporter.is_alive():
-            self._failures.append(f"the report of {self._telling} was not taken within {_TELL_S:g} s")
+            self._failures.append(f"the report of {self._report_name} was not taken within {_REPORT_S:g} s")
         if self._failures and self._env.is_main:
             self._warn()
 
@@ -71,11 +71,11 @@ class RayProcessOwner:
                 stop(int(asked))
                 return
 
-    def _tell_reports(self) -> None:
+    def _send_reports(self) -> None:
         """Ray counts the reports of every rank, and takes what they say from rank 0."""
         while (report := self._reports.get()) is not None:
             metrics, path = report
-            self._telling = f"step {metrics.get('step', 'unknown')}"
+            self._report_name = f"step {metrics.get('step', 'unknown')}"
             checkpoint = self._new_checkpoint(path) if self._env.is_main else None
             try:
                 if self._env.is_main:
@@ -83,7 +83,7 @@ class RayProcessOwner:
                 else:
                     ray.train.report({})
             except Exception as error:  # noqa: BLE001 - the next report is made all the same: every rank waits for it
-                self._failures.append(f"the report of {self._telling} failed: {type(error).__name__}: {error}")
+                self._failures.append(f"the report of {self._report_name} failed: {type(error).__name__}: {error}")
             self._sent += 1
 
     def _new_checkpoint(self, path: str) -> Checkpoint | None:

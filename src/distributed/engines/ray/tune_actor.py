@@ -159,40 +159,40 @@ class _Place:
         self._thread.join()
 
     def _serve(self) -> None:
-        """The thread that makes the nursery lives as long as it."""
+        """The thread that makes the trial processes lives as long as they do."""
         try:
             line = LineServer(self._answer)
             log_path = str(SearchDir(self._host.run_dir).actor_log(socket.gethostname(), os.getpid()))
-            nursery = TrialProcesses(
+            trial_processes = TrialProcesses(
                 self._host.placement(), self._host.function, self._host.ticket, log_path, self._host.modules
             )
             try:
                 while (config := self._orders.get()) is not None:
-                    self._run(config, line, nursery)
+                    self._run(config, line, trial_processes)
             finally:
-                nursery.close()
+                trial_processes.close()
                 line.close()
         except BaseException as failed:  # noqa: BLE001 - the boundary of a thread: raised in the actor's own
             self._messages.put(failed)
 
-    def _run(self, config: dict[str, Any], line: LineServer, nursery: TrialProcesses) -> None:
+    def _run(self, config: dict[str, Any], line: LineServer, trial_processes: TrialProcesses) -> None:
         going = self._going
         assert going is not None
         note = TrialNote(**{**config["note"], "line": line.path})
         trial = Trial(config["index"], note.id, note.params, note.directory, starts=note.attempt)
-        process = nursery.start(trial, note.write(), 0)
+        process = trial_processes.start(trial, note.write(), 0)
         with selectors.DefaultSelector() as selector:
             selector.register(line, selectors.EVENT_READ)
-            if nursery.can_be_waited_for:
-                selector.register(nursery, selectors.EVENT_READ)
+            if trial_processes.can_be_waited_for:
+                selector.register(trial_processes, selectors.EVENT_READ)
             while (code := process.poll()) is None:
-                selector.select(nursery.look_every_s(_LOOK_S))
+                selector.select(trial_processes.look_every_s(_LOOK_S))
                 line.pump()
                 if going.asked_to_leave.is_set():
                     self._press(going, process)
         line.pump()  # its last words came before its end
         process.end(signal.SIGKILL)  # what it left running
-        self._tell({"kind": GONE, "trial": note.id, "attempt": note.attempt, "code": code}, is_last=True)
+        self._send({"kind": GONE, "trial": note.id, "attempt": note.attempt, "code": code}, is_last=True)
 
     def _press(self, going: _Going, process: RankProcess) -> None:
         """One that had its answer at `tune.report` is on its way out. The Trainer takes a signal, and saves."""
@@ -209,18 +209,18 @@ class _Place:
         if going is None or message["attempt"] != going.number:
             return {"go": False}
         if message["kind"] != "report":
-            self._tell(message)
+            self._send(message)
         elif going.asked_to_leave.is_set():
             return {"go": False}
         else:
-            self._tell(message, is_last=True)
+            self._send(message, is_last=True)
             goes_on = self._verdicts.get()
             if not goes_on and message["by"] == "report":
                 going.end_by = time.monotonic() + _GRACE_S
             return {"go": goes_on}
         return {"go": not going.asked_to_leave.is_set()}
 
-    def _tell(self, message: Message, is_last: bool = False) -> None:
+    def _send(self, message: Message, is_last: bool = False) -> None:
         self._batch.append({**message, "at": time.monotonic()})
         if is_last:
             self._messages.put(self._batch)

@@ -173,7 +173,7 @@ class _Search:
         self._request, self._watcher = request, watcher
         self._slots = cluster_slots(request, cluster)
         self._device = _device(cluster)
-        self._course = TrialLifecycle(request, watcher)
+        self._lifecycle = TrialLifecycle(request, watcher)
         folder = SearchDir(request.run_dir).function
         ticket = write_function(request.train_fn, folder).to_text()
         modules = modules_for(request.train_fn)
@@ -194,14 +194,14 @@ class _Search:
     def run(self) -> None:
         with _Interrupts() as stops, environ_with({"TUNE_MAX_PENDING_TRIALS_PG": str(self._slots)}):
             try:
-                if not self._course.is_over:
+                if not self._lifecycle.is_over:
                     self._tune(stops)
             except Exception:
                 if self._failed is not None:  # Ray has made a text of it
                     raise self._failed from None
                 raise
             finally:
-                self._course.interrupt()  # those that are left
+                self._lifecycle.interrupt()  # those that are left
         if stops.number is not None:
             raise Stopped(stops.number)
 
@@ -234,14 +234,14 @@ class _Search:
 
     def propose(self, name: str) -> dict[str, Any] | str | None:
         """The next leg, once there is room for it."""
-        if len(self._course.legs) >= self._slots:
+        if len(self._lifecycle.legs) >= self._slots:
             return None
-        trial = self._course.next()
+        trial = self._lifecycle.next()
         if trial is None:
-            return Searcher.FINISHED if self._course.is_over else None
+            return Searcher.FINISHED if self._lifecycle.is_over else None
         self._trials[name] = trial
-        self._course.started(trial)  # in their order, which a journal is read by; Ray starts them as actors come up
-        note = asdict(self._course.note(trial))
+        self._lifecycle.started(trial)  # in their order, which a journal is read by; Ray starts them as actors come up
+        note = asdict(self._lifecycle.note(trial))
         return {"note": note, "index": trial.index, "host": asdict(self._host)}
 
     def take_messages(self, leg: Any, messages: list[dict[str, Any]]) -> bool:
@@ -250,17 +250,17 @@ class _Search:
         for message in messages:
             age_s = message.pop("age_s")
             if message["kind"] == GONE:
-                self._course.end(trial, ending(message["code"]))
+                self._lifecycle.end(trial, ending(message["code"]))
                 return False
-            if not self._course.hear(message, age_s) and message["kind"] == "report":
+            if not self._lifecycle.hear(message, age_s) and message["kind"] == "report":
                 leg.temporary_state.ray_actor.leave.remote()
         return True
 
     def lost(self, leg: Any) -> None:
         """Its actor is gone, with its node perhaps, or could not begin."""
         trial = self._trials[leg.trial_id]
-        if trial.id in self._course.legs:
-            self._course.end(trial, _error_of(leg))
+        if trial.id in self._lifecycle.legs:
+            self._lifecycle.end(trial, _error_of(leg))
 
     def refresh(self) -> None:
         if time.monotonic() - self._refreshed >= _REFRESH_S:

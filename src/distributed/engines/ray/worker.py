@@ -112,14 +112,14 @@ def _take_place(order: RankOrder) -> WorkerEnv:
     """Rank 0 publishes the rendezvous and the number of the attempt; the nodes are counted in Ray's store."""
     context = ray.train.get_context()
     rank, node = context.get_world_rank(), context.get_node_rank()
-    meeting = None
+    rendezvous = None
     if rank == 0:
         attempt = attempt_to_come(order.run_dir, order.first_attempt)
         RunDir(order.run_dir).attempt(attempt).path.mkdir(parents=True)
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        meeting = {"attempt": attempt, "address": address, "port": free_port()}
-    meeting = ray.train.collective.broadcast_from_rank_zero(meeting)
-    attempt = meeting["attempt"]
+        rendezvous = {"attempt": attempt, "address": address, "port": free_port()}
+    rendezvous = ray.train.collective.broadcast_from_rank_zero(rendezvous)
+    attempt = rendezvous["attempt"]
     internal_kv._internal_kv_put(node_key(order.run, attempt, node), b"", namespace=NAMESPACE)
     ray.train.collective.barrier()
     nodes = internal_kv._internal_kv_list(node_key(order.run, attempt, ""), namespace=NAMESPACE)
@@ -130,8 +130,8 @@ def _take_place(order: RankOrder) -> WorkerEnv:
         local_world_size=context.get_local_world_size(),
         node_rank=node,
         num_nodes=len(nodes),
-        master_addr=meeting["address"],
-        master_port=meeting["port"],
+        master_addr=rendezvous["address"],
+        master_port=rendezvous["port"],
         launcher="ray",
         run_dir=order.run_dir,
         attempt=attempt,
@@ -174,11 +174,11 @@ def _obey(run: str, env: WorkerEnv, thread: int, is_over: threading.Event) -> No
     This thread of a worker gets no signals, so the exception is raised in it from here.
     """
     beat = RunDir(env.run_dir).attempt(env.attempt).heartbeat(env.rank)
-    is_told = False
+    is_reported = False
     while not is_over.wait(_LISTEN_EVERY_S):
         asked = internal_kv._internal_kv_get(stop_key(run), namespace=NAMESPACE)
         if asked is not None and int(asked) == END_AT_ONCE:
             os._exit(128 + signal.SIGKILL)
-        if asked is not None and not is_told and not beat.exists():
-            is_told = True
+        if asked is not None and not is_reported and not beat.exists():
+            is_reported = True
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))

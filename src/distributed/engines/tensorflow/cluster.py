@@ -142,6 +142,6 @@ def announce_in_world(plan: Plan, world: WorkerEnv) -> None:
             why=f"{world.launcher} does not give the ranks the addresses of all hosts",
             do="set TF_CONFIG, or run `distributed train --num-nodes … --master-addr …` on every host",
         )
-    # Not the meeting point's own port, where torchrun may listen itself.
+    # Not the rendezvous endpoint's own port, where torchrun may listen itself.
     ports = (derived_port(world.master_port, rank + 1) for rank in range(world.world_size))
     announce({"TF_CONFIG": render(layout, tuple(f"127.0.0.1:{port}" for port in ports), world.rank)})

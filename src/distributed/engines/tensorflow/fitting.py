@@ -27,9 +27,9 @@ from distributed.engines.tensorflow.model.model import (
     checked_model,
     compile_model,
     compiled_of,
+    decompose_model,
     has_rate_schedule,
     is_compiled,
-    take_apart,
 )
 from distributed.engines.tensorflow.model.variables import name_variables
 from distributed.engines.tensorflow.payload import write_payload
@@ -156,7 +156,7 @@ class Fit:
         if self.model is None and is_ready:
             self.model = trained
             return history
-        self._bring_home(plan, {name: array_of(one) for name, one in name_variables(trained).items()})
+        self._load_trained_state(plan, {name: array_of(one) for name, one in name_variables(trained).items()})
         return history
 
     def _launch(self, plan: Plan, launch: LaunchRequest) -> History:
@@ -164,18 +164,18 @@ class Fit:
         job = self._job(plan)
         write = partial(write_payload, plan, job)
         history = launch_job(plan, self._config, launch, ".bin", write)
-        self._bring_home(plan, read_arrays(history.checkpoint))
+        self._load_trained_state(plan, read_arrays(history.checkpoint))
         return history
 
     def _job(self, plan: Plan) -> Job:
         if self.model is None:
-            compiled = self._compiled.apart() if self._compiled is not None else None
+            compiled = self._compiled.decompose() if self._compiled is not None else None
             parts = Parts("", build=self._build, compiled=compiled)
         else:
-            parts = take_apart(self.model, self._compiled)
+            parts = decompose_model(self.model, self._compiled)
         return Job(plan, parts, self._train, self._evaluation)
 
-    def _bring_home(self, plan: Plan, trained: Mapping[str, Any]) -> None:
+    def _load_trained_state(self, plan: Plan, trained: Mapping[str, Any]) -> None:
         """The trained state into the user's own model, or into one that the function builds here."""
         if self.model is None:
             assert self._build is not None

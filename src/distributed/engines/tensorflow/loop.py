@@ -45,7 +45,7 @@ class Loop:
     ) -> None:
         self._plan, self._model, self._stepper, self._world, self._state = plan, model, stepper, world, state
         self._train, self._evaluation, self._rate, self._stop = train, evaluation, rate, stop
-        self._heartbeat, self._telling, self._utilization = heartbeat, RunEvents(plan, observer), utilization
+        self._heartbeat, self._events, self._utilization = heartbeat, RunEvents(plan, observer), utilization
         self._meter = Meter(model, world)
         self._due = Due(plan)
         self._before: StepResult | None = None  # the step before this one, whose numbers are there without waiting
@@ -53,7 +53,7 @@ class Loop:
 
     def begin(self) -> None:
         """Take what a checkpoint holds, or nothing."""
-        self._state.restore(on_saved=self._telling.saved, on_failed=self._telling.not_saved)
+        self._state.restore(on_saved=self._events.saved, on_failed=self._events.not_saved)
         finalize(self._model)
         self._meter.load_state(self._state.progress.meter)
         self._rate.set(self._state.progress.step, is_own=self._plan.checkpoint.own_rates)
@@ -88,7 +88,7 @@ class Loop:
             steps_per_epoch=train.steps_per_epoch,
         )
         last, before = within.last, progress.samples_in_epoch
-        self._telling.epoch_started(epoch, progress.step)
+        self._events.epoch_started(epoch, progress.step)
         begun, step, stopped = time.perf_counter(), progress.step, False
         self._heartbeat.epoch_begins()
         for micros, samples in train.epoch(epoch, within.first):
@@ -130,7 +130,7 @@ class Loop:
         with self._heartbeat.phase(Phase.EVALUATING):
             begun = time.perf_counter()
             metrics = self._meter.evaluate(self._stepper.evaluate(micro) for micro in self._evaluation)
-        return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
+        return self._events.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         with self._heartbeat.phase(Phase.SAVING):
@@ -146,12 +146,12 @@ class Loop:
         step = self._state.progress.step
         self._heartbeat.beat(step)
         for path, why in self._state.skipped:
-            self._telling.warn(f"the checkpoint {path} is passed over: {why}")
+            self._events.warn(f"the checkpoint {path} is passed over: {why}")
         for line in self._state.changed:
-            self._telling.warn(line)
+            self._events.warn(line)
         is_new = self._plan.checkpoint.resume and not self._state.path
         notes = [nothing_to_resume(self._plan)] if is_new else []
-        self._telling.run_started(self._world.size, step, self._train.steps_per_epoch, notes)
+        self._events.run_started(self._world.size, step, self._train.steps_per_epoch, notes)
 
     def _log(self, epoch: int, before_epoch: int) -> None:
         self._state.poll()
@@ -161,7 +161,7 @@ class Loop:
             ago, value = reading.bad
             indices = self._train.sample_indices(epoch, step - ago - before_epoch - 1)
             raise _explain_nonfinite(value, self._world.replicas, epoch, step - ago, indices)
-        self._telling.tell(
+        self._events.tell(
             StepEnded(
                 time=time.time(),
                 step=step,
@@ -178,7 +178,7 @@ class Loop:
     def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:
         progress = self._state.progress
         record = record_epoch(progress.epochs, epoch, progress.step, samples=samples, seconds=seconds, metrics=metrics)
-        self._telling.epoch_ended(record, progress.step)
+        self._events.epoch_ended(record, progress.step)
 
     def _finish(self, seconds: float) -> History:
         progress = self._state.progress
@@ -192,7 +192,7 @@ class Loop:
             stop_signal=int(self._stop.received or 0),
             checkpoint=self._state.path,
         )
-        self._telling.run_ended(history)
+        self._events.run_ended(history)
         return history
 
 

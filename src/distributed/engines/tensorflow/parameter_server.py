@@ -70,12 +70,12 @@ def _serve(world: WorkerEnv, resolver: Any) -> NoReturn:
     heartbeat = Heartbeat(
         RunDir(world.run_dir).attempt(world.attempt), world.rank
     )  # says that it lives; it makes no steps
-    join_crew(world.run_dir, world)
+    join_launcher(world.run_dir, world)
     server.join()
     raise AssertionError(f"{heartbeat} and {server} are there for as long as this process is")
 
 
-def join_crew(run_dir: str, world: WorkerEnv, *, in_run: bool = False) -> None:
+def join_launcher(run_dir: str, world: WorkerEnv, *, in_run: bool = False) -> None:
     """Report to the launcher that this process survives when others are replaced; once it has a heartbeat."""
     line = agent_line()
     if line is None:

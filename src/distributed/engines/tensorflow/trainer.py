@@ -15,7 +15,7 @@ from distributed.core.history import History
 from distributed.core.registry import is_installed
 from distributed.core.settings.typed import Settings, TrainerSettings
 from distributed.engines.tensorflow.cluster import STRATEGY
-from distributed.trainers.settings import of_fit, plain
+from distributed.trainers.settings import build_fit_config, plain
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
 _OF_SETTINGS = ("adamw", "adam", "sgd")
@@ -88,7 +88,7 @@ class TensorFlowDistributedTrainer:
         function that returns one. `settings` win over the trainer's. Ctrl-C ends all processes at a common step;
         `model` and `history` then hold what was trained, and KeyboardInterrupt is raised.
         """
-        config = of_fit(self.config, settings, "keras")
+        config = build_fit_config(self.config, settings, "keras")
         if config.backend == "auto":
             config = config.merged(self.preset, type(self).__name__)
         ENGINES.require("tensorflow")

@@ -27,7 +27,7 @@ from distributed.engines.tensorflow.job import Job
 from distributed.engines.tensorflow.loop import Loop
 from distributed.engines.tensorflow.model.layers import check_layer_losses
 from distributed.engines.tensorflow.model.rates import Rate
-from distributed.engines.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_crew
+from distributed.engines.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_launcher
 from distributed.engines.tensorflow.payload import Payload
 from distributed.engines.tensorflow.plan import cut_for
 from distributed.engines.tensorflow.run_state import RunState
@@ -71,7 +71,7 @@ def run_process(
     state = RunState(plan, env, world, model, scaler=stepper.scaler, train=train)
     heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), env.rank)
     if has_servers(plan):
-        join_crew(plan.run_dir, env, in_run=True)
+        join_launcher(plan.run_dir, env, in_run=True)
     watchers = _Watchers(plan, env, shows_progress)
     try:
         with StopSignals(is_supervised=line is not None) as stop:
@@ -90,16 +90,16 @@ def run_process(
                 utilization=UtilizationSampler(plan.device).percent,
             )
             loop.begin()
-            _tell(line, env, state)
+            _report_resumed(line, env, state)
             history = loop.run()
             state.close()
         if env.is_main:
             history.save(RunDir(plan.run_dir).history)
-        _tell_end(line)
+        _report_end(line)
         return Trained(history, model)
     except BaseException as failed:
         if isinstance(failed, Exception):  # the script may deal with it, and end well
-            _tell_end(line)
+            _report_end(line)
         with suppress(CheckpointError):  # what went wrong first is raised
             state.close()  # the save in flight is whole before this process ends: a next attempt resumes from it
         raise
@@ -123,12 +123,12 @@ def seed_everything(seed: int) -> None:
     tf.random.set_seed(seed % 2**31)
 
 
-def _tell(line: AgentLine | None, env: WorkerEnv, state: RunState) -> None:
+def _report_resumed(line: AgentLine | None, env: WorkerEnv, state: RunState) -> None:
     if line is not None and env.is_main:
         line.tell(Resumed(env.attempt, state.progress.step, state.source))
 
 
-def _tell_end(line: AgentLine | None) -> None:
+def _report_end(line: AgentLine | None) -> None:
     if line is not None:
         line.tell(Joined(False))
 

@@ -245,7 +245,7 @@ class RankGroup:
         if self._parent is not None and self._parent.is_alive:
             lines.append(self._parent)  # it reports which rank has ended
         else:
-            seconds = min(seconds, self._timings.untold_s)
+            seconds = min(seconds, self._timings.unwatched_poll_s)
         self._clock.wait(lines, seconds)
 
     @property

@@ -145,7 +145,7 @@ class _Server:
                 pid = os.fork()
         except OSError as error:
             os.write(request.log, f"this rank could not be forked: {error}\n".encode())
-            self._tell(id=request.id, status=CANNOT_FORK << 8)
+            self._send(id=request.id, status=CANNOT_FORK << 8)
         else:
             if pid == 0:
                 self._child(request, parent)
@@ -159,9 +159,9 @@ class _Server:
         for pid in list(self._ids):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                self._tell(id=self._ids.pop(pid), status=status)
+                self._send(id=self._ids.pop(pid), status=status)
 
-    def _tell(self, **report: int) -> None:
+    def _send(self, **report: int) -> None:
         try:
             self._line.sendall(json.dumps(report).encode() + b"\n")
         except OSError:
@@ -179,7 +179,7 @@ class _Server:
             os.dup2(request.log, 2)
             os.close(request.log)
             # From the child itself, since only now a signal to its group reaches it.
-            self._tell(id=request.id, pid=os.getpid())
+            self._send(id=request.id, pid=os.getpid())
             for mine in (self._selector, self._line, self._woken, self._wake):
                 mine.close()
             _become(request, parent, self._light)

@@ -30,18 +30,18 @@ _BACKLOG = 1024
 
 def elastic_nodes(request: LaunchRequest, *, run_dir_given: bool = False, **options: Any) -> Nodes:
     """Membership of this node in the request's rendezvous; the options are those of Membership."""
-    point = StoreMeetingPoint(
+    endpoint = StoreEndpoint(
         request, run_dir=request.run_dir if run_dir_given else None, cache=user_cache(inherited_environ())
     )
-    return Membership(request, point, run_dir_given=run_dir_given, **options)
+    return Membership(request, endpoint, run_dir_given=run_dir_given, **options)
 
 
-class StoreMeetingPoint:
+class StoreEndpoint:
     """A rendezvous store in one of the agents. A generated join token is written to `run_dir` and `cache`."""
 
     def __init__(self, request: LaunchRequest, *, run_dir: str | None, cache: Path) -> None:
         self._request = request
-        self._host, self._port = request.meeting_point
+        self._host, self._port = request.rendezvous_endpoint
         self.address = _route_address(self._host, self._port)
         self._server: StoreServer | None = None
         self._token = request.join_token  # "": neither given nor generated yet

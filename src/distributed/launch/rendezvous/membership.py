@@ -34,7 +34,7 @@ _FULL_S = 10.0  # a run of fixed size has had all of its nodes for this long: on
 T = TypeVar("T")
 
 
-class MeetingPoint(Protocol):
+class RendezvousEndpoint(Protocol):
     """The rendezvous endpoint: where the store is, and how to connect to it."""
 
     address: str  # of this node, as the others reach it
@@ -81,7 +81,7 @@ class Membership:
     def __init__(
         self,
         request: LaunchRequest,
-        point: MeetingPoint,
+        endpoint: RendezvousEndpoint,
         *,
         run_dir_given: bool = False,
         timeout_s: float = 600.0,
@@ -93,7 +93,7 @@ class Membership:
         try_s: float = 8.0,
     ) -> None:
         self._request = request
-        self._point = point
+        self._endpoint = endpoint
         self._run_dir = request.run_dir
         self._run_dir_given = run_dir_given
         self._timeout_s = timeout_s
@@ -124,11 +124,11 @@ class Membership:
             line.talk.flush(_FLUSH_S)
             line.talk.wait()
             card = self._card(line, attempt, sizes, self._request.ranks_per_node if ranks is None else ranks)
-            errand = _Errand(partial(self._rounds.meet, line.store, line.talk, card, line.abandoned))
+            call = _AbandonableCall(partial(self._rounds.join, line.store, line.talk, card, line.abandoned))
             try:
-                has_met = self._attend(errand, line, deadline, limit_s, is_stopped)
+                has_met = self._attend(call, line, deadline, limit_s, is_stopped)
                 if has_met:
-                    return self._begin(line, *errand.result())
+                    return self._begin(line, *call.result())
             except BaseException:
                 line.abandoned.set()
                 raise
@@ -150,15 +150,15 @@ class Membership:
         return self._line.talk.leave(ok, is_stopped) if self._line is not None else None
 
     def door(self) -> StoreDoor:
-        return self._point.door()
+        return self._endpoint.door()
 
     def close(self) -> None:
-        self._point.close()
+        self._endpoint.close()
 
     def _card(self, line: _Line, attempt: int, sizes: Sequence[int], ranks: int) -> NodeOffer:
         return NodeOffer(
             host=socket.gethostname(),
-            address=self._point.address,
+            address=self._endpoint.address,
             wanted_rank=self._request.node_rank,
             ranks=ranks,
             run_dir=self._run_dir,
@@ -181,16 +181,16 @@ class Membership:
 
     def _attend(
         self,
-        errand: _Errand[tuple[int, RoundRecord]],
+        call: _AbandonableCall[tuple[int, RoundRecord]],
         line: _Line,
         deadline: float,
         limit_s: float,
         is_stopped: Callable[[], bool],
     ) -> bool:
         """Wait until the rendezvous is complete; False: this node lost its connection meanwhile."""
-        host, port = self._request.meeting_point
+        host, port = self._request.rendezvous_endpoint
         full_since: float | None = None
-        while not errand.wait(_POLL_S):
+        while not call.wait(_POLL_S):
             if is_stopped():
                 raise StoppedWaiting
             news = line.talk.news()
@@ -217,37 +217,37 @@ class Membership:
                     f"only {here} of {self._request.fewest_nodes} nodes joined at {host}:{port} within {limit_s:.0f} s",
                     do=f"start the same command on all nodes, with master_addr={host} master_port={port}",
                 )
-        return not isinstance(errand.error, RuntimeError)  # the connection is lost
+        return not isinstance(call.error, RuntimeError)  # the connection is lost
 
     def _connect(self, before: _Line | None, deadline: float, limit_s: float, is_stopped: Callable[[], bool]) -> _Line:
         """A new connection to the rendezvous endpoint, retried until the deadline."""
-        host, port = self._request.meeting_point
+        host, port = self._request.rendezvous_endpoint
         why = "no answer"
         refused_since: float | None = None
         while True:
-            errand = _Errand(partial(self._open, before))
-            if not errand.wait(self._try_s):
-                errand.give_up(_Line.drop)
-            elif not isinstance(errand.error, OSError | RuntimeError):
-                line = errand.result()
+            call = _AbandonableCall(partial(self._open, before))
+            if not call.wait(self._try_s):
+                call.give_up(_Line.drop)
+            elif not isinstance(call.error, OSError | RuntimeError):
+                line = call.result()
                 if before is None or before.identity != line.identity:
                     self._rounds.forget()
                 return line
             else:
-                why = str(errand.error).partition("\n")[0]
+                why = str(call.error).partition("\n")[0]
             now = time.monotonic()
-            is_refused = isinstance(errand.error, StoreRefusedError)
+            is_refused = isinstance(call.error, StoreRefusedError)
             refused_since = (refused_since or now) if is_refused else None
             if is_stopped():
                 raise StoppedWaiting
             # A run that has just ended may still listen there, and a token file may not be written yet.
-            if refused_since is not None and self._point.has_given_token and now > refused_since + _REFUSED_S:
+            if refused_since is not None and self._endpoint.has_given_token and now > refused_since + _REFUSED_S:
                 break
             if now > deadline:
                 break
             time.sleep(_RETRY_S)
-        if isinstance(errand.error, StoreRefusedError):
-            raise LaunchError(f"this node is not let into the run at {host}:{port}", why=why, do=errand.error.do)
+        if isinstance(call.error, StoreRefusedError):
+            raise LaunchError(f"this node is not let into the run at {host}:{port}", why=why, do=call.error.do)
         if before is None:
             raise LaunchError(
                 f"no node of this run answers at {host}:{port} (waited up to {limit_s:.0f} s)",
@@ -262,20 +262,20 @@ class Membership:
 
     def _open(self, before: _Line | None) -> _Line:
         """Open the connections, in a thread that may be abandoned: it changes nothing of this node."""
-        store = self._point.connect(may_keep_store=before is None)
+        store = self._endpoint.connect(may_keep_store=before is None)
         identity = store.compare_set("identity", "", uuid.uuid4().hex).decode()
         agent = before.agent if before is not None and before.identity == identity else store.add(ARRIVED, 1)
         talk = NodeChannel(
-            self._point.connect(may_keep_store=False),
+            self._endpoint.connect(may_keep_store=False),
             agent,
-            keeps_store=self._point.keeps_store(),
+            keeps_store=self._endpoint.keeps_store(),
             lost_after_s=self._lost_after_s,
             cut_off_after_s=self._cut_off_after_s,
         )
         return _Line(identity, agent, store, talk)
 
 
-class _Errand(Generic[T]):
+class _AbandonableCall(Generic[T]):
     """A call in its own thread, which the caller may abandon."""
 
     def __init__(self, task: Callable[[], T]) -> None:

@@ -83,7 +83,7 @@ class NodeChannel:
         self._status, self._shown_status = _WAITING, ""
         self._seen: dict[int, _Seen] = {}
         self._over = self._has_looked = False
-        self._heard = self._told = self._sent = self._beats = 0
+        self._heard = self._queued = self._sent = self._beats = 0
         self._outbox: SimpleQueue[tuple[int, News]] = SimpleQueue()
         self._inbox: SimpleQueue[News] = SimpleQueue()
         self._lock = threading.RLock()
@@ -130,7 +130,7 @@ class NodeChannel:
         self._show(_WAITING)
 
     def tell(self, news: News) -> None:
-        self._told += 1
+        self._queued += 1
         self._outbox.put((self._round, news))
         self._wake.set()
 
@@ -174,7 +174,7 @@ class NodeChannel:
     def flush(self, timeout_s: float) -> None:
         """Wait until all messages are sent."""
         deadline = time.monotonic() + timeout_s
-        while self._sent < self._told and not self._stuck() and time.monotonic() < deadline:
+        while self._sent < self._queued and not self._stuck() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:

@@ -71,7 +71,7 @@ class Rounds:
         """Count rounds from the start, because the store is a new one."""
         self._last = 0
 
-    def meet(
+    def join(
         self, store: KeyValueStore, talk: NodeChannel, card: NodeOffer, abandoned: threading.Event
     ) -> tuple[int, RoundRecord]:
         """Join the next round with a seat for this node. Runs in a thread that is abandoned if the store hangs."""

@@ -133,10 +133,10 @@ def seat(cards: Sequence[NodeOffer], *, equal: bool = True) -> tuple[list[int], 
             )
         )
     # If nodes are missing, nodes with higher numbers move up.
-    wishes = {seats[0]: rank for rank, seats in sorted(asked.items())}
-    kept = {rank: number for number, rank in wishes.items() if rank < len(cards)}
+    asked_rank = {seats[0]: rank for rank, seats in sorted(asked.items())}
+    kept = {rank: number for number, rank in asked_rank.items() if rank < len(cards)}
     free = iter(
-        [number for number in wishes if number not in kept.values()]
-        + [number for number in range(len(cards)) if number not in wishes]
+        [number for number in asked_rank if number not in kept.values()]
+        + [number for number in range(len(cards)) if number not in asked_rank]
     )
     return [kept[rank] if rank in kept else next(free) for rank in range(len(cards))], problems

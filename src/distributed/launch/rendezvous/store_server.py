@@ -35,18 +35,18 @@ from distributed.core.protocol.store_wire import (
     unpack,
 )
 
-_MOST_STRANGERS = 1024  # connections that are not authenticated yet: ranks too, which all connect at once
-_STRANGER_S = 5.0  # for a connection to authenticate
+_MAX_UNAUTHENTICATED = 1024  # connections that are not authenticated yet: ranks too, which all connect at once
+_AUTHENTICATION_S = 5.0  # for a connection to authenticate
 _BACKLOG = 1024
 _READ_BYTES = 1 << 16
 _PAUSE_S = 0.05  # when this process can open no more connections
 
 
 @dataclass(eq=False)
-class _Guest:
+class _Client:
     """One client's connection."""
 
-    line: socket.socket
+    connection: socket.socket
     nonce: bytes = b""  # the challenge that was sent to it; "": it is authenticated
     since: float = 0.0
     heard: bytearray = field(default_factory=bytearray)
@@ -55,13 +55,15 @@ class _Guest:
 
 
 class StoreServer:
-    """Serves the store until `close`. More than `most_strangers` unauthenticated connections drop the oldest."""
+    """Serves the store until `close`. More than `max_unauthenticated` unauthenticated connections drop the oldest."""
 
-    def __init__(self, listener: socket.socket, secret: str, *, most_strangers: int = _MOST_STRANGERS) -> None:
-        self._listener, self._secret, self._most_strangers = listener, secret, most_strangers
+    def __init__(
+        self, listener: socket.socket, secret: str, *, max_unauthenticated: int = _MAX_UNAUTHENTICATED
+    ) -> None:
+        self._listener, self._secret, self._max_unauthenticated = listener, secret, max_unauthenticated
         self._values: dict[bytes, bytes] = {}
-        self._waiting: dict[bytes, set[_Guest]] = {}  # by one of the keys that each waits for
-        self._strangers: dict[_Guest, None] = {}  # the oldest first
+        self._waiting: dict[bytes, set[_Client]] = {}  # by one of the keys that each waits for
+        self._unauthenticated: dict[_Client, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
         self._is_closed = False
@@ -82,12 +84,12 @@ class StoreServer:
 
     def _serve(self) -> None:
         while not self._is_closed:
-            for key, events in self._selector.select(_STRANGER_S if self._strangers else None):
+            for key, events in self._selector.select(_AUTHENTICATION_S if self._unauthenticated else None):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.data is not None:
-                    self._tend(key.data, events)
-            self._drop_late_strangers()
+                    self._serve_client(key.data, events)
+            self._drop_late_unauthenticated()
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -95,125 +97,125 @@ class StoreServer:
 
     def _accept(self) -> None:
         try:
-            line, _ = self._listener.accept()
+            connection, _ = self._listener.accept()
         except OSError:  # the client disconnected, or this process has no descriptor left
             if not _allow_more_files():
-                self._drop_oldest_stranger()
+                self._drop_oldest_unauthenticated()
                 time.sleep(_PAUSE_S)
             return
         try:
-            self._greet(line)
+            self._challenge(connection)
         except (OSError, ValueError):  # the client is another user's, or disconnected
-            line.close()
+            connection.close()
 
-    def _greet(self, line: socket.socket) -> None:
-        if peer_is_other_user(line):
+    def _challenge(self, connection: socket.socket) -> None:
+        if peer_is_other_user(connection):
             raise ConnectionRefusedError
-        if len(self._strangers) >= self._most_strangers:
-            self._drop_oldest_stranger()
-        line.setblocking(False)
-        if line.family != socket.AF_UNIX:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        guest = _Guest(line, new_nonce(), time.monotonic())
-        self._selector.register(line, selectors.EVENT_READ, guest)
-        self._strangers[guest] = None
-        self._send(guest, HELLO + guest.nonce)
+        if len(self._unauthenticated) >= self._max_unauthenticated:
+            self._drop_oldest_unauthenticated()
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        client = _Client(connection, new_nonce(), time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ, client)
+        self._unauthenticated[client] = None
+        self._send(client, HELLO + client.nonce)
 
-    def _tend(self, guest: _Guest, events: int) -> None:
+    def _serve_client(self, client: _Client, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
-                self._send(guest, b"")
+                self._send(client, b"")
             if events & selectors.EVENT_READ:
-                self._hear(guest)
+                self._receive(client)
         except (OSError, ValueError, LookupError):  # the client disconnected, or broke the protocol
-            self._drop(guest)
+            self._drop(client)
 
-    def _hear(self, guest: _Guest) -> None:
-        part = guest.line.recv(CLIENT_BYTES - len(guest.heard) if guest.nonce else _READ_BYTES)
+    def _receive(self, client: _Client) -> None:
+        part = client.connection.recv(CLIENT_BYTES - len(client.heard) if client.nonce else _READ_BYTES)
         if not part:
             raise ConnectionResetError
-        guest.heard += part
-        if guest.nonce:
-            if len(guest.heard) == CLIENT_BYTES:
-                self._welcome(guest)
+        client.heard += part
+        if client.nonce:
+            if len(client.heard) == CLIENT_BYTES:
+                self._authenticate(client)
             return
-        while not guest.awaits and len(guest.heard) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + frame_length(bytes(guest.heard[:LENGTH_BYTES]))
-            if len(guest.heard) < end:
+        while not client.awaits and len(client.heard) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + frame_length(bytes(client.heard[:LENGTH_BYTES]))
+            if len(client.heard) < end:
                 return
-            request = unpack(bytes(guest.heard[LENGTH_BYTES:end]))
-            del guest.heard[:end]
-            self._answer(guest, request)
+            request = unpack(bytes(client.heard[LENGTH_BYTES:end]))
+            del client.heard[:end]
+            self._answer(client, request)
 
-    def _welcome(self, guest: _Guest) -> None:
-        theirs, shown = bytes(guest.heard[:NONCE_BYTES]), bytes(guest.heard[NONCE_BYTES:])
-        if not is_proof(shown, self._secret, "client", guest.nonce, theirs):
+    def _authenticate(self, client: _Client) -> None:
+        theirs, shown = bytes(client.heard[:NONCE_BYTES]), bytes(client.heard[NONCE_BYTES:])
+        if not is_proof(shown, self._secret, "client", client.nonce, theirs):
             raise ConnectionRefusedError
-        answer = proof(self._secret, "server", guest.nonce, theirs)
-        guest.nonce = b""
-        guest.heard.clear()
-        self._strangers.pop(guest, None)
-        self._send(guest, answer)
+        answer = proof(self._secret, "server", client.nonce, theirs)
+        client.nonce = b""
+        client.heard.clear()
+        self._unauthenticated.pop(client, None)
+        self._send(client, answer)
 
-    def _answer(self, guest: _Guest, request: Sequence[bytes]) -> None:
+    def _answer(self, client: _Client, request: Sequence[bytes]) -> None:
         if not request:
             raise ValueError("an empty request")
         name, *words = request
         if name == b"wait":
-            self._await(guest, tuple(words))
+            self._await(client, tuple(words))
             return
         if name not in _ANSWERS:
             raise ValueError(f"no request of this version: {name!r}")
         answer = _ANSWERS[name](self._values, words)
-        self._send(guest, pack(answer))
+        self._send(client, pack(answer))
         if name in _CHANGES:
             for key in words[::2] if name == b"set" else words[:1]:
-                self._tell(key)
+                self._answer_waiting(key)
 
-    def _await(self, guest: _Guest, keys: tuple[bytes, ...]) -> None:
+    def _await(self, client: _Client, keys: tuple[bytes, ...]) -> None:
         missing = next((key for key in keys if key not in self._values), None)
-        guest.awaits = () if missing is None else keys
+        client.awaits = () if missing is None else keys
         if missing is None:
-            self._send(guest, pack([self._values[key] for key in keys]))
+            self._send(client, pack([self._values[key] for key in keys]))
         else:
-            self._waiting.setdefault(missing, set()).add(guest)
+            self._waiting.setdefault(missing, set()).add(client)
 
-    def _tell(self, key: bytes) -> None:
+    def _answer_waiting(self, key: bytes) -> None:
         """Answer the clients that wait for a key that is set now."""
-        for guest in self._waiting.pop(key, ()):
-            self._await(guest, guest.awaits)
+        for client in self._waiting.pop(key, ()):
+            self._await(client, client.awaits)
 
-    def _send(self, guest: _Guest, more: bytes) -> None:
-        guest.unsent += more
+    def _send(self, client: _Client, more: bytes) -> None:
+        client.unsent += more
         try:
-            while guest.unsent:
-                del guest.unsent[: guest.line.send(guest.unsent)]
+            while client.unsent:
+                del client.unsent[: client.connection.send(client.unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._drop(guest)
+            self._drop(client)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if guest.unsent else 0)
-        if self._selector.get_key(guest.line).events != events:
-            self._selector.modify(guest.line, events, guest)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
+        if self._selector.get_key(client.connection).events != events:
+            self._selector.modify(client.connection, events, client)
 
-    def _drop(self, guest: _Guest) -> None:
-        self._strangers.pop(guest, None)
-        for key in guest.awaits:
-            self._waiting.get(key, set()).discard(guest)
+    def _drop(self, client: _Client) -> None:
+        self._unauthenticated.pop(client, None)
+        for key in client.awaits:
+            self._waiting.get(key, set()).discard(client)
         with contextlib.suppress(KeyError, ValueError):  # dropped already
-            self._selector.unregister(guest.line)
-        guest.line.close()
+            self._selector.unregister(client.connection)
+        client.connection.close()
 
-    def _drop_oldest_stranger(self) -> None:
-        if self._strangers:
-            self._drop(next(iter(self._strangers)))
+    def _drop_oldest_unauthenticated(self) -> None:
+        if self._unauthenticated:
+            self._drop(next(iter(self._unauthenticated)))
 
-    def _drop_late_strangers(self) -> None:
-        late = time.monotonic() - _STRANGER_S
-        for guest in [guest for guest in self._strangers if guest.since < late]:
-            self._drop(guest)
+    def _drop_late_unauthenticated(self) -> None:
+        late = time.monotonic() - _AUTHENTICATION_S
+        for client in [client for client in self._unauthenticated if client.since < late]:
+            self._drop(client)
 
 
 _Values = dict[bytes, bytes]

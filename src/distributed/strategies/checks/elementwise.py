@@ -184,11 +184,11 @@ def _like(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Paramet
 def _copied(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The optimizer's attributes, without the user's parameters and without patched methods."""
     stand_in = {id(p): nn.Parameter(torch.zeros(1)) for group in optimizer.param_groups for p in group["params"]}
-    apart = {"state": defaultdict(dict), "param_groups": groups}
-    kept = {name: v for name, v in vars(optimizer).items() if name not in apart and not callable(v)}
+    separate = {"state": defaultdict(dict), "param_groups": groups}
+    kept = {name: v for name, v in vars(optimizer).items() if name not in separate and not callable(v)}
     kept = {name: OrderedDict() if name.endswith("_hooks") else v for name, v in kept.items()}
     made = type(optimizer).__new__(type(optimizer))
-    made.__dict__.update(copy.deepcopy(kept, dict(stand_in)) | apart)
+    made.__dict__.update(copy.deepcopy(kept, dict(stand_in)) | separate)
     return made
 
 

@@ -63,7 +63,7 @@ class ForwardChanges:
                 self._max(found)
                 largest, smallest = found.tolist()
                 if largest != -smallest:
-                    raise _went_apart(name)
+                    raise _diverged(name)
 
     def _max(self, values: torch.Tensor) -> None:
         for group in self._groups:
@@ -93,7 +93,7 @@ def _refusing_changes(module: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _went_apart(name: str) -> TaskError:
+def _diverged(name: str) -> TaskError:
     return TaskError(
         f"the forward pass changes the parameter {name}, and each rank by its own share of the batch",
         why="one process would change it by all samples; the replicas have diverged, and gradients no longer fit",

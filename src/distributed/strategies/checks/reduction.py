@@ -40,10 +40,10 @@ def reduction_check(replicated: DistributedDataParallel, rank: int) -> Callable[
 def left_out(names: list[str], rank: int) -> TaskError:
     """The error for parameters without a gradient; the step was not taken, so no weight has changed."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    told = f": {', '.join(names[:_SHOWN])}{more}" if names else ""
+    named = f": {', '.join(names[:_SHOWN])}{more}" if names else ""
     count = f"{len(names)} parameters" if len(names) > 1 else "a parameter"
     return TaskError(
-        f"{count} got no gradient on rank {rank}{told}",
+        f"{count} got no gradient on rank {rank}{named}",
         why="the model left them out in the last backward pass of this step, so that gradients were not reduced over "
         "the ranks",
         do="set find_unused_parameters=True, or freeze parameters that are never trained with requires_grad_(False)",

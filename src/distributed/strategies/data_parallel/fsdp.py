@@ -55,7 +55,7 @@ def shard(
     for root in roots or (module,):
         _shard_one(root, here, reshard_after_forward=reshards, mp_policy=mixed, **shared)
     _follow(module, before, here)
-    _tell(module, layout, mesh)
+    _record_rows(module, layout, mesh)
 
 
 def accumulate(roots: Iterable[nn.Module], synchronizes: bool) -> None:
@@ -118,7 +118,7 @@ def _holders(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(p for _, p in module.named_parameters(remove_duplicate=False))
 
 
-def _tell(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
+def _record_rows(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
     """Record the rows of this rank; of the replicas of a shard, one stores each parameter, chosen by its name."""
     copies, copy = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
     for parameter, names in _names_here(module, layout).items():

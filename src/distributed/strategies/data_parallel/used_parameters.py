@@ -65,10 +65,10 @@ class UsedParameters:
         found = self._agree(torch.tensor([*mine, *unlike], dtype=torch.int32)).tolist()
         used, unused_somewhere = found[: len(mine)], found[len(mine) :]
         pairs = zip(self._alike, unused_somewhere, strict=True)
-        apart = [name for name, is_unused in pairs if is_unused and used[position[name]]]
-        if apart:
+        differing = [name for name, is_unused in pairs if is_unused and used[position[name]]]
+        if differing:
             raise TaskError(
-                f"{_some(apart)} got a gradient on some ranks only",
+                f"{_some(differing)} got a gradient on some ranks only",
                 why="these ranks compute the same with this parameter, and would update it differently",
                 do="let the model use the same parameters on all of them, or train with data parallelism alone",
             )

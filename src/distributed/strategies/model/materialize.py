@@ -64,11 +64,11 @@ def check_alike(module: nn.Module, session: Session) -> None:
     """Check that all ranks have made the same model, before they exchange its tensors; all ranks must call it."""
     tensors = (*module.named_parameters(), *module.named_buffers())
     known = str([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
-    told = session.gather_texts("the tensors of the model", hashlib.blake2b(known.encode()).hexdigest())
-    apart = [rank for rank, text in enumerate(told) if text != told[0]]
-    if apart:
+    digests = session.gather_texts("the tensors of the model", hashlib.blake2b(known.encode()).hexdigest())
+    differing = [rank for rank, text in enumerate(digests) if text != digests[0]]
+    if differing:
         raise TaskError(
-            f"rank {apart[0]} has another model than rank 0",
+            f"rank {differing[0]} has another model than rank 0",
             why="the names, shapes or types of its parameters and buffers differ",
             do="make the same model on every rank, from the same settings and data",
         )
@@ -150,7 +150,7 @@ class _Maker:
         """Initialise this module's tensors, and then its children's, unless it initialises them itself."""
         if not self._wants(module, path):
             return
-        way = _way_for_others(module) or way
+        way = _initializer_of_others(module) or way
         self._blank = {}
         twin = self._twin(module, path, "meta")
         children = {_storage(tensor) for _, child in twin.named_children() for _, tensor in _tensors(child, "")}
@@ -206,10 +206,10 @@ class _Maker:
         """Run the initialisation; returns the tensors that it wrote to."""
         digest = hashlib.blake2b(f"{self._seed} {path}".encode(), digest_size=8).digest()
         torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
-        own = _own_way(twin)
+        initialize = _own_initializer(twin)
         with _Writes() as writes:
-            if own is not None:
-                own()
+            if initialize is not None:
+                initialize()
             if way is not None:
                 way(twin)
         return writes.storages
@@ -218,7 +218,7 @@ class _Maker:
         """Children first, as `Module.apply` goes."""
         written: set[int] = set()
         for (name, child), (_, child_twin) in zip(module.named_children(), twin.named_children(), strict=True):
-            child_way = _way_for_others(child) or way
+            child_way = _initializer_of_others(child) or way
             written |= self._initialise_all(child, child_twin, join(path, name), child_way)
         return written | self._initialise(twin, path, way)
 
@@ -272,15 +272,15 @@ def _fill(target: torch.Tensor, value: torch.Tensor, device: torch.device) -> No
     torch.utils.swap_tensors(target, fresh)
 
 
-def _way_for_others(module: nn.Module) -> _Way | None:
+def _initializer_of_others(module: nn.Module) -> _Way | None:
     """A model's method that initialises the module it is given, as those of `transformers` have."""
     methods = [getattr(module, name, None) for name in ("_init_weights", "init_weights")]
     return next((method for method in methods if callable(method) and _arguments(method) == 1), None)
 
 
-def _own_way(module: nn.Module) -> Callable[[], Any] | None:
+def _own_initializer(module: nn.Module) -> Callable[[], Any] | None:
     names = ["reset_parameters", "_reset_parameters"]
-    if _way_for_others(module) is None:
+    if _initializer_of_others(module) is None:
         names += ["init_weights", "_init_weights"]
     methods = [getattr(module, name, None) for name in names]
     return next((method for method in methods if callable(method) and _arguments(method) == 0), None)

@@ -12,7 +12,7 @@ from distributed.strategies.checks.sparse_layers import sparse_layers
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _DEVICES = ("cuda", "cpu")
-_OWN_WISH = ("foreach", "differentiable", "capturable", "fused")
+_KERNEL_OPTIONS = ("foreach", "differentiable", "capturable", "fused")
 _SCALES = "_step_supports_amp_scaling"  # tells a GradScaler that the kernel divides by the scale itself
 
 
@@ -32,7 +32,7 @@ def why_not_fused(optimizer: torch.optim.Optimizer, module: nn.Module | None = N
         return f"torch has no fused {kind.__name__}"
     if not parameters:
         return "it has no parameters"
-    own = [(name, group[name]) for group in groups for name in _OWN_WISH if group.get(name) not in (None, False)]
+    own = [(name, group[name]) for group in groups for name in _KERNEL_OPTIONS if group.get(name) not in (None, False)]
     own += [(name, False) for group in groups for name in ("fused", "foreach") if group.get(name) is False]
     if own:
         return "it was made with {}={}".format(*own[0])

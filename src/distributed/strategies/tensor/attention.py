@@ -16,16 +16,7 @@ from distributed.core.errors import PlanError
 from distributed.strategies.tensor.collectives import copy_to
 from distributed.strategies.tensor.modules import HEAD_SIZES, Heads
 from distributed.strategies.tensor.region import Region
-from distributed.strategies.tensor.trials import (
-    SHAPE_ERRORS,
-    Cuts,
-    agree,
-    arguments_for_trial,
-    outputs_of,
-    random_weights,
-    stand_in_parameters,
-    trying,
-)
+from distributed.strategies.tensor.trials import SHAPE_ERRORS, Cuts, Trial, agree, trying
 
 
 @dataclass(frozen=True)
@@ -136,10 +127,11 @@ class HeadShare:
 
     def _find_manner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Manner:
         region = self._region
-        whole = random_weights(self._module, self._cuts, self._degree, shifted=False)
-        share = {name: cut.take(whole[name]) for name, (_, cut) in self._cuts.items()}
+        trial = Trial(self._module, region, self._cuts, args, kwargs, only_first=True)
+        whole = trial.random_weights(shifted=False)
+        share = trial.share_of(whole)
         with region.whole():
-            expected = self._outputs(whole, self._run_whole, args, kwargs)
+            expected = trial.outputs(whole, self._run_whole)
         reason = "the results differ"
         is_generic = type(self._module).__module__.startswith("transformers.")  # these read attributes only
         for narrows in (False, True) if is_generic else (True, False):
@@ -147,7 +139,7 @@ class HeadShare:
                 self._set(self._counts | (self._sizes if shares_sizes else {}))
                 results: list[torch.Tensor] = []
                 try:
-                    results = self._outputs(share, partial(self._run, narrows), args, kwargs)
+                    results = trial.outputs(share, partial(self._run, narrows))
                 except SHAPE_ERRORS as error:
                     reason = str(error).splitlines()[0]
                 finally:
@@ -161,17 +153,6 @@ class HeadShare:
             do="take sizes from attributes such as self.num_heads and self.head_dim, or give tensor_parallel_plan with "
             "another style ('column' where one layer has query, key and value of each head next to each other)",
         )
-
-    def _outputs(
-        self,
-        values: Mapping[str, torch.Tensor],
-        run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[torch.Tensor]:
-        args, kwargs = arguments_for_trial(args, kwargs)
-        with stand_in_parameters(self._module, values):  # weights of heads may come after the result
-            return outputs_of(self._region, lambda: run(args, kwargs), only_first=True)
 
     def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = {name: getattr(self._module, name) for name in self._whole}

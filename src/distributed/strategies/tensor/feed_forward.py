@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distributed.core.errors import PlanError
@@ -14,16 +13,7 @@ from distributed.strategies.model.blocks import main_stack
 from distributed.strategies.model.paths import is_inside, join, parent_of
 from distributed.strategies.tensor.names import COLUMNS, Style
 from distributed.strategies.tensor.region import Region
-from distributed.strategies.tensor.trials import (
-    SHAPE_ERRORS,
-    Cuts,
-    agree,
-    arguments_for_trial,
-    outputs_of,
-    random_weights,
-    stand_in_parameters,
-    trying,
-)
+from distributed.strategies.tensor.trials import SHAPE_ERRORS, Cuts, Trial, agree, trying
 
 
 def find_holders(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
@@ -97,25 +87,19 @@ class WidthShare:
 
     def _find_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         region = self._region
-        degree = dist.get_world_size(region.group)
-        whole = random_weights(self._module, self._cuts, degree, shifted=not self._has_heads)
+        trial = Trial(self._module, region, self._cuts, args, kwargs, only_first=self._has_heads)
+        whole = trial.random_weights(shifted=not self._has_heads)
         with region.whole():
-            expected = self._run(whole, args, kwargs)
-        share = {name: cut.take(whole[name]) for name, (_, cut) in self._cuts.items()}
-        reason, results = "the results differ", []
+            expected = trial.outputs(whole, self._run)
+        share, reason, results = trial.share_of(whole), "the results differ", []
         try:
-            results = self._run(share, args, kwargs)
+            results = trial.outputs(share, self._run)
         except SHAPE_ERRORS as error:
             reason = str(error).splitlines()[0]
         return None if agree(results, expected, region) else reason
 
-    def _run(
-        self, values: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[torch.Tensor]:
-        args, kwargs = arguments_for_trial(args, kwargs)
-        with stand_in_parameters(self._module, values):
-            # an attention may also return weights of heads, of which there is a share
-            return outputs_of(self._region, lambda: self._forward(*args, **kwargs), only_first=self._has_heads)
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._forward(*args, **kwargs)
 
     def _error(self, reason: str) -> PlanError:
         layers = ", ".join(dict.fromkeys(join(self._path, parent_of(name)) for name in self._cuts))

@@ -102,7 +102,7 @@ class TensorParallel:
             )
         for name, block in self._module.get_submodule(stack).named_children():
             path = f"{stack}.{name}" if stack else name
-            why = self._why_whole(path, block)
+            why = self._reason_for_whole_sequence(path, block)
             if why:
                 do = "leave sequence_parallel out"
                 raise PlanError(
@@ -110,7 +110,7 @@ class TensorParallel:
                 )
         return stack
 
-    def _why_whole(self, path: str, block: nn.Module) -> str:
+    def _reason_for_whole_sequence(self, path: str, block: nn.Module) -> str:
         """Why a block needs the whole sequence; empty if only its attention does, for which it is gathered."""
         if self._styles.get(path) == "heads":
             return "its attention needs the whole sequence, and is not a separate module"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -45,7 +47,35 @@ def _unrecorded() -> AbstractContextManager[object]:
     return without_modes() if is_recorded() else nullcontext()
 
 
-def arguments_for_trial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+@dataclass(frozen=True)
+class Trial:
+    """The first call of a cut module, made again with other weights; nothing of it lasts."""
+
+    module: nn.Module
+    region: Region
+    cuts: Cuts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    only_first: bool  # of its results: weights of heads, of which there is a share, may come after the first
+
+    def random_weights(self, *, shifted: bool) -> dict[str, torch.Tensor]:
+        """Weights of the whole module; see `_random_weights`."""
+        return _random_weights(self.module, self.cuts, dist.get_world_size(self.region.group), shifted=shifted)
+
+    def share_of(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's share of such weights."""
+        return {name: cut.take(whole[name]) for name, (_, cut) in self.cuts.items()}
+
+    def outputs(
+        self, values: Mapping[str, torch.Tensor], run: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    ) -> list[torch.Tensor]:
+        """What `run` computes with these weights, given the call's arguments."""
+        args, kwargs = _arguments(self.args, self.kwargs)
+        with _stand_in_parameters(self.module, values):
+            return _outputs_of(self.region, lambda: run(args, kwargs), only_first=self.only_first)
+
+
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments without key-value caches, with copies of tensors, because a forward may write to them."""
     args, kwargs = without_caches(args, {name: None if name in _CACHES else v for name, v in kwargs.items()})
     copies: dict[int, torch.Tensor] = {}
@@ -58,14 +88,14 @@ def arguments_for_trial(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return tree_map_only(torch.Tensor, copied, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def outputs_of(region: Region, call: Callable[[], Any], *, only_first: bool) -> list[torch.Tensor]:
+def _outputs_of(region: Region, call: Callable[[], Any], *, only_first: bool) -> list[torch.Tensor]:
     """The outputs of a region's last layers in a call, and the call's own result."""
     with region.kept_outputs() as outputs:
         found = [x for x in tree_leaves(call()) if isinstance(x, torch.Tensor) and x.is_floating_point()]
         return [*outputs, *(found[:1] if only_first else found)]
 
 
-def random_weights(m: nn.Module, cuts: Cuts, degree: int, *, shifted: bool) -> dict[str, torch.Tensor]:
+def _random_weights(m: nn.Module, cuts: Cuts, degree: int, *, shifted: bool) -> dict[str, torch.Tensor]:
     """Random weights, equal on every rank and independent of the real ones, which may be zero at first.
 
     Ranks' parts have different magnitudes, so that a mean or a sum over one part differs from that over all; with
@@ -100,7 +130,7 @@ def _sizes(length: int, cut: Cut, degree: int) -> torch.Tensor:
 
 
 @contextmanager
-def stand_in_parameters(m: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _stand_in_parameters(m: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """A scope in which parameters have other values."""
     kept: list[tuple[nn.Module, str, nn.Parameter | None]] = []
     patched: list[tuple[nn.Module, Any]] = []

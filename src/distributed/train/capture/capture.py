@@ -32,16 +32,16 @@ _SHAPES = 8  # graphs at most: each holds its activations
 _BUSY = 0.25  # of the host's time that the device may run longer: more, and there is nothing to gain
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs themselves
 
-Tell = Callable[[str], None]
+Warn = Callable[[str], None]
 
 
 class StepCapture:
     """What the loop calls in place of a strategy's `train_step`."""
 
     def __init__(
-        self, strategy: Capturable, plan: Plan, session: Session, tell: Tell, steps_done: Callable[[], int]
+        self, strategy: Capturable, plan: Plan, session: Session, warn: Warn, steps_done: Callable[[], int]
     ) -> None:
-        self._strategy, self._device, self._tell, self._steps_done = strategy, session.device, tell, steps_done
+        self._strategy, self._device, self._warn, self._steps_done = strategy, session.device, warn, steps_done
         self._precision, self._is_asked = plan.precision.kind, plan.speed.capture == "on"
         self._agreement = Agreement(plan.batch, session)
         self._unseen = 1 if self._agreement.is_alone else _LOOKED_AT
@@ -52,7 +52,7 @@ class StepCapture:
         self._checked: Counter[Any] = Counter()
         self._eager: set[Any] = set()  # shapes that stay eager
         self._rehearsed: dict[Any, Any] = {}  # a shape, and the same where it is measured, which has no graph yet
-        self._is_told = False
+        self._is_reported = False
         self._known: Look | None = None  # what Python kept when the graphs were made
         self._anew = self._proven = 0  # times that all graphs were made again; the step after which all were proven
         self._stream = torch.cuda.Stream(self._device)
@@ -313,7 +313,7 @@ class StepCapture:
         if self._anew > _ANEW:
             self._refuse(f"between its steps, again and again, {why}")
             return
-        self._tell(f"the step is captured again: since it was, {why} [capture]")
+        self._warn(f"the step is captured again: since it was, {why} [capture]")
         self._graphs.clear()
         self._rehearsed.clear()
         self._checked.clear()
@@ -322,12 +322,12 @@ class StepCapture:
         self._pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are gone takes no more
 
     def _verified(self, key: Any, measure: bool) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             self._proven = self._steps_done()
-            self._tell("each step is one CUDA graph from here on: it came to the same as the eager one [capture]")
+            self._warn("each step is one CUDA graph from here on: it came to the same as the eager one [capture]")
             if self._known is not None and self._known.unseen:
-                self._tell(about_unseen(self._known.unseen))
+                self._warn(about_unseen(self._known.unseen))
         measured = True, *key[1:]
         if not measure and measured not in self._eager and self._checked[measured] < _CHECKS:
             self._rehearsed[key] = measured
@@ -370,7 +370,7 @@ class StepCapture:
 
     def _stay_eager(self, key: Any, why: str) -> None:
         if not self._eager:
-            self._tell(f"some steps are not captured: {why} [capture]")
+            self._warn(f"some steps are not captured: {why} [capture]")
         self._eager.add(key)
 
     def _refuse(self, why: str) -> None:
@@ -378,7 +378,7 @@ class StepCapture:
         self._graphs.clear()
         self._rehearsed.clear()
         self._strategy.stay_eager()
-        self._tell(f"the step is not captured: {why} [capture]")
+        self._warn(f"the step is not captured: {why} [capture]")
 
 
 def _line(failed: Exception) -> str:

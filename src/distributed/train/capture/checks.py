@@ -152,19 +152,19 @@ def differs(
     there, here = float(captured.loss), float(eager.loss)
     if not abs(there - here) <= LOSS_TOLERANCE[kind] * max(1.0, abs(here)) and not (there != there and here != here):
         return f"captured, its loss is {there:.7g} instead of {here:.7g}"
-    apart, whole = _distances(made, expected), _norms([change.by for change in expected])
+    distances, whole = _distances(made, expected), _norms([change.by for change in expected])
     rounding = _norms([change.before.float() for change in expected]) * _ROUNDING
     allowed = UPDATE_TOLERANCE * whole + rounding
-    wrong = ~(apart <= allowed) & whole.isfinite()
+    wrong = ~(distances <= allowed) & whole.isfinite()
     if again is not None:
         noise = _distances(again, expected)
         is_noisy = ~(noise <= allowed)
-        if bool(apart[is_noisy].norm() <= _NOISE * noise[is_noisy].norm()):
+        if bool(distances[is_noisy].norm() <= _NOISE * noise[is_noisy].norm()):
             wrong &= ~is_noisy
     at = wrong.nonzero().flatten().tolist()
     if at:
         first = at[0]
-        by = f"the first by {apart[first].item():.3g} of {whole[first].item():.3g}"
+        by = f"the first by {distances[first].item():.3g} of {whole[first].item():.3g}"
         return f"captured, it changes {len(at)} of {len(expected)} tensors of the state otherwise, {by}"
     return ""
 

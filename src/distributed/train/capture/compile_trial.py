@@ -49,7 +49,7 @@ class CompileTrial:
         tell: Callable[[str], None],
     ) -> None:
         """`then` makes what takes the steps from when all is decided."""
-        self._call, self._session, self._tell, self._steps_done = call, session, tell, steps_done
+        self._call, self._session, self._warn, self._steps_done = call, session, tell, steps_done
         self._train_step, self._make_then = train_step, then
         self._then: TrainStep | None = None
         self._shapes: set[Any] = set()
@@ -85,7 +85,7 @@ class CompileTrial:
         if is_each:
             self._call.choose(AS_WRITTEN)
             why = f"torch would compile it for each of them, and has done so {_TIMES} times"
-            self._tell(f"the shape of batches keeps changing: the model runs as it is written, as {why} [compile]")
+            self._warn(f"the shape of batches keeps changing: the model runs as it is written, as {why} [compile]")
         elif is_many:
             self._call.choose(TRYING)
 
@@ -122,7 +122,7 @@ class CompileTrial:
             f"a step takes {1e3 * compiled / ranks:.2f} ms compiled for any of them, {1e3 * written / ranks:.2f} ms"
         )
         what = "runs as it is written" if written < compiled else "stays compiled"
-        self._tell(f"the shape of batches keeps changing; {figures} as written: the model {what} [compile]")
+        self._warn(f"the shape of batches keeps changing; {figures} as written: the model {what} [compile]")
 
     def _settle(self) -> TrainStep:
         self._then = self._make_then()

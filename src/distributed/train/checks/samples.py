@@ -49,7 +49,7 @@ class SampleCheck:
         self._counts = plan.mesh.is_first_of_replica(session.rank)
         self._epoch, self._first_step = 0, 0
         self._read: tuple[int, int, int] | None = None  # of a stream, after its last step: epoch, steps, digest
-        self._is_told = False
+        self._is_reported = False
 
     def epoch_begins(self, epoch: int, first_step: int) -> str:
         """Before its first step; returns a warning, or ""."""
@@ -60,7 +60,10 @@ class SampleCheck:
                 self._compare(digest, f"the order of epoch {epoch + 1}")
         elif self._is_on and self._read is not None and self._read[:2] == (epoch, first_step) and first_step:
             self._train.expect(self._read[2])
-        note, self._is_told = "" if self._is_told else self._train.note, self._is_told or bool(self._train.note)
+        note, self._is_reported = (
+            "" if self._is_reported else self._train.note,
+            self._is_reported or bool(self._train.note),
+        )
         return note
 
     def step_ended(self, steps: int, *, looks: bool) -> None:

@@ -33,8 +33,10 @@ class Links:
     @staticmethod
     def of(session: Session) -> Links | None:
         """None where links cannot be distinguished, or where the CPU's messages take another path than gradients."""
-        is_told = session.world_size >= LEAST_RANKS and session.device.type == "cpu" and dist.get_backend() == "gloo"
-        return Links(session) if is_told else None
+        can_measure = (
+            session.world_size >= LEAST_RANKS and session.device.type == "cpu" and dist.get_backend() == "gloo"
+        )
+        return Links(session) if can_measure else None
 
     def is_due(self) -> bool:
         if self._clock() < self._due_at:

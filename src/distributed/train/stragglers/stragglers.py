@@ -28,7 +28,7 @@ class Stragglers:
 
     def __init__(self) -> None:
         self._row: dict[int, tuple[str, int]] = {}  # of each rank that was slow in the last reading: why, how often
-        self._told: dict[int, str] = {}
+        self._reported: dict[int, str] = {}
 
     def look(self, paces: Sequence[RankPace], *, step: int, step_s: float, time: float) -> list[RankSlow]:
         """The ranks to report now; `step_s` is how long a whole step took, waiting included."""
@@ -43,14 +43,14 @@ class Stragglers:
             if rank not in found:
                 if probed or self._row.get(rank, ("", 0))[0] != "communication":  # else it was not measured
                     self._row.pop(rank, None)
-                    self._told.pop(rank, None)
+                    self._reported.pop(rank, None)
                 continue
             cause, ratio, seconds = found[rank]
             before, count = self._row.get(rank, (cause, 0))
             count = count + 1 if before == cause else 1
             self._row[rank] = (cause, count)
-            if count >= _READINGS and self._told.get(rank) != cause:
-                self._told[rank] = cause
+            if count >= _READINGS and self._reported.get(rank) != cause:
+                self._reported[rank] = cause
                 events.append(RankSlow(time=time, rank=rank, step=step, ratio=ratio, cause=cause, seconds=seconds))
         return events
 

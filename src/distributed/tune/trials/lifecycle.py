@@ -28,7 +28,7 @@ class Leg:
     """A trial from a start of its process to the end of that process."""
 
     trial: Trial
-    leaves_as: Status | None = None  # it was asked to end, and this is what it is then
+    requested_status: Status | None = None  # it was asked to end, and this is what it is then
     outcome: Message | None = None  # how it says that it ended
 
 
@@ -84,7 +84,7 @@ class TrialLifecycle:
             return None
         trial = self._waiting.popleft() if self._waiting else self._new_trial()
         trial.starts += 1
-        trial.status, trial.goes_on, trial.teller, trial.error = "running", True, 0, ""
+        trial.status, trial.goes_on, trial.reporter_pid, trial.error = "running", True, 0, ""
         self.legs[trial.id] = Leg(trial)
         return trial
 
@@ -109,13 +109,13 @@ class TrialLifecycle:
             if not trial.is_untried:  # else it is of the state that it has given up for another's
                 trial.saved = message["path"]
                 trial.saved_step = message["step"] + trial.base(message.get("fit", 1))
-        elif kind == "report" and leg.leaves_as is None:
+        elif kind == "report" and leg.requested_status is None:
             self._reported(leg, message, at)
         elif kind in ("returned", "failed", "left"):
             leg.outcome = message
-            if kind == "returned" and leg.leaves_as is None:
+            if kind == "returned" and leg.requested_status is None:
                 self._returned(trial, message["metrics"], at)
-        return leg.leaves_as is None
+        return leg.requested_status is None
 
     def _returned(self, trial: Trial, metrics: dict[str, float], at: float) -> None:
         """What train_fn returned is the report of a trial that made none, and else adds to its last one."""
@@ -133,20 +133,20 @@ class TrialLifecycle:
             message.get("checkpoint", ""),
             at,
             fit=message.get("fit", 0),
-            teller=message.get("pid", 0),
+            reporter_pid=message.get("pid", 0),
         )
         self._watcher.reported(report)
         decision = self._scheduler.decide(report)
         if message.get("is_last"):  # it is about to end by itself
             return
-        leg.leaves_as = self._verdict(report.step, decision)
-        if leg.leaves_as is not None:
+        leg.requested_status = self._verdict(report.step, decision)
+        if leg.requested_status is not None:
             return
         if (isinstance(decision, Take) and self._take(trial, decision, report.step)) or (
             not isinstance(decision, GoOn) and self._waiting
         ):
-            leg.leaves_as = "pending"
-        if leg.leaves_as == "pending" and not (trial.checkpoint or trial.saved or message["by"] == "trainer"):
+            leg.requested_status = "pending"
+        if leg.requested_status == "pending" and not (trial.checkpoint or trial.saved or message["by"] == "trainer"):
             raise TaskError(
                 f"trial {trial.id} reported step {report.step} without a checkpoint",
                 why="with scheduler='pbt', a trial resumes from the checkpoint of another",
@@ -175,7 +175,7 @@ class TrialLifecycle:
         leg = self.legs.pop(trial.id)
         now = self._now()
         trial.seconds, trial.began_at = trial.elapsed(now), None
-        status = _left_as(leg)
+        status = _final_status(leg)
         if status is None:
             trial.error = (leg.outcome or {}).get("error") or ending
             trial.failures += 1
@@ -196,7 +196,7 @@ class TrialLifecycle:
     def interrupt(self) -> None:
         """Something ended the search, and every process with it. A trial that was about to end is over as it was."""
         for leg in self.legs.values():
-            status = _left_as(leg)
+            status = _final_status(leg)
             leg.trial.status = status if status in OVER else "interrupted"
             with contextlib.suppress(
                 DistributedError
@@ -205,10 +205,10 @@ class TrialLifecycle:
         self.legs.clear()
 
 
-def _left_as(leg: Leg) -> Status | None:
+def _final_status(leg: Leg) -> Status | None:
     """What a leg was asked to leave as, or ended as by itself; None: neither."""
-    if leg.leaves_as is not None:
-        return leg.leaves_as
+    if leg.requested_status is not None:
+        return leg.requested_status
     if leg.outcome is None or leg.outcome["kind"] != "returned":
         return None
     if leg.trial.is_untried:  # it took over a state after which nothing was left to train

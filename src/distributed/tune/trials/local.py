@@ -62,14 +62,14 @@ class _Process:
 
 class _Tune:
     def __init__(self, request: TuneRequest, watcher: Watcher) -> None:
-        self._watcher, self._course = watcher, TrialLifecycle(request, watcher)
+        self._watcher, self._lifecycle = watcher, TrialLifecycle(request, watcher)
         placement = place(request, probe_hardware())
         self._free = list(range(placement.slots))
         folder = SearchDir(request.run_dir).function
         ticket = write_function(request.train_fn, folder)
         self._line = LineServer(self._answer)
         log_path = str(SearchDir(request.run_dir).parent_log)
-        self._nursery = TrialProcesses(
+        self._trial_processes = TrialProcesses(
             placement, str(folder), ticket.to_text(), log_path, modules_for(request.train_fn)
         )
         self._processes: dict[str, _Process] = {}
@@ -80,7 +80,7 @@ class _Tune:
         try:
             with _terminations():
                 self._fill()
-                while not self._course.is_over:
+                while not self._lifecycle.is_over:
                     self._wait()
                     self._fill()
         except BaseException:
@@ -90,15 +90,15 @@ class _Tune:
             try:
                 self._clear()
             finally:
-                self._nursery.close()
+                self._trial_processes.close()
                 self._line.close()
 
     def _fill(self) -> None:
-        while self._free and (trial := self._course.next()) is not None:
-            note_path = self._course.note(trial, self._line.path).write()
-            self._course.started(trial)
+        while self._free and (trial := self._lifecycle.next()) is not None:
+            note_path = self._lifecycle.note(trial, self._line.path).write()
+            self._lifecycle.started(trial)
             slot = self._free.pop(0)
-            self._processes[trial.id] = _Process(self._nursery.start(trial, note_path, slot), slot)
+            self._processes[trial.id] = _Process(self._trial_processes.start(trial, note_path, slot), slot)
 
     def _wait(self) -> None:
         """Until something happens, or it is time to look."""
@@ -107,9 +107,9 @@ class _Tune:
         until = min([entry.end_by - now for entry in entries], default=_REFRESH_S)
         with selectors.DefaultSelector() as selector:
             selector.register(self._line, selectors.EVENT_READ)
-            if self._nursery.can_be_waited_for:
-                selector.register(self._nursery, selectors.EVENT_READ)
-            ready = selector.select(max(0.0, min(until, self._nursery.look_every_s(_REFRESH_S))))
+            if self._trial_processes.can_be_waited_for:
+                selector.register(self._trial_processes, selectors.EVENT_READ)
+            ready = selector.select(max(0.0, min(until, self._trial_processes.look_every_s(_REFRESH_S))))
         self._line.pump()
         self._reap()
         self._press()
@@ -125,7 +125,7 @@ class _Tune:
                 if not entry.process.is_gone():  # SIGTERM was sent by now
                     self._leftovers.append(_Process(entry.process, entry.slot, time.monotonic() + _KILL_S))
                 self._free.append(entry.slot)
-                self._course.end(self._course.legs[name].trial, ending(code))
+                self._lifecycle.end(self._lifecycle.legs[name].trial, ending(code))
 
     def _press(self) -> None:
         """End those that did not as they were asked."""
@@ -149,9 +149,9 @@ class _Tune:
     def _answer(self, message: Message) -> Message:
         if self._is_closing:  # a Trainer that was asked to end returns as one does that is done: it is not
             if message["kind"] == "saved":
-                self._course.hear(message)
+                self._lifecycle.hear(message)
             return {"go": False}
-        goes_on = self._course.hear(message)
+        goes_on = self._lifecycle.hear(message)
         entry = self._processes.get(message["trial"])
         if not goes_on and entry is not None and message["kind"] == "report" and entry.end_by == float("inf"):
             # `tune.report` takes the answer; the Trainer a signal, after which it stops at the next step and saves
@@ -174,7 +174,7 @@ class _Tune:
             pass
         for entry in self._processes.values():
             entry.process.end(signal.SIGKILL)
-        self._course.interrupt()
+        self._lifecycle.interrupt()
 
 
 @contextlib.contextmanager

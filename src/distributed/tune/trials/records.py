@@ -34,7 +34,9 @@ class Trial:
     error: str = ""
     is_untried: bool = False  # it took over another trial and has not reported since
     goes_on: bool = False  # since it was started it has not reported: a report may be of a step that it knew before
-    teller: int = 0  # the process that `tune.report` was last called in; another one after its ranks were restarted
+    reporter_pid: int = (
+        0  # the process that `tune.report` was last called in; another one after its ranks were restarted
+    )
 
     @staticmethod
     def new(request: TuneRequest, index: int, params: Mapping[str, Any]) -> Trial:
@@ -103,17 +105,24 @@ class Trial:
         return before
 
     def add(
-        self, step: int, metrics: Mapping[str, float], checkpoint: str, now: float, *, fit: int = 0, teller: int = 0
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        checkpoint: str,
+        now: float,
+        *,
+        fit: int = 0,
+        reporter_pid: int = 0,
     ) -> Report:
         """A report. The same epoch of the same `fit` replaces what was reported of it and later, and so does a step
         that a process repeats which took the place of another one; a later `fit` counts on."""
-        is_again = self.goes_on or (not fit and teller != self.teller and self.teller != 0)
+        is_again = self.goes_on or (not fit and reporter_pid != self.reporter_pid and self.reporter_pid != 0)
         if fit:
             step += self.base(fit)
         if fit or is_again:
             self.history = [report for report in self.history if report.step < step]
         if not fit:
-            self.teller = teller
+            self.reporter_pid = reporter_pid
         self.goes_on, self.is_untried = False, False
         step = max(step, self.history[-1].step + 1 if self.history else 1)
         report = Report(self.id, step, dict(metrics), round(self.elapsed(now), 4), checkpoint, fit)

@@ -21,7 +21,7 @@ from distributed.engines.tensorflow.model.layers import (
     has_layer_losses,
     synchronize_batchnorm,
 )
-from distributed.engines.tensorflow.model.sending import LIBRARIES, apart, made
+from distributed.engines.tensorflow.model.sending import LIBRARIES, decompose, made
 
 _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 _BUILD = "pass a function that builds it: TensorFlowDistributedTrainer(lambda: build_model())"
@@ -39,8 +39,8 @@ class Compiled:
     weighted_metrics: Any = None
     optimizer: Any = None  # Remade, a name, a function that makes one, or None: the plan's
 
-    def apart(self) -> Compiled:
-        return Compiled(**apart(self.__dict__))
+    def decompose(self) -> Compiled:
+        return Compiled(**decompose(self.__dict__))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Parts:
             raise TaskError("the model cannot be made again from its config", why=str(failed), do=_BUILD) from failed
 
 
-def take_apart(model: Any, compiled: Compiled | None) -> Parts:
+def decompose_model(model: Any, compiled: Compiled | None) -> Parts:
     """The parts of a model that is given whole; `compiled` wins over what it was compiled with."""
     library = library_of(model)
     assert library is not None
@@ -117,7 +117,7 @@ def take_apart(model: Any, compiled: Compiled | None) -> Parts:
         config=config,
         customs=customs,
         weights=weights,
-        compiled=(compiled or compiled_of(model)).apart(),
+        compiled=(compiled or compiled_of(model)).decompose(),
         optimizer_values=values,
     )
 

@@ -37,28 +37,28 @@ class Copied:
         return copy
 
 
-def apart(value: Any) -> Any:
+def decompose(value: Any) -> Any:
     """The same structure, with each Keras object in it taken apart."""
-    return map_tree(lambda leaf: _apart(leaf) if hasattr(leaf, "get_config") else leaf, value)
+    return map_tree(lambda leaf: _decompose(leaf) if hasattr(leaf, "get_config") else leaf, value)
 
 
 def made(value: Any) -> Any:
     return map_tree(lambda leaf: leaf.make() if isinstance(leaf, Remade | Copied) else leaf, value)
 
 
-def _apart(leaf: Any) -> Remade | Copied:
+def _decompose(leaf: Any) -> Remade | Copied:
     kind, config = type(leaf), leaf.get_config()
     if _is_of_keras(kind) or not _is_of_keras(_owner(kind, "get_config")):
         return Remade(kind, config)
     if any(base.__name__ == "Loss" and _is_of_keras(base) for base in kind.__mro__):
         return Copied(kind, dict(leaf.__dict__))
     parameters = list(inspect.signature(kind).parameters.values())
-    untold = [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-    untold = [name for name in untold if name not in config]
-    if untold:
+    missing = [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    missing = [name for name in missing if name not in config]
+    if missing:
         raise TaskError(
             f"{kind.__name__} cannot be sent to other processes",
-            why=f"it has no get_config of its own, and Keras's does not contain its {', '.join(untold)}",
+            why=f"it has no get_config of its own, and Keras's does not contain its {', '.join(missing)}",
             do=f"give {kind.__name__} a get_config that has them, or pass a function that builds and compiles all",
         )
     return Remade(kind, config)

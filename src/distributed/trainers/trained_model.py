@@ -1,4 +1,4 @@
-"""Homecoming: the trained state into the user's own objects, also where the ranks have cut the model into parts.
+"""The trained state, loaded into the user's own objects, also where the ranks have cut the model into parts.
 
 A model that is cut has other classes, modules and tensors in it than the user has made. What it was before is kept
 without its weights, and put together again around those of the last checkpoint.
@@ -30,7 +30,7 @@ from distributed.train.checks.user_state import BUFFERS, LOSS
 from distributed.train.task import Task
 
 
-def bring_home(task: Task, plan: Plan, checkpoint: str) -> None:
+def load_trained_state(task: Task, plan: Plan, checkpoint: str) -> None:
     """Into objects that are as they were before the training."""
     trained = load(checkpoint, ranks=()).shared
     lora = plan.memory.lora
@@ -77,7 +77,7 @@ class _Module:
         return f"{self.path}." if self.path else ""
 
 
-class Before:
+class UntrainedTask:
     """A task as it was before `fit`: classes, attributes and names. Holds no weight."""
 
     def __init__(self, task: Task) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from distributed.runtime.deadline import Deadline
+from distributed.engines.horovod.deadline import Deadline
 
 
 def test_deadline_fires_when_nothing_arrives() -> None:

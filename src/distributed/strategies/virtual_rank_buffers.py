@@ -1,7 +1,7 @@
-"""Buffers that a forward pass changes (BatchNorm's statistics, counters), in a step with several leaves.
+"""Buffers that a forward pass changes (BatchNorm's statistics, counters), in a step with several virtual ranks.
 
-Every leaf begins with the buffers of the step's beginning. The step ends with these plus the mean of the leaves'
-changes, weighted by samples; integers and booleans end as leaf 0 left them, so a counter advances once per step.
+Every virtual rank begins with the buffers of the step's beginning. The step ends with these plus the mean of the
+changes, weighted by samples; integers and booleans end as virtual rank 0 left them, so a counter advances once a step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Buffer:
         self._version = self._tensor._version
 
     def take_change(self, micro: Microbatch, *, looks: bool) -> torch.Tensor | None:
-        """The leaf's part of the step's change; resets the buffer. `looks`: record whether it changed."""
-        assert micro.leaf is not None
+        """The virtual rank's part of the step's change; resets the buffer. `looks`: record whether it changed."""
+        assert micro.virtual_share is not None
         current = self._owner._buffers[self._key]
         assert current is not None
         now = _countable(current)
@@ -42,7 +42,7 @@ class _Buffer:
         change: torch.Tensor | None = None
         if now.is_floating_point() or now.is_complex():  # infinities that stay have changed by nothing
             change = torch.where(now == self._initial, 0, now - self._initial) * micro.weight
-        elif micro.leaf.number == 0:
+        elif micro.virtual_share.number == 0:
             change = now - self._initial
         self._owner._buffers[self._key] = self._tensor
         self.tensor.copy_(self._initial)
@@ -64,7 +64,7 @@ class _Buffer:
         return current is not self._tensor or current._version != self._version
 
 
-class LeafBuffers:
+class VirtualRankBuffers:
     """All buffers of a model and its loss. After the first step only those that change are kept and reduced."""
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -85,14 +85,14 @@ class LeafBuffers:
 
     @torch.no_grad()
     def take_changes(self, micro: Microbatch) -> list[torch.Tensor | None]:
-        """The changes by one leaf, in the order of `tensors`."""
+        """The changes by one virtual rank, in the order of `tensors`."""
         for buffer in self._still:
             buffer.refuse_change()
         return [buffer.take_change(micro, looks=not self._agreed) for buffer in self._watched]
 
     @torch.no_grad()
     def end_step(self, changes: Sequence[torch.Tensor]) -> None:
-        """Apply `changes`, the sums over all leaves."""
+        """Apply `changes`, the sums over all virtual ranks."""
         for buffer, change in zip(self._watched, changes, strict=True):
             buffer.tensor.add_(change)
 

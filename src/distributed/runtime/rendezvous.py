@@ -1,4 +1,4 @@
-"""Meeting: the rendezvous of the ranks of a world, from the environment or from their launcher."""
+"""Rendezvous of the ranks of a world: from the environment, or from their launcher."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from distributed.core.registry import load_target
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """A world with the address of its rendezvous; rank 0 already listens there."""
 
     env: WorkerEnv
     listener: socket.socket | None = None
 
 
-def find_meeting(env: WorkerEnv, run_dir: str, timeout_s: float) -> Meeting:
+def find_rendezvous(env: WorkerEnv, run_dir: str, timeout_s: float) -> Rendezvous:
     """The rendezvous of this world's ranks."""
     meets = launcher_of(env.launcher).meets
-    meeting: Meeting = load_target(meets)(env, run_dir, timeout_s) if meets else Meeting(env)
-    return meeting
+    rendezvous: Rendezvous = load_target(meets)(env, run_dir, timeout_s) if meets else Rendezvous(env)
+    return rendezvous
