@@ -46,9 +46,8 @@ from distributed.train.resume.survivor_state import SurvivorState, hand_over, ta
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
 
-# The collectives that a rank survives when they are cut off. NCCL's (`runtime/step_gate.py`) are to be added when runs
-# whose ranks were killed are shown to end with the same bytes; until then these resume from the checkpoint.
-OUTLIVED = ("gloo",)
+# The collectives that a rank survives when they are cut off; of NCCL's, `runtime/step_gate.py` keeps its state whole.
+OUTLIVED = ("gloo", "nccl")
 PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code when it is loaded
 
 
