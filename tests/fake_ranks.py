@@ -19,6 +19,8 @@ from distributed.core.protocol.failure import FailureRecord
 from distributed.core.protocol.gpu_memory import GpuMemory
 from distributed.core.protocol.heartbeat import RECORD, Phase
 from distributed.core.protocol.rank_protocol import (
+    Close,
+    Closed,
     Dump,
     Joined,
     Leave,
@@ -104,11 +106,14 @@ class FakeRank:
         self.state, self.is_stuck, self.is_waiting = "S", False, False
         self.step = 0
         self.heard: list[Message] = []
+        self.heard_at: list[float] = []
         self.signals: list[int] = []
         self.ignores: set[int] = set()
         self.on_signal: dict[int, Callable[[], None]] = {}
         self.stack = ""  # what it answers when it is asked where it stands
         self.leaves_in_order = True
+        self.leaves_at_once = True
+        self.closes_after_s: float | None = 0.0  # None: it does not answer
         self.regroups = False
         self._asked_to_leave = -1
 
@@ -284,14 +289,17 @@ class FakeRank:
             message = decode(line)
             assert message is not None
             self.heard.append(message)
+            self.heard_at.append(self._machine.clock.now)
             self._acts_on(message)
 
     def _acts_on(self, message: Message) -> None:
         match message:
             case Leave(attempt, in_order) if attempt == self.attempt and self.leaves_in_order >= in_order:
                 self._asked_to_leave = attempt
-                if self.regroups and not self.is_stuck:
+                if self.regroups and not self.is_stuck and (in_order or self.leaves_at_once):
                     self.after(STEP_S if in_order else 0.0, self._leaves)
+            case Close(attempt) if self.closes_after_s is not None:
+                self.after(self.closes_after_s, self.say, Closed(attempt))
             case World(environ):
                 self.env, self.is_waiting = _place(environ), False
                 self._machine.behave(self)

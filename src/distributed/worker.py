@@ -96,6 +96,7 @@ def _join(plan: Plan, env: WorkerEnv, line: LauncherLink | None, listener: socke
         how["is_over"] = lambda: line.is_cut_off(env.attempt)
     session = Session.open(env, timeout_s=plan.collective_timeout_s, **how)
     if line is not None:
+        line.on_close(env.attempt, session.close_gate)
         line.on_cut_off(session.cut_off)
         if line.is_cut_off(env.attempt):  # the message came during the rendezvous
             session.cut_off()
@@ -319,10 +320,12 @@ def line_for(plan: Plan, *, is_first: bool = True) -> LauncherLink | None:
     if line is not None:
         is_alone = is_first and not dist.is_initialized()
         is_plain = plan.precision.kind != "fp16" and plan.speed.parameters == "fp32"  # see `Replica._gate_steps`
-        can_be_cut = plan.collectives in OUTLIVED and (plan.collectives == "gloo" or is_plain)
+        has_gate = is_plain and line.closes_gates
+        can_be_cut = plan.collectives in OUTLIVED and (plan.collectives == "gloo" or has_gate)
         can_regroup = can_be_cut and plan.is_replicated and CAN_SHUT_DOWN
         regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
-        line.tell(Joined(regroups, plan.legal_sizes, in_run=True))
+        has_gate = regroups and plan.collectives == "nccl"
+        line.tell(Joined(regroups, plan.legal_sizes, in_run=True, has_gate=has_gate))
     return line
 
 

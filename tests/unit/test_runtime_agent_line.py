@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from distributed.core.env import WorkerEnv
-from distributed.core.protocol.rank_protocol import Joined, Leave, Lost, Message, World, decode, encode
+from distributed.core.protocol.rank_protocol import Close, Closed, Joined, Leave, Lost, Message, World, decode, encode
 from distributed.runtime.agent_line import AgentLine
 
 
@@ -93,6 +93,26 @@ def test_leave_at_once_cuts_off_until_the_rank_left(launcher: Launcher) -> None:
         if thread.name == "cut-off":
             thread.join(30)
             assert not thread.is_alive()
+
+
+def test_gate_is_closed_before_the_launcher_hears_of_it(launcher: Launcher) -> None:
+    closed = threading.Event()
+    launcher.line.on_close(3, closed.set)
+    launcher.tell(Close(3))
+    assert launcher.hear() == Closed(3)
+    assert closed.is_set()
+
+
+def test_gate_made_after_close_is_closed_at_once(launcher: Launcher) -> None:
+    """The message comes while a rank is in the rendezvous of that world."""
+    earlier, closed, later = threading.Event(), threading.Event(), threading.Event()
+    launcher.line.on_close(2, earlier.set)
+    launcher.tell(Close(3))
+    assert launcher.hear() == Closed(3)
+    launcher.line.on_close(3, closed.set)
+    assert closed.is_set()
+    launcher.line.on_close(4, later.set)
+    assert not later.is_set()
 
 
 def test_launcher_link_tracks_whether_the_rank_can_regroup(launcher: Launcher) -> None:

@@ -34,7 +34,7 @@ class Line:
     """The launcher's end: it notes what it is told, and makes the next world at once."""
 
     def __init__(self, *, regroups: bool = True, replaces: bool = True, worlds: int = 9) -> None:
-        self.regroups, self.replaces = regroups, replaces
+        self.regroups, self.replaces, self.closes_gates = regroups, replaces, True
         self.told: list[Message] = []
         self.leave_at: Callable[[], bool] = lambda: False
         self.worlds = worlds
@@ -47,6 +47,9 @@ class Line:
         pass
 
     def cut_off(self) -> None:
+        pass
+
+    def on_close(self, attempt: int, close: Callable[[], None]) -> None:
         pass
 
     def asked_to_leave(self, attempt: int) -> bool:

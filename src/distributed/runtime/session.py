@@ -180,10 +180,17 @@ class Session:
         """End the collectives of a library beside this group."""
         self._cut_beside()
 
-    def cut_off(self) -> None:
-        """End every collective that this rank is in or begins, here and at its peers; for any thread to call."""
+    def close_gate(self) -> None:
+        """Let no further step of this world count, if it has a gate; for any thread to call."""
         if self.gate is not None:
             self.gate.close()
+
+    def cut_off(self) -> None:
+        """End every collective that this rank is in or begins, here and at its peers; for any thread to call.
+
+        Where there is a gate, its peers get garbage: theirs must be closed.
+        """
+        self.close_gate()
         self.cut_beside()
         self._cut_store()
         if self._communicators is not None:

@@ -14,7 +14,18 @@ from distributed.core.env import LAUNCHER_PID, StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.core.protocol.failure import FailureRecord
 from distributed.core.protocol.heartbeat import Beat, read_beat
-from distributed.core.protocol.rank_protocol import Joined, Lost, Message, World, decode, encode
+from distributed.core.protocol.rank_protocol import (
+    Broke,
+    Close,
+    Closed,
+    Joined,
+    Leave,
+    Lost,
+    Message,
+    World,
+    decode,
+    encode,
+)
 from distributed.core.run_dir import AttemptDir
 from distributed.launch.clock import Clock, HasFileno, Timings
 from distributed.launch.node.kernel import Kernel
@@ -41,16 +52,33 @@ class RankHandle:
     timings: Timings = field(default_factory=Timings, repr=False)
     joined: Joined | None = None  # the message that it sent when it reached the training loop
     lost: int = -1  # the last attempt that it has left
+    broke: int = -1  # the last attempt whose end it has noticed; it may still have to leave it
+    closed: int = -1  # the last attempt of which no step counts on it any more
     lost_message: str = ""
     ending: Ending | None = None
     hung: bool = False
+    is_given_up: bool = False  # it was sent SIGKILL to be replaced, and may not have ended yet
     _heard: bytes = field(default=b"", repr=False)
     _failing_since: float | None = field(default=None, repr=False)
 
     @property
     def can_go_on(self) -> bool:
         """The same process in another world, with the state that it holds."""
-        return self.ending is None and self.joined is not None and self.joined.regroups
+        is_left = self.ending is None and not self.is_given_up
+        return is_left and self.joined is not None and self.joined.regroups
+
+    @property
+    def has_gate(self) -> bool:
+        return self.joined is not None and self.joined.has_gate
+
+    def give_up(self) -> None:
+        """End the rank, to be replaced in the next world."""
+        self.is_given_up = True
+        self.process.end(signal.SIGKILL)
+
+    def counts_steps(self, attempt: int) -> bool:
+        """Whether steps of an attempt may still count on this rank, which will be kept."""
+        return self.can_go_on and self.has_gate and max(self.closed, self.lost) < attempt
 
     @property
     def beat(self) -> Beat | None:
@@ -223,8 +251,13 @@ class RankGroup:
         for member, message in heard:
             if isinstance(message, Joined):
                 member.joined = message
+            elif isinstance(message, Closed):
+                member.closed = message.attempt
+            elif isinstance(message, Broke):
+                member.broke, member.lost_message = message.attempt, message.message
             elif isinstance(message, Lost):
-                member.lost, member.lost_message = message.attempt, message.message
+                member.lost = member.broke = message.attempt
+                member.lost_message = message.message
         for member in self.members:
             member.judge()
         return heard
@@ -237,6 +270,37 @@ class RankGroup:
     def tell(self, message: Message) -> None:
         for member in self.members:
             member.tell(message)
+
+    def cut_off(self, attempt: int) -> None:
+        """Have the surviving ranks leave this attempt at once, wherever they stand in it."""
+        self._close_gates(attempt)
+        self.tell(Leave(attempt, in_order=False))
+
+    def _close_gates(self, attempt: int) -> None:
+        """Wait until no step counts on any rank that has a gate, because the first abort sends garbage to its peers.
+
+        Ranks that are not kept could save that garbage, and are ended before; as are those that do not answer.
+        """
+        if not any(member.counts_steps(attempt) for member in self.members):
+            return
+        for member in self.members:
+            if member.ending is None and not member.can_go_on:
+                member.give_up()
+        asked: set[int] = set()
+        deadline = self._clock.monotonic() + self._timings.close_s
+        while still_open := [member for member in self.members if member.counts_steps(attempt)]:
+            for member in still_open:
+                if member.slot not in asked:
+                    member.tell(Close(attempt))
+                    asked.add(member.slot)
+            left_s = deadline - self._clock.monotonic()
+            if left_s <= 0:
+                for member in still_open:
+                    member.give_up()
+                return
+            self.wait(left_s)
+            self.notice()
+            self.hear()
 
     def wait(self, seconds: float) -> None:
         """Wait until a rank sends a message or ends, or the timeout is over."""

@@ -282,7 +282,7 @@ class Supervisor:
         self.report.fault(ended.broke_at, fault)
         if fault.kind == "resize":
             self._take_wish()
-        self.crew.tell(Leave(attempt, in_order=False))
+        self.crew.cut_off(attempt)
         was_first = ended.round.place.node_rank == 0
         if was_first:  # one node reports what all know, before it may have to wait for another
             self._tell_end(fault, attempt)

@@ -131,8 +131,9 @@ class Watch:
         if stall is not None:
             self._end_stalled(stall)
         members = self.crew.members
-        lost = [member for member in members if member.lost == self.round.attempt]
-        if self.is_draining:
+        attempt = self.round.attempt
+        lost = [member for member in members if member.broke == attempt]
+        if self.is_draining and all(member.lost == attempt for member in lost):
             return Drained() if members and len(lost) == len(members) else None
         if lost:
             return self._lost_without_cause(lost[0])
@@ -161,7 +162,7 @@ class Watch:
     @property
     def is_settled(self) -> bool:
         """Whether the ranks are in their steps and can save after a stop signal, which otherwise only ends them."""
-        lost = any(member.lost == self.round.attempt for member in self.crew.members)
+        lost = any(member.broke == self.round.attempt for member in self.crew.members)
         if not self.round.restarts:
             return not self.is_draining and not lost and self.failure() is None
         is_told = self._resumed is not None or self.round.place.node_rank != 0
