@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import traceback
 import zipfile
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.protocol.failure import is_collateral
 from distributed.core.protocol.process_owner import ProcessOwner, process_owner_of
-from distributed.core.protocol.rank_protocol import Joined, LauncherLink, Lost, Resumed
+from distributed.core.protocol.rank_protocol import Broke, Joined, LauncherLink, Lost, Resumed
 from distributed.core.protocol.ticket import Ticket
 from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
@@ -48,6 +49,9 @@ from distributed.train.task import Task
 
 # The collectives that a rank survives when they are cut off; of NCCL's, `runtime/step_gate.py` keeps its state whole.
 OUTLIVED = ("gloo", "nccl")
+_LEAVE_S = 60.0  # for the launcher of a rank whose world broke to have all ranks leave it
+_TOGETHER_S = 30.0  # for all ranks that leave at the same step to end it
+_LOOK_EVERY_S = 0.01
 PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code when it is loaded
 
 
@@ -241,7 +245,7 @@ def _run_world(
     except Exception as failed:
         if line is None or not line.regroups or not _is_of_world(failed, session):
             raise
-        session.come_to_rest()
+        _come_to_rest(session, line, failed)
         _write_down(failed, RunDir(plan.run_dir).attempt(env.attempt).lost(session.rank))
         had_begun = loop is not None and loop.has_begun
         holds = loop.held() if loop is not None and had_begun else held
@@ -258,6 +262,30 @@ def _is_of_world(failed: Exception, session: Session) -> bool:
     """Whether it is the world's end that a rank sees; after an abort, anything may come of the numbers it reads."""
     is_aborted = session.gate is not None and session.gate.is_closed
     return isinstance(failed, LeftWorld) or is_collateral(failed) or is_aborted
+
+
+def _come_to_rest(session: Session, line: LauncherLink, failed: Exception) -> None:
+    """Abort what runs on the device, once no peer can take what the abort sends it for gradients.
+
+    Either all ranks have ended the step at which they leave, or the launcher has had them close their gates.
+    """
+    if session.gate is None:
+        return
+    with left_to_launcher():
+        if not (isinstance(failed, LeftWorld) and session.all_have_ended(_TOGETHER_S)):
+            session.close_gate()
+            _await_leave(session, line, str(failed))
+        session.come_to_rest()
+
+
+def _await_leave(session: Session, line: LauncherLink, message: str) -> None:
+    attempt, deadline = session.env.attempt, time.monotonic() + _LEAVE_S
+    line.tell(Broke(attempt, message))
+    while not line.is_cut_off(attempt):
+        if time.monotonic() > deadline:
+            why = f"its launcher did not end that world within {_LEAVE_S:.0f} s: {message}"
+            raise CannotGoOnError(f"rank {session.rank} lost its world", why=why)
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _asked_to_leave(line: LauncherLink, attempt: int, strategy: Strategy) -> bool:

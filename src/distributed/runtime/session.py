@@ -202,10 +202,29 @@ class Session:
         if self.gate is not None and self.gate.is_closed:
             raise CollectiveError(f"[r{self.rank}] the world ended")
 
+    def all_have_ended(self, timeout_s: float) -> bool:
+        """All ranks leave at the same step: whether the device of each came to the end of it in time.
+
+        Before that, a rank that aborts would take from a peer the last part of a collective that the peer waits for.
+        """
+        assert self.store is not None
+        keys = [f"left/{self.env.attempt}/{rank}" for rank in range(self.world_size)]
+        try:
+            self._synchronize()
+            self.store.set(keys[self.rank], "")
+            self.store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:  # a peer was lost, or its store
+            return False
+        return True
+
     def come_to_rest(self) -> None:
-        """The world is over: until nothing of it runs on the device any more."""
+        """The world is over: until nothing of it runs on the device any more. Aborts, as `cut_off` does."""
         if self.gate is not None:
             self.cut_off()
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def number(self) -> int:
