@@ -12,8 +12,9 @@ import pytest
 
 from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, RankFailed, RankStalled, Recovered, RunReported, Warned
-from distributed.core.protocol.rank_protocol import Broke, Close, Closed, Leave, World
+from distributed.core.protocol.rank_protocol import Broke, Close, Closed, Joined, Leave, World
 from distributed.core.run_dir import RunDir
+from distributed.launch.clock import Timings
 from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.rendezvous.nodes import News, RunOver
 from distributed.launch.request import Role
@@ -215,6 +216,34 @@ def test_world_that_only_its_ranks_saw_break_is_left(tmp_path: Path) -> None:
     (ended,) = run.of_kind(AttemptEnded)
     assert ended.cause == "machine"
     assert "unhandled system error" in ended.message
+
+
+def test_rank_that_does_not_come_to_rest_is_replaced(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        rank.leaves_after_s = None if on(rank, 2) else 0.0
+        if rank.attempt == 1:  # the others wait for the rank that is still in the world before
+            rank.regroups = True
+            rank.say(Joined(True, in_run=True, has_gate=True))
+        else:
+            disturbed(1, 3, FakeRank.dies, has_gate=True)(rank)
+
+    run = FakeRun(tmp_path, behave, ranks=3)
+    run.run()
+    assert [(rank.born_as, rank.born_in) for rank in run.ranks] == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 2)]
+    assert run.ranks[2].code == -signal.SIGKILL
+    machine, hang = run.of_kind(AttemptEnded)
+    assert (machine.cause, hang.cause, hang.rank) == ("machine", "hang", 2)
+    assert hang.time - machine.time == pytest.approx(run.timings.rest_s, abs=1.0)
+
+
+def test_rank_without_a_gate_may_take_long_to_leave(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        rank.leaves_after_s = 0.25
+        disturbed(1, 3, FakeRank.dies)(rank)
+
+    run = FakeRun(tmp_path, behave, timings=Timings(untold_s=0.1, rest_s=0.1))
+    run.run()
+    assert [rank.code for rank in run.ranks] == [0, -signal.SIGKILL, 0]
 
 
 def test_answer_about_an_earlier_world_closes_no_gate(tmp_path: Path) -> None:

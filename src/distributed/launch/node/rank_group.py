@@ -60,6 +60,7 @@ class RankHandle:
     is_given_up: bool = False  # it was sent SIGKILL to be replaced, and may not have ended yet
     _heard: bytes = field(default=b"", repr=False)
     _failing_since: float | None = field(default=None, repr=False)
+    _leaving: tuple[int, float] = field(default=(-1, 0.0), repr=False)  # the attempt that it is to leave, since when
 
     @property
     def can_go_on(self) -> bool:
@@ -102,6 +103,21 @@ class RankHandle:
         if self.process.control is not None and self.ending is None:
             with suppress(OSError):  # the rank has just ended
                 self.process.control.sendall(encode(message))
+
+    def cut_off(self, attempt: int) -> None:
+        """Have the rank leave this attempt at once."""
+        self.tell(Leave(attempt, in_order=False))
+        before, _ = self._leaving
+        if self.lost >= before:  # otherwise it has not yet left the one before that
+            self._leaving = (attempt, self.clock.monotonic())
+
+    def end_restless(self) -> None:
+        """End a rank whose device does not come to rest: the others of its next world would wait for it."""
+        attempt, since = self._leaving
+        is_late = self.lost < attempt and self.clock.monotonic() > since + self.timings.rest_s
+        if is_late and self.has_gate and self.ending is None and not self.hung:
+            self.hung = True
+            self.process.signal(signal.SIGKILL)
 
     def hear(self) -> list[Message]:
         """The messages of the rank since the last call; never waits."""
@@ -260,6 +276,7 @@ class RankGroup:
                 member.lost_message = message.message
         for member in self.members:
             member.judge()
+            member.end_restless()
         return heard
 
     def notice(self) -> None:
@@ -274,7 +291,8 @@ class RankGroup:
     def cut_off(self, attempt: int) -> None:
         """Have the surviving ranks leave this attempt at once, wherever they stand in it."""
         self._close_gates(attempt)
-        self.tell(Leave(attempt, in_order=False))
+        for member in self.members:
+            member.cut_off(attempt)
 
     def _close_gates(self, attempt: int) -> None:
         """Wait until no step counts on any rank that has a gate, because the first abort sends garbage to its peers.
