@@ -45,7 +45,7 @@ class AgentLine:
         self._left = -1  # the last attempt that this rank is out of
         self._world_since_ns = 0  # when this rank joined the world that it is in
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
+        self._sending, self._dumping = threading.Lock(), threading.Lock()
         self.regroups = False
         self._end_collective: Callable[[], None] = lambda: None
         self._closing = threading.Lock()
@@ -121,14 +121,18 @@ class AgentLine:
             self._leave = message
             if not message.in_order:
                 threading.Thread(target=self._keep_cut_off, args=(message,), name="cut-off", daemon=True).start()
-        elif isinstance(message, Dump):
+        elif isinstance(message, Dump | Measure):  # which may take seconds, or hang with the device
+            threading.Thread(target=self._report, args=(message,), name="rank-report", daemon=True).start()
+
+    def _report(self, asked: Dump | Measure) -> None:
+        with suppress(Exception):  # of a disk that is full, or torch's: the run does not need it
+            if isinstance(asked, Measure):
+                write_memory(Path(asked.path), asked.rank)
+                return
             from distributed.runtime.flight_recorder import write_collectives  # torch's, needed when a rank is stuck
 
-            with suppress(Exception):  # of a disk that is full, or torch's: this thread has more to do
-                write_collectives(message.path, self._world_since_ns)
-        elif isinstance(message, Measure):
-            with suppress(Exception):
-                write_memory(Path(message.path), message.rank)
+            with self._dumping:  # the later one is to be the one that stays
+                write_collectives(asked.path, self._world_since_ns)
 
     def _close(self, attempt: int) -> None:
         with self._closing:
