@@ -94,7 +94,8 @@ def _join(plan: Plan, env: WorkerEnv, line: LauncherLink | None, listener: socke
     """The launcher can end the wait for the others, and later any collective."""
     how: dict[str, Any] = {"device": plan.device, "collectives": plan.collectives, "listener": listener}
     how["shares_gpus"] = plan.shares_gpus
-    how["regroups"] = line is not None and line.regroups
+    is_coordinated = plan.collectives != "nccl" or env.num_nodes == 1  # a launcher closes the gates of its node only
+    how["regroups"] = line is not None and line.regroups and is_coordinated
     if line is not None:
         how["opening"] = line.on_cut_off
         how["is_over"] = lambda: line.is_cut_off(env.attempt)
@@ -199,6 +200,9 @@ def _run_world(
         session.seed(plan.seed)
         is_touched = session.gate is not None and inherited is None
         strategy.setup(task, session)
+        if line is not None and line.regroups and _is_exposed(plan, session, strategy):
+            line.tell(Joined(False, plan.legal_sizes, in_run=True))
+            line.on_cut_off(lambda: None)  # an abort would send its peers garbage, and this rank is ended anyway
         heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), session.rank)
         session.report_collectives_to(heartbeat.collective)
         check_datasets(plan, session, {"train_loader": job.train, "val_loader": job.evaluation})
@@ -264,6 +268,12 @@ def _is_of_world(failed: Exception, session: Session) -> bool:
     return isinstance(failed, LeftWorld) or is_collateral(failed) or is_aborted
 
 
+def _is_exposed(plan: Plan, session: Session, strategy: Strategy) -> bool:
+    """Whether an abort could change this rank's state: it has peers on NCCL, and no gate before its steps."""
+    is_alone = session.world_size == 1 and session.gate is None
+    return plan.collectives == "nccl" and not is_alone and not strategy.is_gated
+
+
 def _come_to_rest(session: Session, line: LauncherLink, failed: Exception) -> None:
     """Abort what runs on the device, once no peer can take what the abort sends it for gradients.
 
@@ -290,7 +300,7 @@ def _await_leave(session: Session, line: LauncherLink, message: str) -> None:
 
 def _asked_to_leave(line: LauncherLink, attempt: int, strategy: Strategy) -> bool:
     """A run that could not continue in another world does not leave this one to add a node."""
-    return line.asked_to_leave(attempt) and (line.replaces or strategy.held_state() is not None)
+    return line.regroups and line.asked_to_leave(attempt) and (line.replaces or strategy.held_state() is not None)
 
 
 def _settle(session: Session, line: LauncherLink | None) -> None:
@@ -348,8 +358,9 @@ def line_for(plan: Plan, *, is_first: bool = True) -> LauncherLink | None:
     if line is not None:
         is_alone = is_first and not dist.is_initialized()
         is_plain = plan.precision.kind != "fp16" and plan.speed.parameters == "fp32"  # see `Replica._gate_steps`
-        has_gate = is_plain and line.closes_gates
-        can_be_cut = plan.collectives in OUTLIVED and (plan.collectives == "gloo" or has_gate)
+        env = worker_env()
+        can_be_gated = is_plain and line.closes_gates and (env is None or env.num_nodes == 1)
+        can_be_cut = plan.collectives in OUTLIVED and (plan.collectives == "gloo" or can_be_gated)
         can_regroup = can_be_cut and plan.is_replicated and CAN_SHUT_DOWN
         regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
         has_gate = regroups and plan.collectives == "nccl"

@@ -246,6 +246,64 @@ def test_rank_without_a_gate_may_take_long_to_leave(tmp_path: Path) -> None:
     assert [rank.code for rank in run.ranks] == [0, -signal.SIGKILL, 0]
 
 
+def test_rank_that_finds_no_gate_is_restarted_with_all(tmp_path: Path) -> None:
+    """It knows only when its optimizer is made."""
+
+    def behave(rank: FakeRank) -> None:
+        disturbed(1, 3, FakeRank.dies, has_gate=True)(rank)
+        rank.after(0.5 * STEP_S, rank.say, Joined(False, in_run=True))
+
+    run = FakeRun(tmp_path, behave)
+    run.run()
+    assert [rank.born_in for rank in run.ranks] == [0, 0, 1, 1]
+    assert not any(isinstance(message, Close) for rank in run.ranks for message in rank.heard)
+
+
+def test_drain_ends_when_a_rank_finds_no_gate(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        rank.leaves_in_order = False
+        rank.trains(30, has_gate=True)
+        rank.after(1.05, rank.say, Joined(False, in_run=True))
+
+    run = resized(FakeRun(tmp_path, behave), 3)
+    run.run()
+    assert isinstance(run.supervisor.state, Done)
+    assert "Draining" in run.states
+    assert len(run.of_kind(Warned)) == 1
+    assert len(run.ranks) == 2
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_ranks_with_a_gate_do_not_leave_for_a_new_node(tmp_path: Path, has_gate: bool) -> None:
+    run = FakeRun(
+        tmp_path,
+        lambda rank: rank.trains(30, has_gate=has_gate),
+        nodes=lambda clock, request: FakeNodes(clock, request, num_nodes=1),
+        max_nodes=2,
+    )
+
+    def come() -> None:
+        run.nodes.waits = True
+
+    run.clock.after(0.5, come)
+    run.run()
+    assert ("Draining" in run.states) is not has_gate
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_ranks_with_a_gate_restart_among_several_nodes(tmp_path: Path, has_gate: bool) -> None:
+    def behave(rank: FakeRank) -> None:
+        disturbed(1, 3, dies_as_node_comes, has_gate=has_gate)(rank)
+
+    def dies_as_node_comes(rank: FakeRank) -> None:
+        run.nodes.num_nodes = 2
+        rank.dies()
+
+    run = FakeRun(tmp_path, behave, nodes=lambda clock, request: FakeNodes(clock, request, num_nodes=1), max_nodes=2)
+    run.run()
+    assert [rank.born_in for rank in run.ranks] == ([0, 0, 1, 1] if has_gate else [0, 0, 1])
+
+
 def test_answer_about_an_earlier_world_closes_no_gate(tmp_path: Path) -> None:
     def behave(rank: FakeRank) -> None:
         if rank.attempt == 1 and rank.rank == 0:

@@ -24,7 +24,7 @@ from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
 from distributed.runtime.session import CollectiveError, Session
 from distributed.train.task import Task
-from distributed.worker import Job, open_session, run_rank
+from distributed.worker import Job, line_for, open_session, run_rank
 
 SAMPLES, BATCH, EPOCHS = 14, 2, 2
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -43,6 +43,8 @@ class Line:
         self.is_over: Callable[[], bool] = lambda: False
 
     def tell(self, message: Message) -> None:
+        if isinstance(message, Joined):
+            self.regroups = message.regroups
         self.told.append(message)
 
     def on_cut_off(self, end: Callable[[], None]) -> None:
@@ -114,7 +116,7 @@ def train(
         batch=BatchPlan(BATCH, 1),
         mesh=MeshSpec(),
         device="cpu",
-        collectives="gloo",
+        collectives=plan.pop("collectives", "gloo"),
         seed=3,
         epochs=EPOCHS,
         optimizer=OptimizerPlan("adamw", 0.01),
@@ -274,6 +276,44 @@ def test_rank_that_leaves_in_order_needs_no_word_to_abort(tmp_path: Path, whole_
     assert not any(isinstance(message, Broke) for message in found.told)
     assert found.told[-2] == Resumed(1, 4, "memory of rank 0")
     assert same(found, whole_fused)
+
+
+def test_optimizer_that_no_gate_holds_ends_with_its_world(tmp_path: Path) -> None:
+    gated = Gated()
+    broken = raises(RuntimeError(BROKEN))
+    found = train(tmp_path, broken, at_call=5, line=gated.line, opened=gated.open, collectives="nccl")
+    assert str(found.error) == BROKEN
+    assert found.told == [Joined(False, in_run=True), Resumed(0, 0, "the beginning"), Joined(False)]
+    assert gated.aborts == 0
+
+
+def test_rank_alone_in_its_world_needs_no_gate(tmp_path: Path) -> None:
+    found = train(tmp_path, raises(RuntimeError(BROKEN)), at_call=5, line=Line(), collectives="nccl")
+    assert found.told[-2:] == [Resumed(1, 4, "memory of rank 0"), Joined(False, is_done=True)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "collectives", "closes_gates", "said"),
+    [
+        (1, "nccl", True, (True, True)),
+        (2, "nccl", True, (False, False)),
+        (1, "nccl", False, (False, False)),  # horovodrun
+        (2, "gloo", False, (True, False)),
+    ],
+)
+def test_rank_says_whether_it_can_regroup(
+    nodes: int, collectives: Any, closes_gates: bool, said: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = WorkerEnv(launcher="distributed", world_size=2, num_nodes=nodes)
+    for name, value in env.to_environ().items():
+        monkeypatch.setenv(name, value)
+    line = Line()
+    line.closes_gates = closes_gates
+    monkeypatch.setattr("distributed.worker.launcher_line", lambda: line)
+    line_for(Plan("", BatchPlan(BATCH, 2), collectives=collectives))
+    (joined,) = line.told
+    assert isinstance(joined, Joined)
+    assert (joined.regroups, joined.has_gate) == said
 
 
 def test_ranks_that_leave_in_order_wait_for_each_other() -> None:

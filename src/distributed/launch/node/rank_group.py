@@ -294,6 +294,12 @@ class RankGroup:
         for member in self.members:
             member.cut_off(attempt)
 
+    def give_up_gated(self) -> None:
+        """End the ranks with a gate, before a world of several nodes: each node closes the gates of its own only."""
+        for member in self.members:
+            if member.has_gate:
+                member.give_up()
+
     def _close_gates(self, attempt: int) -> None:
         """Wait until no step counts on any rank that has a gate, because the first abort sends garbage to its peers.
 

@@ -184,6 +184,8 @@ class Supervisor:
         self._round = round_
         self._worlds += 1
         self.report.attempt_began(round_.attempt, self.clock.monotonic())
+        if round_.place.num_nodes > 1:
+            self.crew.give_up_gated()
         self.crew.begin(rendered, self._slots)
         self.echo.attempt_began(round_.attempt)
         return Watch(

@@ -133,13 +133,17 @@ class Watch:
         members = self.crew.members
         attempt = self.round.attempt
         lost = [member for member in members if member.broke == attempt]
+        if self.is_draining and any(m.joined and m.joined.in_run and not m.joined.regroups for m in members):
+            self.is_draining = False  # a rank found out, after it was asked to leave, that it could not go on
+            self._cannot_resize()
         if self.is_draining and all(member.lost == attempt for member in lost):
             return Drained() if members and len(lost) == len(members) else None
         if lost:
             return self._lost_without_cause(lost[0])
         if self.is_running and self.stopping() is None:
             can_go_on = all(member.can_go_on and not member.role.serves for member in members)
-            if can_go_on and self.nodes.newcomer():
+            can_have_nodes = can_go_on and not any(member.has_gate for member in members)
+            if can_have_nodes and self.nodes.newcomer():
                 return Asked("a node waits to join")
             if why := self.wish():
                 if can_go_on:
