@@ -154,7 +154,7 @@ class Watch:
     def _cannot_resize(self) -> None:
         if not self._has_refused:
             message = (
-                "this run cannot get another number of ranks while it runs: its ranks keep no state in memory (NCCL)"
+                "this run cannot get another number of ranks while it runs: its ranks cannot hand over their state"
             )
             self.emit(Warned(time=self.clock.time(), message=message))
             self._has_refused = True
