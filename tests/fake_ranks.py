@@ -19,6 +19,8 @@ from distributed.core.protocol.failure import FailureRecord
 from distributed.core.protocol.gpu_memory import GpuMemory
 from distributed.core.protocol.heartbeat import RECORD, Phase
 from distributed.core.protocol.rank_protocol import (
+    Close,
+    Closed,
     Dump,
     Joined,
     Leave,
@@ -104,13 +106,18 @@ class FakeRank:
         self.state, self.is_stuck, self.is_waiting = "S", False, False
         self.step = 0
         self.heard: list[Message] = []
+        self.heard_at: list[float] = []
         self.signals: list[int] = []
         self.ignores: set[int] = set()
         self.on_signal: dict[int, Callable[[], None]] = {}
         self.stack = ""  # what it answers when it is asked where it stands
         self.leaves_in_order = True
+        self.leaves_after_s: float | None = 0.0  # when it is told to leave at once; None: it does not
+        self.closes_after_s: float | None = 0.0  # None: it does not answer
         self.regroups = False
         self._asked_to_leave = -1
+        self._left = -1
+        self._next: Mapping[str, str] = {}  # the world that it was told to join and has not yet
 
     # The Child that RankProcess sees.
 
@@ -192,7 +199,7 @@ class FakeRank:
 
     def loses_world(self, message: str) -> None:
         """It waits for the next one."""
-        self.is_waiting = True
+        self.is_waiting, self._left = True, self.attempt
         self.say(Lost(self.attempt, message))
 
     def _comes_to_end(self, then: Callable[[], None]) -> None:
@@ -284,17 +291,22 @@ class FakeRank:
             message = decode(line)
             assert message is not None
             self.heard.append(message)
+            self.heard_at.append(self._machine.clock.now)
             self._acts_on(message)
 
     def _acts_on(self, message: Message) -> None:
         match message:
             case Leave(attempt, in_order) if attempt == self.attempt and self.leaves_in_order >= in_order:
                 self._asked_to_leave = attempt
-                if self.regroups and not self.is_stuck:
-                    self.after(STEP_S if in_order else 0.0, self._leaves)
+                after_s = STEP_S if in_order else self.leaves_after_s
+                if self.regroups and not self.is_stuck and after_s is not None:
+                    self.after(after_s, self._leaves)
+            case Close(attempt) if self.closes_after_s is not None:
+                self.after(self.closes_after_s, self.say, Closed(attempt))
             case World(environ):
-                self.env, self.is_waiting = _place(environ), False
-                self._machine.behave(self)
+                self._next = environ
+                if not self.regroups or self._asked_to_leave < self.attempt or self._left == self.attempt:
+                    self._goes_on()
             case Dump(path):
                 Path(path).write_text("{}")
             case Measure(path, rank):
@@ -302,6 +314,12 @@ class FakeRank:
 
     def _leaves(self) -> None:
         self.loses_world("left")
+        if self._next:
+            self._goes_on()
+
+    def _goes_on(self) -> None:
+        self.env, self.is_waiting, self._next = _place(self._next), False, {}
+        self._machine.behave(self)
 
 
 def _place(environ: Mapping[str, str]) -> WorkerEnv:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import traceback
 import zipfile
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.protocol.failure import is_collateral
 from distributed.core.protocol.process_owner import ProcessOwner, process_owner_of
-from distributed.core.protocol.rank_protocol import Joined, LauncherLink, Lost, Resumed
+from distributed.core.protocol.rank_protocol import Broke, Joined, LauncherLink, Lost, Resumed
 from distributed.core.protocol.ticket import Ticket
 from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
@@ -46,9 +47,11 @@ from distributed.train.resume.survivor_state import SurvivorState, hand_over, ta
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
 
-# The collectives that a rank survives when they are cut off. NCCL's (`runtime/step_gate.py`) are to be added when runs
-# whose ranks were killed are shown to end with the same bytes; until then these resume from the checkpoint.
-OUTLIVED = ("gloo",)
+# The collectives that a rank survives when they are cut off; of NCCL's, `runtime/step_gate.py` keeps its state whole.
+OUTLIVED = ("gloo", "nccl")
+_LEAVE_S = 60.0  # for the launcher of a rank whose world broke to have all ranks leave it
+_TOGETHER_S = 30.0  # for all ranks that leave at the same step to end it
+_LOOK_EVERY_S = 0.01
 PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code when it is loaded
 
 
@@ -91,12 +94,14 @@ def _join(plan: Plan, env: WorkerEnv, line: LauncherLink | None, listener: socke
     """The launcher can end the wait for the others, and later any collective."""
     how: dict[str, Any] = {"device": plan.device, "collectives": plan.collectives, "listener": listener}
     how["shares_gpus"] = plan.shares_gpus
-    how["regroups"] = line is not None and line.regroups
+    is_coordinated = plan.collectives != "nccl" or env.num_nodes == 1  # a launcher closes the gates of its node only
+    how["regroups"] = line is not None and line.regroups and is_coordinated
     if line is not None:
         how["opening"] = line.on_cut_off
         how["is_over"] = lambda: line.is_cut_off(env.attempt)
     session = Session.open(env, timeout_s=plan.collective_timeout_s, **how)
     if line is not None:
+        line.on_close(env.attempt, session.close_gate)
         line.on_cut_off(session.cut_off)
         if line.is_cut_off(env.attempt):  # the message came during the rendezvous
             session.cut_off()
@@ -195,6 +200,9 @@ def _run_world(
         session.seed(plan.seed)
         is_touched = session.gate is not None and inherited is None
         strategy.setup(task, session)
+        if line is not None and line.regroups and _is_exposed(plan, session, strategy):
+            line.tell(Joined(False, plan.legal_sizes, in_run=True))
+            line.on_cut_off(lambda: None)  # an abort would send its peers garbage, and this rank is ended anyway
         heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), session.rank)
         session.report_collectives_to(heartbeat.collective)
         check_datasets(plan, session, {"train_loader": job.train, "val_loader": job.evaluation})
@@ -241,7 +249,7 @@ def _run_world(
     except Exception as failed:
         if line is None or not line.regroups or not _is_of_world(failed, session):
             raise
-        session.come_to_rest()
+        _come_to_rest(session, line, failed)
         _write_down(failed, RunDir(plan.run_dir).attempt(env.attempt).lost(session.rank))
         had_begun = loop is not None and loop.has_begun
         holds = loop.held() if loop is not None and had_begun else held
@@ -260,9 +268,39 @@ def _is_of_world(failed: Exception, session: Session) -> bool:
     return isinstance(failed, LeftWorld) or is_collateral(failed) or is_aborted
 
 
+def _is_exposed(plan: Plan, session: Session, strategy: Strategy) -> bool:
+    """Whether an abort could change this rank's state: it has peers on NCCL, and no gate before its steps."""
+    is_alone = session.world_size == 1 and session.gate is None
+    return plan.collectives == "nccl" and not is_alone and not strategy.is_gated
+
+
+def _come_to_rest(session: Session, line: LauncherLink, failed: Exception) -> None:
+    """Abort what runs on the device, once no peer can take what the abort sends it for gradients.
+
+    Either all ranks have ended the step at which they leave, or the launcher has had them close their gates.
+    """
+    if session.gate is None:
+        return
+    with left_to_launcher():
+        if not (isinstance(failed, LeftWorld) and session.all_have_ended(_TOGETHER_S)):
+            session.close_gate()
+            _await_leave(session, line, str(failed))
+        session.come_to_rest()
+
+
+def _await_leave(session: Session, line: LauncherLink, message: str) -> None:
+    attempt, deadline = session.env.attempt, time.monotonic() + _LEAVE_S
+    line.tell(Broke(attempt, message))
+    while not line.is_cut_off(attempt):
+        if time.monotonic() > deadline:
+            why = f"its launcher did not end that world within {_LEAVE_S:.0f} s: {message}"
+            raise CannotGoOnError(f"rank {session.rank} lost its world", why=why)
+        time.sleep(_LOOK_EVERY_S)
+
+
 def _asked_to_leave(line: LauncherLink, attempt: int, strategy: Strategy) -> bool:
     """A run that could not continue in another world does not leave this one to add a node."""
-    return line.asked_to_leave(attempt) and (line.replaces or strategy.held_state() is not None)
+    return line.regroups and line.asked_to_leave(attempt) and (line.replaces or strategy.held_state() is not None)
 
 
 def _settle(session: Session, line: LauncherLink | None) -> None:
@@ -320,10 +358,13 @@ def line_for(plan: Plan, *, is_first: bool = True) -> LauncherLink | None:
     if line is not None:
         is_alone = is_first and not dist.is_initialized()
         is_plain = plan.precision.kind != "fp16" and plan.speed.parameters == "fp32"  # see `Replica._gate_steps`
-        can_be_cut = plan.collectives in OUTLIVED and (plan.collectives == "gloo" or is_plain)
+        env = worker_env()
+        can_be_gated = is_plain and line.closes_gates and (env is None or env.num_nodes == 1)
+        can_be_cut = plan.collectives in OUTLIVED and (plan.collectives == "gloo" or can_be_gated)
         can_regroup = can_be_cut and plan.is_replicated and CAN_SHUT_DOWN
         regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
-        line.tell(Joined(regroups, plan.legal_sizes, in_run=True))
+        has_gate = regroups and plan.collectives == "nccl"
+        line.tell(Joined(regroups, plan.legal_sizes, in_run=True, has_gate=has_gate))
     return line
 
 

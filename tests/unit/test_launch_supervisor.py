@@ -12,8 +12,9 @@ import pytest
 
 from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, RankFailed, RankStalled, Recovered, RunReported, Warned
-from distributed.core.protocol.rank_protocol import Leave, World
+from distributed.core.protocol.rank_protocol import Broke, Close, Closed, Joined, Leave, World
 from distributed.core.run_dir import RunDir
+from distributed.launch.clock import Timings
 from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.rendezvous.nodes import News, RunOver
 from distributed.launch.request import Role
@@ -40,12 +41,12 @@ def trains(rank: FakeRank) -> None:
 
 
 def disturbed(
-    number: int, at_step: int, act: Callable[[FakeRank], None], *, regroups: bool = True, attempts: int = 1
+    number: int, at_step: int, act: Callable[[FakeRank], None], *, attempts: int = 1, **joins: Any
 ) -> Callable[[FakeRank], None]:
     """All train; one rank of the first worlds does something else right after a step."""
 
     def behave(rank: FakeRank) -> None:
-        rank.trains(STEPS, regroups=regroups)
+        rank.trains(STEPS, **joins)
         if rank.rank == number and rank.attempt < attempts:
             rank.after((at_step - rank.step + 0.5) * STEP_S, act, rank)
 
@@ -137,6 +138,182 @@ def test_ranks_that_cannot_regroup_are_all_restarted(tmp_path: Path) -> None:
     assert run.ranks[0].code == -signal.SIGKILL
     (back,) = run.of_kind(Recovered)
     assert (back.step, back.lost_steps, back.source) == (0, 3, "the beginning")
+
+
+# Ranks whose steps stand behind a gate (NCCL)
+
+
+def told_at(rank: FakeRank, kind: type[Any]) -> float:
+    return next(when for when, message in zip(rank.heard_at, rank.heard, strict=True) if isinstance(message, kind))
+
+
+def test_no_rank_aborts_before_all_gates_are_closed(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        rank.closes_after_s = rank.rank * 0.5
+        disturbed(1, 3, FakeRank.dies, has_gate=True)(rank)
+
+    run = FakeRun(tmp_path, behave, ranks=3)
+    run.run()
+    assert [rank.born_in for rank in run.ranks] == [0, 0, 0, 1]
+    for rank in (run.ranks[0], run.ranks[2]):
+        assert [type(message) for message in rank.heard] == [Close, Leave, World]
+        assert told_at(rank, Leave) >= told_at(run.ranks[2], Close) + run.ranks[2].closes_after_s
+
+
+def test_rank_that_does_not_close_its_gate_is_replaced(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        rank.closes_after_s = None if on(rank, 2) else 0.0
+        disturbed(1, 3, FakeRank.dies, has_gate=True)(rank)
+
+    run = FakeRun(tmp_path, behave, ranks=3)
+    run.run()
+    assert [(rank.born_as, rank.born_in) for rank in run.ranks] == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]
+    assert run.ranks[2].code == -signal.SIGKILL
+    assert [type(message) for message in run.ranks[2].heard] == [Close]
+    waited_s = told_at(run.ranks[0], Leave) - told_at(run.ranks[0], Close)
+    assert waited_s == pytest.approx(run.timings.close_s, abs=0.2)
+    (back,) = run.of_kind(Recovered)
+    assert (back.lost_steps, back.world_size) == (0, 3)
+
+
+def test_gate_of_a_rank_that_dies_is_not_waited_for(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        rank.closes_after_s = None if on(rank, 2) else 0.0
+        if on(rank, 2):
+            rank.after(3.6 * STEP_S, rank.dies)
+        disturbed(1, 3, FakeRank.dies, has_gate=True)(rank)
+
+    run = FakeRun(tmp_path, behave, ranks=3)
+    run.run()
+    assert told_at(run.ranks[0], Leave) - told_at(run.ranks[0], Close) < run.timings.close_s / 2
+
+
+def test_rank_that_cannot_go_on_ends_before_others_abort(tmp_path: Path) -> None:
+    """It could take the garbage that they send for gradients, and save it."""
+
+    def behave(rank: FakeRank) -> None:
+        disturbed(1, 3, FakeRank.dies, regroups=rank.rank != 2, has_gate=rank.rank != 2)(rank)
+
+    run = FakeRun(tmp_path, behave, ranks=3)
+    run.run()
+    assert run.ranks[2].code == -signal.SIGKILL
+    assert run.ranks[2].heard == []
+    assert [type(message) for message in run.ranks[0].heard] == [Close, Leave, World]
+
+
+def test_world_that_only_its_ranks_saw_break_is_left(tmp_path: Path) -> None:
+    def breaks(rank: FakeRank) -> None:
+        rank.is_waiting = True
+        rank.say(Broke(rank.attempt, "NCCL error: unhandled system error"))
+
+    def behave(rank: FakeRank) -> None:
+        disturbed(rank.rank, 3, breaks, has_gate=True)(rank)
+
+    run = FakeRun(tmp_path, behave)
+    run.run()
+    assert len(run.ranks) == 2
+    assert [type(message) for message in run.ranks[1].heard] == [Close, Leave, World]
+    (ended,) = run.of_kind(AttemptEnded)
+    assert ended.cause == "machine"
+    assert "unhandled system error" in ended.message
+
+
+def test_rank_that_does_not_come_to_rest_is_replaced(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        rank.leaves_after_s = None if on(rank, 2) else 0.0
+        if rank.attempt == 1:  # the others wait for the rank that is still in the world before
+            rank.regroups = True
+            rank.say(Joined(True, in_run=True, has_gate=True))
+        else:
+            disturbed(1, 3, FakeRank.dies, has_gate=True)(rank)
+
+    run = FakeRun(tmp_path, behave, ranks=3)
+    run.run()
+    assert [(rank.born_as, rank.born_in) for rank in run.ranks] == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 2)]
+    assert run.ranks[2].code == -signal.SIGKILL
+    machine, hang = run.of_kind(AttemptEnded)
+    assert (machine.cause, hang.cause, hang.rank) == ("machine", "hang", 2)
+    assert hang.time - machine.time == pytest.approx(run.timings.rest_s, abs=1.0)
+
+
+def test_rank_without_a_gate_may_take_long_to_leave(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        rank.leaves_after_s = 0.25
+        disturbed(1, 3, FakeRank.dies)(rank)
+
+    run = FakeRun(tmp_path, behave, timings=Timings(untold_s=0.1, rest_s=0.1))
+    run.run()
+    assert [rank.code for rank in run.ranks] == [0, -signal.SIGKILL, 0]
+
+
+def test_rank_that_finds_no_gate_is_restarted_with_all(tmp_path: Path) -> None:
+    """It knows only when its optimizer is made."""
+
+    def behave(rank: FakeRank) -> None:
+        disturbed(1, 3, FakeRank.dies, has_gate=True)(rank)
+        rank.after(0.5 * STEP_S, rank.say, Joined(False, in_run=True))
+
+    run = FakeRun(tmp_path, behave)
+    run.run()
+    assert [rank.born_in for rank in run.ranks] == [0, 0, 1, 1]
+    assert not any(isinstance(message, Close) for rank in run.ranks for message in rank.heard)
+
+
+def test_drain_ends_when_a_rank_finds_no_gate(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        rank.leaves_in_order = False
+        rank.trains(30, has_gate=True)
+        rank.after(1.05, rank.say, Joined(False, in_run=True))
+
+    run = resized(FakeRun(tmp_path, behave), 3)
+    run.run()
+    assert isinstance(run.supervisor.state, Done)
+    assert "Draining" in run.states
+    assert len(run.of_kind(Warned)) == 1
+    assert len(run.ranks) == 2
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_ranks_with_a_gate_do_not_leave_for_a_new_node(tmp_path: Path, has_gate: bool) -> None:
+    run = FakeRun(
+        tmp_path,
+        lambda rank: rank.trains(30, has_gate=has_gate),
+        nodes=lambda clock, request: FakeNodes(clock, request, num_nodes=1),
+        max_nodes=2,
+    )
+
+    def come() -> None:
+        run.nodes.waits = True
+
+    run.clock.after(0.5, come)
+    run.run()
+    assert ("Draining" in run.states) is not has_gate
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_ranks_with_a_gate_restart_among_several_nodes(tmp_path: Path, has_gate: bool) -> None:
+    def behave(rank: FakeRank) -> None:
+        disturbed(1, 3, dies_as_node_comes, has_gate=has_gate)(rank)
+
+    def dies_as_node_comes(rank: FakeRank) -> None:
+        run.nodes.num_nodes = 2
+        rank.dies()
+
+    run = FakeRun(tmp_path, behave, nodes=lambda clock, request: FakeNodes(clock, request, num_nodes=1), max_nodes=2)
+    run.run()
+    assert [rank.born_in for rank in run.ranks] == ([0, 0, 1, 1] if has_gate else [0, 0, 1])
+
+
+def test_answer_about_an_earlier_world_closes_no_gate(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        if rank.attempt == 1 and rank.rank == 0:
+            rank.closes_after_s = None
+            rank.say(Closed(0))
+        disturbed(1, 3, FakeRank.dies, attempts=2, has_gate=True)(rank)
+
+    run = FakeRun(tmp_path, behave)
+    run.run()
+    assert run.ranks[0].code == -signal.SIGKILL
 
 
 def test_rank_killed_before_it_joins_is_replaced(tmp_path: Path) -> None:

@@ -5,11 +5,24 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from distributed.core.env import WorkerEnv
-from distributed.core.protocol.rank_protocol import Joined, Leave, Lost, Message, World, decode, encode
+from distributed.core.protocol.rank_protocol import (
+    Close,
+    Closed,
+    Dump,
+    Joined,
+    Leave,
+    Lost,
+    Message,
+    World,
+    decode,
+    encode,
+)
+from distributed.runtime import flight_recorder
 from distributed.runtime.agent_line import AgentLine
 
 
@@ -93,6 +106,44 @@ def test_leave_at_once_cuts_off_until_the_rank_left(launcher: Launcher) -> None:
         if thread.name == "cut-off":
             thread.join(30)
             assert not thread.is_alive()
+
+
+def test_gate_is_closed_before_the_launcher_hears_of_it(launcher: Launcher) -> None:
+    closed = threading.Event()
+    launcher.line.on_close(3, closed.set)
+    launcher.tell(Close(3))
+    assert launcher.hear() == Closed(3)
+    assert closed.is_set()
+
+
+def test_gate_made_after_close_is_closed_at_once(launcher: Launcher) -> None:
+    """The message comes while a rank is in the rendezvous of that world."""
+    earlier, closed, later = threading.Event(), threading.Event(), threading.Event()
+    launcher.line.on_close(2, earlier.set)
+    launcher.tell(Close(3))
+    assert launcher.hear() == Closed(3)
+    launcher.line.on_close(3, closed.set)
+    assert closed.is_set()
+    launcher.line.on_close(4, later.set)
+    assert not later.is_set()
+
+
+def test_gate_is_closed_while_a_dump_hangs(launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ends = threading.Event(), threading.Event()
+
+    def hang(**options: bool) -> bytes:
+        """As torch's own does while it waits for a device."""
+        begun.set()
+        ends.wait(60)
+        raise RuntimeError
+
+    monkeypatch.setattr(flight_recorder, "dump_nccl_trace", hang)
+    launcher.tell(Dump(str(tmp_path / "collectives.json")))
+    assert begun.wait(30)
+    launcher.tell(Close(3))
+    assert launcher.hear() == Closed(3)
+    assert not ends.is_set()
+    ends.set()
 
 
 def test_launcher_link_tracks_whether_the_rank_can_regroup(launcher: Launcher) -> None:

@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import CheckpointError
+from distributed.core.errors import CannotGoOnError, CheckpointError
 from distributed.core.history import History
 from distributed.core.mesh import MeshSpec
-from distributed.core.plan import BatchPlan, CheckpointPlan, ObservePlan, OptimizerPlan, Plan
-from distributed.core.protocol.rank_protocol import Joined, Lost, Message, Resumed
+from distributed.core.plan import BatchPlan, CheckpointPlan, ObservePlan, OptimizerPlan, Plan, SpeedPlan
+from distributed.core.protocol.rank_protocol import Broke, Joined, Lost, Message, Resumed
 from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
-from distributed.runtime.session import CollectiveError
+from distributed.runtime.session import CollectiveError, Session
 from distributed.train.task import Task
-from distributed.worker import Job, open_session, run_rank
+from distributed.worker import Job, line_for, open_session, run_rank
 
 SAMPLES, BATCH, EPOCHS = 14, 2, 2
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -34,13 +35,16 @@ class Line:
     """The launcher's end: it notes what it is told, and makes the next world at once."""
 
     def __init__(self, *, regroups: bool = True, replaces: bool = True, worlds: int = 9) -> None:
-        self.regroups, self.replaces = regroups, replaces
+        self.regroups, self.replaces, self.closes_gates = regroups, replaces, True
         self.told: list[Message] = []
         self.leave_at: Callable[[], bool] = lambda: False
         self.worlds = worlds
         self.env = WorkerEnv(launcher="distributed")
+        self.is_over: Callable[[], bool] = lambda: False
 
     def tell(self, message: Message) -> None:
+        if isinstance(message, Joined):
+            self.regroups = message.regroups
         self.told.append(message)
 
     def on_cut_off(self, end: Callable[[], None]) -> None:
@@ -49,11 +53,14 @@ class Line:
     def cut_off(self) -> None:
         pass
 
+    def on_close(self, attempt: int, close: Callable[[], None]) -> None:
+        pass
+
     def asked_to_leave(self, attempt: int) -> bool:
         return attempt == 0 and self.leave_at()
 
     def is_cut_off(self, attempt: int) -> bool:
-        return False
+        return attempt == 0 and self.is_over()
 
     def next_world(self, after_attempt: int) -> WorkerEnv | None:
         if after_attempt + 1 >= self.worlds:
@@ -94,16 +101,22 @@ class Ended:
 
 
 def train(
-    folder: Path, act: Callable[[], None] = lambda: None, *, at_call: int = -1, line: Line | None = None, **plan: Any
+    folder: Path,
+    act: Callable[[], None] = lambda: None,
+    *,
+    at_call: int = -1,
+    line: Line | None = None,
+    opened: Callable[[Session], Session] = lambda session: session,
+    **plan: Any,
 ) -> Ended:
-    """One rank, to its end; `act` happens in the forward of a step."""
+    """One rank, to its end; `act` happens in the forward of a step. `opened`: what is made of its first session."""
     checkpoint = {"every": 3, "unit": "steps"} | plan.pop("checkpoint", {})
     made = Plan(
         run_dir=str(folder),
         batch=BatchPlan(BATCH, 1),
         mesh=MeshSpec(),
         device="cpu",
-        collectives="gloo",
+        collectives=plan.pop("collectives", "gloo"),
         seed=3,
         epochs=EPOCHS,
         optimizer=OptimizerPlan("adamw", 0.01),
@@ -117,7 +130,7 @@ def train(
     if line is not None:
         line.env = env
     history, error = None, None
-    session = open_session(made, env, line)
+    session = opened(open_session(made, env, line))
     try:
         history = run_rank(
             Job(made, Task(model, nn.CrossEntropyLoss()), Source(data, shuffle=True), None),
@@ -198,6 +211,119 @@ def test_rank_whose_launcher_died_ends(tmp_path: Path) -> None:
     found = train(tmp_path, raises(RuntimeError(BROKEN)), at_call=5, line=Line(worlds=1))
     assert isinstance(found.error, CollectiveError)
     assert "launcher of this rank is gone" in str(found.error)
+
+
+# A rank with a step gate, as on NCCL
+
+
+FUSED = SpeedPlan(fused_optimizer=True)  # whose kernels can leave a step out
+
+
+@pytest.fixture(scope="module")
+def whole_fused(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return train(tmp_path_factory.mktemp("fused"), speed=FUSED)
+
+
+class Gated:
+    """A first world with a gate on the CPU, in which aborts are counted; the worlds after it are of one rank."""
+
+    def __init__(self) -> None:
+        self.aborts = 0
+        self.looks: list[tuple[int, bool]] = []  # at the launcher's word: (aborts, whether the gate is closed)
+        self.line = Line()
+
+    def open(self, session: Session) -> Session:
+        self.line.is_over = self._look
+        self.session = Session(session.env, session.device, dist.HashStore(), survives_nccl=True)
+        self.session.also_cut(self._abort)
+        return self.session
+
+    def _abort(self) -> None:
+        self.aborts += 1
+
+    def _look(self) -> bool:
+        assert self.session.gate is not None
+        self.looks.append((self.aborts, self.session.gate.is_closed))
+        return len(self.looks) > 3
+
+
+def test_rank_with_a_gate_aborts_only_when_told_to_leave(tmp_path: Path, whole_fused: Ended) -> None:
+    gated = Gated()
+    found = train(tmp_path, raises(RuntimeError(BROKEN)), at_call=5, line=gated.line, opened=gated.open, speed=FUSED)
+    assert gated.looks == [(0, True)] * 4, "its own gate is closed at once"
+    assert gated.aborts
+    lost = [message for message in found.told if isinstance(message, Broke | Lost)]
+    assert lost == [Broke(0, BROKEN), Lost(0, BROKEN)]
+    assert found.told[-2:] == [Resumed(1, 4, "memory of rank 0"), Joined(False, is_done=True)]
+    assert same(found, whole_fused)
+
+
+def test_rank_that_is_not_told_to_leave_ends_without_abort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.worker._LEAVE_S", 0.0)
+    gated = Gated()
+    found = train(tmp_path, raises(RuntimeError(BROKEN)), at_call=5, line=gated.line, opened=gated.open, speed=FUSED)
+    assert isinstance(found.error, CannotGoOnError)
+    assert gated.aborts == 0
+    assert found.told[-2:] == [Broke(0, BROKEN), Joined(False)]
+
+
+def test_rank_that_leaves_in_order_needs_no_word_to_abort(tmp_path: Path, whole_fused: Ended) -> None:
+    gated, calls = Gated(), []
+    gated.line.leave_at = lambda: len(calls) == 1
+    found = train(tmp_path, lambda: calls.append(1), at_call=4, line=gated.line, opened=gated.open, speed=FUSED)
+    assert gated.looks == []
+    assert gated.aborts
+    assert not any(isinstance(message, Broke) for message in found.told)
+    assert found.told[-2] == Resumed(1, 4, "memory of rank 0")
+    assert same(found, whole_fused)
+
+
+def test_optimizer_that_no_gate_holds_ends_with_its_world(tmp_path: Path) -> None:
+    gated = Gated()
+    broken = raises(RuntimeError(BROKEN))
+    found = train(tmp_path, broken, at_call=5, line=gated.line, opened=gated.open, collectives="nccl")
+    assert str(found.error) == BROKEN
+    assert found.told == [Joined(False, in_run=True), Resumed(0, 0, "the beginning"), Joined(False)]
+    assert gated.aborts == 0
+
+
+def test_rank_alone_in_its_world_needs_no_gate(tmp_path: Path) -> None:
+    found = train(tmp_path, raises(RuntimeError(BROKEN)), at_call=5, line=Line(), collectives="nccl")
+    assert found.told[-2:] == [Resumed(1, 4, "memory of rank 0"), Joined(False, is_done=True)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "collectives", "closes_gates", "said"),
+    [
+        (1, "nccl", True, (True, True)),
+        (2, "nccl", True, (False, False)),
+        (1, "nccl", False, (False, False)),  # horovodrun
+        (2, "gloo", False, (True, False)),
+    ],
+)
+def test_rank_says_whether_it_can_regroup(
+    nodes: int, collectives: Any, closes_gates: bool, said: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = WorkerEnv(launcher="distributed", world_size=2, num_nodes=nodes)
+    for name, value in env.to_environ().items():
+        monkeypatch.setenv(name, value)
+    line = Line()
+    line.closes_gates = closes_gates
+    monkeypatch.setattr("distributed.worker.launcher_line", lambda: line)
+    line_for(Plan("", BatchPlan(BATCH, 2), collectives=collectives))
+    (joined,) = line.told
+    assert isinstance(joined, Joined)
+    assert (joined.regroups, joined.has_gate) == said
+
+
+def test_ranks_that_leave_in_order_wait_for_each_other() -> None:
+    store = dist.HashStore()
+    one, two = (
+        Session(WorkerEnv(rank, world_size=2), torch.device("cpu"), store, survives_nccl=True) for rank in range(2)
+    )
+    assert not one.all_have_ended(0.1)
+    assert two.all_have_ended(10.0)
+    assert one.all_have_ended(10.0)
 
 
 # What the loop decides

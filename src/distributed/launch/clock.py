@@ -49,6 +49,8 @@ class Timings:
     root_cause_s: float = 0.5  # wait for failures at nearly the same time
     collateral_s: float = 4.0  # wait for a root cause if only broken connections were reported
     lost_s: float = 1.0  # wait for another node to report why the world broke
+    close_s: float = 2.0  # from `Close` to the answer of a rank, whose listener has nothing else to do
+    rest_s: float = 30.0  # from `Leave` to a rank's `Lost`, if it has a gate; else the others would wait for it
     dump_s: float = 0.5  # wait for the flight recorders of ranks if one of them hangs
     memory_s: float = 1.0  # wait for the memory reports of the other ranks on a GPU that is out of memory
     exit_s: float = 5.0  # from a rank's failure file to its exit; after that it hangs in its own clean-up

@@ -15,6 +15,8 @@ from distributed.core.engines.launchers import launcher_of
 from distributed.core.env import WorkerEnv, control_fd, worker_env
 from distributed.core.protocol.gpu_memory import write_memory
 from distributed.core.protocol.rank_protocol import (
+    Close,
+    Closed,
     Dump,
     Joined,
     LauncherLink,
@@ -34,6 +36,7 @@ class AgentLine:
     """A thread listens; nothing that it hears touches the main thread, save that a collective may be cut off."""
 
     replaces = True
+    closes_gates = True
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -42,15 +45,19 @@ class AgentLine:
         self._left = -1  # the last attempt that this rank is out of
         self._world_since_ns = 0  # when this rank joined the world that it is in
         self._lock = threading.Lock()
+        self._sending, self._dumping = threading.Lock(), threading.Lock()
         self.regroups = False
         self._end_collective: Callable[[], None] = lambda: None
+        self._closing = threading.Lock()
+        self._closed = -1  # the last attempt of which no step counts any more
+        self._gate: tuple[int, Callable[[], None]] = (-1, lambda: None)  # the attempt, and what closes its gate
         self._thread = threading.Thread(target=self._listen, name="agent-line", daemon=True)
         self._thread.start()
 
     def tell(self, message: Message) -> None:
         if isinstance(message, Joined):
             self.regroups = message.regroups
-        with suppress(OSError):  # the launcher is gone, and the kernel will end this rank
+        with suppress(OSError), self._sending:  # the launcher is gone, and the kernel will end this rank
             self._line.sendall(encode(message))
 
     def on_cut_off(self, end: Callable[[], None]) -> None:
@@ -58,6 +65,13 @@ class AgentLine:
 
     def cut_off(self) -> None:
         self._end_collective()
+
+    def on_close(self, attempt: int, close: Callable[[], None]) -> None:
+        """The message may have come before this rank had a gate."""
+        with self._closing:
+            self._gate = (attempt, close)
+            if self._closed >= attempt:
+                close()
 
     def asked_to_leave(self, attempt: int) -> bool:
         """Whether this attempt shall end at the next step that all agree on."""
@@ -100,18 +114,32 @@ class AgentLine:
     def _hear(self, message: Message | None) -> None:
         if isinstance(message, World):
             self._worlds.put(worker_env(message.environ))
+        elif isinstance(message, Close):
+            self._close(message.attempt)
+            self.tell(Closed(message.attempt))
         elif isinstance(message, Leave):
             self._leave = message
             if not message.in_order:
                 threading.Thread(target=self._keep_cut_off, args=(message,), name="cut-off", daemon=True).start()
-        elif isinstance(message, Dump):
+        elif isinstance(message, Dump | Measure):  # which may take seconds, or hang with the device
+            threading.Thread(target=self._report, args=(message,), name="rank-report", daemon=True).start()
+
+    def _report(self, asked: Dump | Measure) -> None:
+        with suppress(Exception):  # of a disk that is full, or torch's: the run does not need it
+            if isinstance(asked, Measure):
+                write_memory(Path(asked.path), asked.rank)
+                return
             from distributed.runtime.flight_recorder import write_collectives  # torch's, needed when a rank is stuck
 
-            with suppress(Exception):  # of a disk that is full, or torch's: this thread has more to do
-                write_collectives(message.path, self._world_since_ns)
-        elif isinstance(message, Measure):
-            with suppress(Exception):
-                write_memory(Path(message.path), message.rank)
+            with self._dumping:  # the later one is to be the one that stays
+                write_collectives(asked.path, self._world_since_ns)
+
+    def _close(self, attempt: int) -> None:
+        with self._closing:
+            self._closed = max(self._closed, attempt)
+            of_attempt, close = self._gate
+            if of_attempt <= attempt:
+                close()
 
     def _keep_cut_off(self, leave: Leave) -> None:
         """Until this rank is out: when the message came, it may have been about to connect or to begin a collective."""

@@ -180,10 +180,17 @@ class Session:
         """End the collectives of a library beside this group."""
         self._cut_beside()
 
-    def cut_off(self) -> None:
-        """End every collective that this rank is in or begins, here and at its peers; for any thread to call."""
+    def close_gate(self) -> None:
+        """Let no further step of this world count, if it has a gate; for any thread to call."""
         if self.gate is not None:
             self.gate.close()
+
+    def cut_off(self) -> None:
+        """End every collective that this rank is in or begins, here and at its peers; for any thread to call.
+
+        Where there is a gate, its peers get garbage: theirs must be closed.
+        """
+        self.close_gate()
         self.cut_beside()
         self._cut_store()
         if self._communicators is not None:
@@ -195,10 +202,29 @@ class Session:
         if self.gate is not None and self.gate.is_closed:
             raise CollectiveError(f"[r{self.rank}] the world ended")
 
+    def all_have_ended(self, timeout_s: float) -> bool:
+        """All ranks leave at the same step: whether the device of each came to the end of it in time.
+
+        Before that, a rank that aborts would take from a peer the last part of a collective that the peer waits for.
+        """
+        assert self.store is not None
+        keys = [f"left/{self.env.attempt}/{rank}" for rank in range(self.world_size)]
+        try:
+            self._synchronize()
+            self.store.set(keys[self.rank], "")
+            self.store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:  # a peer was lost, or its store
+            return False
+        return True
+
     def come_to_rest(self) -> None:
-        """The world is over: until nothing of it runs on the device any more."""
+        """The world is over: until nothing of it runs on the device any more. Aborts, as `cut_off` does."""
         if self.gate is not None:
             self.cut_off()
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def number(self) -> int:

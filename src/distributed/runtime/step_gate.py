@@ -4,12 +4,15 @@ The host runs ahead of the device. When a rank dies, the others' hosts may have 
 an all-reduce that never ends. NCCL's abort ends it, with arbitrary memory content and no error on the device: the
 optimizer's kernels behind it would take that for gradients.
 
-    cut off:    close the gate ── then ── abort        (another thread of the host)
+    cut off:    close all gates ── then ── abort       (another thread of the host)
     each step:  all-reduce ── latch ── optimizer       (the device's stream; the optimizer reads the latch)
 
 An all-reduce that ends before the gate closes has ended well; one that was aborted ends after it. So a latch that finds
 the gate open has sums of all ranks before it, and one that finds it closed has the optimizer leave everything as it is.
 It finds out on the device: no host waits. How many steps the device has taken is counted there too.
+
+An abort also sends garbage to the peers of its rank, so the gates of all are closed before the first one
+(`core/protocol/rank_protocol.py`).
 """
 
 from __future__ import annotations

@@ -145,6 +145,10 @@ class Strategy(Protocol):
     lockstep_eval: bool  # whether an evaluation step needs all ranks at once
     decisions: list[Decision]  # how settings were applied to this model
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether its steps stand behind the session's gate, so that an abort changes no state; after `setup`."""
+
     def check(self, task: StepTask) -> None:
         """Raise the problems of the plan with this model, before anything is started."""
 

@@ -74,6 +74,10 @@ class OneRankStep:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
 
+    @property
+    def is_gated(self) -> bool:
+        return self._gate is not None
+
     def check(self, task: StepTask) -> None:
         check_layers(task.model, self._plan)
         if isinstance(task.optimizer, torch.optim.Optimizer):

@@ -1,6 +1,18 @@
 """What a launcher and its ranks say to each other while they run: JSON lines over a socket pair that a rank inherits.
 
 A rank reports when it joins and when it has lost its world; the launcher sends it the next one.
+
+The abort of one rank's NCCL communicators sends garbage to its peers, so where ranks have a step gate
+(`runtime/step_gate.py`), all of them have closed it before the first one aborts:
+
+    launcher                       rank
+      │ ◀── Broke ───────────────── its world broke, as it notices; its gate is closed, and it waits
+      │ ─── Close ────────────────▶ closes its gate
+      │ ◀── Closed ────────────────
+      │     (once all survivors have answered or ended)
+      │ ─── Leave(in_order=False) ▶ aborts
+      │ ◀── Lost ────────────────── nothing of that world runs on its device any more
+      │ ─── World ────────────────▶ joins the next one
 """
 
 from __future__ import annotations
@@ -8,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from distributed.core.env import WorkerEnv
 
@@ -21,6 +33,22 @@ class Joined:
     sizes: list[int] = field(default_factory=list)  # numbers of ranks that are legal; none: any
     in_run: bool = False  # until it says otherwise, an end of it is early, with any exit code
     is_done: bool = False  # its training has come to its end
+    has_gate: bool = False  # it must be told `Close` before any rank of its world aborts
+
+
+@dataclass(frozen=True)
+class Broke:
+    """Rank to launcher: it noticed that its world broke, takes no step any more and waits for `Leave`."""
+
+    attempt: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Rank to launcher: no step of this attempt counts from here on."""
+
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +77,13 @@ class World:
 
 
 @dataclass(frozen=True)
+class Close:
+    """Launcher to rank: from here on no step of this attempt counts; answered with `Closed`."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Leave:
     """Launcher to rank: leave the world. In order: at a step that all agree on; else at once, out of any collective."""
 
@@ -71,14 +106,15 @@ class Measure:
     rank: int
 
 
-Message = Joined | Lost | Resumed | World | Leave | Dump | Measure
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Joined, Lost, Resumed, World, Leave, Dump, Measure)}
+Message = Joined | Broke | Closed | Lost | Resumed | World | Close | Leave | Dump | Measure
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 class LauncherLink(Protocol):
     """A rank's end of a line to a launcher that can give it another world: ours, or an engine's."""
 
     replaces: bool  # whether a rank that cannot regroup is restarted, to resume from the checkpoint
+    closes_gates: bool  # whether it has all ranks close their step gates before it has one abort
 
     @property
     def regroups(self) -> bool:
@@ -91,6 +127,9 @@ class LauncherLink(Protocol):
 
     def cut_off(self) -> None:
         """End the collective that this rank is in."""
+
+    def on_close(self, attempt: int, close: Callable[[], None]) -> None:
+        """`close` lets no further step of this attempt count; any thread may call it, also at once."""
 
     def asked_to_leave(self, attempt: int) -> bool:
         """Whether this attempt shall end at the next step that all agree on."""

@@ -205,6 +205,11 @@ class HorovodEngine(Replicated):
         """After Adasum the ranks' optimizers differ by design."""
         return model_tensors(self.module, self._replicas) if self._is_adasum else super().replicated()
 
+    @property
+    def is_gated(self) -> bool:
+        """No: what ends Horovod's collectives does not close the gate first."""
+        return False
+
     def held_state(self) -> StateTree | None:
         """None where this process cannot continue in another world: a new one then resumes from the checkpoint."""
         return super().held_state() if self._ring is None or self._ring.can_rejoin else None

@@ -157,6 +157,7 @@ class HorovodLine:
     """What an elastic horovodrun is to a rank: it gives the next place, and says when hosts have come or gone."""
 
     replaces = False  # it shuts out the host of a rank that ends
+    closes_gates = False
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -176,6 +177,9 @@ class HorovodLine:
 
     def cut_off(self) -> None:
         self._end_collective()
+
+    def on_close(self, attempt: int, close: Callable[[], None]) -> None:
+        """Nothing: no rank of horovodrun has a gate."""
 
     def asked_to_leave(self, attempt: int) -> bool:
         return self.regroups and self._hosts_changed.is_set()

@@ -14,7 +14,18 @@ from distributed.core.env import LAUNCHER_PID, StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.core.protocol.failure import FailureRecord
 from distributed.core.protocol.heartbeat import Beat, read_beat
-from distributed.core.protocol.rank_protocol import Joined, Lost, Message, World, decode, encode
+from distributed.core.protocol.rank_protocol import (
+    Broke,
+    Close,
+    Closed,
+    Joined,
+    Leave,
+    Lost,
+    Message,
+    World,
+    decode,
+    encode,
+)
 from distributed.core.run_dir import AttemptDir
 from distributed.launch.clock import Clock, HasFileno, Timings
 from distributed.launch.node.kernel import Kernel
@@ -41,16 +52,34 @@ class RankHandle:
     timings: Timings = field(default_factory=Timings, repr=False)
     joined: Joined | None = None  # the message that it sent when it reached the training loop
     lost: int = -1  # the last attempt that it has left
+    broke: int = -1  # the last attempt whose end it has noticed; it may still have to leave it
+    closed: int = -1  # the last attempt of which no step counts on it any more
     lost_message: str = ""
     ending: Ending | None = None
     hung: bool = False
+    is_given_up: bool = False  # it was sent SIGKILL to be replaced, and may not have ended yet
     _heard: bytes = field(default=b"", repr=False)
     _failing_since: float | None = field(default=None, repr=False)
+    _leaving: tuple[int, float] = field(default=(-1, 0.0), repr=False)  # the attempt that it is to leave, since when
 
     @property
     def can_go_on(self) -> bool:
         """The same process in another world, with the state that it holds."""
-        return self.ending is None and self.joined is not None and self.joined.regroups
+        is_left = self.ending is None and not self.is_given_up
+        return is_left and self.joined is not None and self.joined.regroups
+
+    @property
+    def has_gate(self) -> bool:
+        return self.joined is not None and self.joined.has_gate
+
+    def give_up(self) -> None:
+        """End the rank, to be replaced in the next world."""
+        self.is_given_up = True
+        self.process.end(signal.SIGKILL)
+
+    def counts_steps(self, attempt: int) -> bool:
+        """Whether steps of an attempt may still count on this rank, which will be kept."""
+        return self.can_go_on and self.has_gate and max(self.closed, self.lost) < attempt
 
     @property
     def beat(self) -> Beat | None:
@@ -74,6 +103,21 @@ class RankHandle:
         if self.process.control is not None and self.ending is None:
             with suppress(OSError):  # the rank has just ended
                 self.process.control.sendall(encode(message))
+
+    def cut_off(self, attempt: int) -> None:
+        """Have the rank leave this attempt at once."""
+        self.tell(Leave(attempt, in_order=False))
+        before, _ = self._leaving
+        if self.lost >= before:  # otherwise it has not yet left the one before that
+            self._leaving = (attempt, self.clock.monotonic())
+
+    def end_restless(self) -> None:
+        """End a rank whose device does not come to rest: the others of its next world would wait for it."""
+        attempt, since = self._leaving
+        is_late = self.lost < attempt and self.clock.monotonic() > since + self.timings.rest_s
+        if is_late and self.has_gate and self.ending is None and not self.hung:
+            self.hung = True
+            self.process.signal(signal.SIGKILL)
 
     def hear(self) -> list[Message]:
         """The messages of the rank since the last call; never waits."""
@@ -223,10 +267,16 @@ class RankGroup:
         for member, message in heard:
             if isinstance(message, Joined):
                 member.joined = message
+            elif isinstance(message, Closed):
+                member.closed = message.attempt
+            elif isinstance(message, Broke):
+                member.broke, member.lost_message = message.attempt, message.message
             elif isinstance(message, Lost):
-                member.lost, member.lost_message = message.attempt, message.message
+                member.lost = member.broke = message.attempt
+                member.lost_message = message.message
         for member in self.members:
             member.judge()
+            member.end_restless()
         return heard
 
     def notice(self) -> None:
@@ -237,6 +287,44 @@ class RankGroup:
     def tell(self, message: Message) -> None:
         for member in self.members:
             member.tell(message)
+
+    def cut_off(self, attempt: int) -> None:
+        """Have the surviving ranks leave this attempt at once, wherever they stand in it."""
+        self._close_gates(attempt)
+        for member in self.members:
+            member.cut_off(attempt)
+
+    def give_up_gated(self) -> None:
+        """End the ranks with a gate, before a world of several nodes: each node closes the gates of its own only."""
+        for member in self.members:
+            if member.has_gate:
+                member.give_up()
+
+    def _close_gates(self, attempt: int) -> None:
+        """Wait until no step counts on any rank that has a gate, because the first abort sends garbage to its peers.
+
+        Ranks that are not kept could save that garbage, and are ended before; as are those that do not answer.
+        """
+        if not any(member.counts_steps(attempt) for member in self.members):
+            return
+        for member in self.members:
+            if member.ending is None and not member.can_go_on:
+                member.give_up()
+        asked: set[int] = set()
+        deadline = self._clock.monotonic() + self._timings.close_s
+        while still_open := [member for member in self.members if member.counts_steps(attempt)]:
+            for member in still_open:
+                if member.slot not in asked:
+                    member.tell(Close(attempt))
+                    asked.add(member.slot)
+            left_s = deadline - self._clock.monotonic()
+            if left_s <= 0:
+                for member in still_open:
+                    member.give_up()
+                return
+            self.wait(left_s)
+            self.notice()
+            self.hear()
 
     def wait(self, seconds: float) -> None:
         """Wait until a rank sends a message or ends, or the timeout is over."""

@@ -184,6 +184,8 @@ class Supervisor:
         self._round = round_
         self._worlds += 1
         self.report.attempt_began(round_.attempt, self.clock.monotonic())
+        if round_.place.num_nodes > 1:
+            self.crew.give_up_gated()
         self.crew.begin(rendered, self._slots)
         self.echo.attempt_began(round_.attempt)
         return Watch(
@@ -282,7 +284,7 @@ class Supervisor:
         self.report.fault(ended.broke_at, fault)
         if fault.kind == "resize":
             self._take_wish()
-        self.crew.tell(Leave(attempt, in_order=False))
+        self.crew.cut_off(attempt)
         was_first = ended.round.place.node_rank == 0
         if was_first:  # one node reports what all know, before it may have to wait for another
             self._tell_end(fault, attempt)

@@ -131,14 +131,19 @@ class Watch:
         if stall is not None:
             self._end_stalled(stall)
         members = self.crew.members
-        lost = [member for member in members if member.lost == self.round.attempt]
-        if self.is_draining:
+        attempt = self.round.attempt
+        lost = [member for member in members if member.broke == attempt]
+        if self.is_draining and any(m.joined and m.joined.in_run and not m.joined.regroups for m in members):
+            self.is_draining = False  # a rank found out, after it was asked to leave, that it could not go on
+            self._cannot_resize()
+        if self.is_draining and all(member.lost == attempt for member in lost):
             return Drained() if members and len(lost) == len(members) else None
         if lost:
             return self._lost_without_cause(lost[0])
         if self.is_running and self.stopping() is None:
             can_go_on = all(member.can_go_on and not member.role.serves for member in members)
-            if can_go_on and self.nodes.newcomer():
+            can_have_nodes = can_go_on and not any(member.has_gate for member in members)
+            if can_have_nodes and self.nodes.newcomer():
                 return Asked("a node waits to join")
             if why := self.wish():
                 if can_go_on:
@@ -149,7 +154,7 @@ class Watch:
     def _cannot_resize(self) -> None:
         if not self._has_refused:
             message = (
-                "this run cannot get another number of ranks while it runs: its ranks do not keep its state in memory"
+                "this run cannot get another number of ranks while it runs: its ranks cannot hand over their state"
             )
             self.emit(Warned(time=self.clock.time(), message=message))
             self._has_refused = True
@@ -161,7 +166,7 @@ class Watch:
     @property
     def is_settled(self) -> bool:
         """Whether the ranks are in their steps and can save after a stop signal, which otherwise only ends them."""
-        lost = any(member.lost == self.round.attempt for member in self.crew.members)
+        lost = any(member.broke == self.round.attempt for member in self.crew.members)
         if not self.round.restarts:
             return not self.is_draining and not lost and self.failure() is None
         is_told = self._resumed is not None or self.round.place.node_rank != 0
