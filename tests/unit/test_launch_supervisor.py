@@ -241,7 +241,7 @@ def test_rank_without_a_gate_may_take_long_to_leave(tmp_path: Path) -> None:
         rank.leaves_after_s = 0.25
         disturbed(1, 3, FakeRank.dies)(rank)
 
-    run = FakeRun(tmp_path, behave, timings=Timings(untold_s=0.1, rest_s=0.1))
+    run = FakeRun(tmp_path, behave, timings=Timings(unwatched_poll_s=0.1, rest_s=0.1))
     run.run()
     assert [rank.code for rank in run.ranks] == [0, -signal.SIGKILL, 0]
 

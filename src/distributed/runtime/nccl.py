@@ -39,7 +39,7 @@ class Communicators:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._world = torch_compat.default_group()
+        self._world = torch_compat.default_group() if dist.is_initialized() else None
         self._aborted: list[Any] = []
 
     def abort(self) -> None:

@@ -114,7 +114,7 @@ class OneRankStep:
         self._forget_gradients()  # of an interrupted step, if the model resumes in another world
         self._model: nn.Module = self.module  # the module that training calls
         self._buffers_before: BufferSnapshot | None = None  # the buffers at the beginning of the current step
-        self._steps_kept = 0.0  # of how many of the last steps that is known, should they turn out not to be taken
+        self._steps_kept = math.inf  # of how many of the last steps that is known, should they not be taken
         dtype = LOW_PRECISION.get(plan.precision.kind)
         self._autocast = torch.autocast(session.device.type, dtype) if dtype else None
         self._scaler = None
