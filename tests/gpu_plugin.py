@@ -1,6 +1,8 @@
 """A pytest plugin for the GPU suite: it refuses to run without a GPU, and ends with a record of what was run.
 
 python -m pytest -p tests.gpu_plugin -m gpu --gpu-record benchmarks/gpu-suite.json
+
+With several workers (-n 7 --dist loadgroup) a file stays together where its fixtures serve all of its tests.
 """
 
 from __future__ import annotations
@@ -15,6 +17,16 @@ import pytest
 import torch
 
 from tests import gpu_record
+
+_APART = ("test_survival_gpu", "test_stuck_gpu", "test_capture_ranks_gpu", "test_bitwise_gpu", "test_shared_gpus")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests that share no fixture come first, and each goes to the worker that is free."""
+    items.sort(key=lambda item: item.path.stem not in _APART)
+    for item in items:
+        if item.path.stem not in _APART:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

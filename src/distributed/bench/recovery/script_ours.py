@@ -23,6 +23,7 @@ def main() -> None:
         batch_size=BATCH,
         epochs=1_000_000,  # until it is ended
         checkpoint_frequency=f"{SAVE_EVERY} steps",
+        capture=False,  # its optimizer logs each step
     )
     trainer.fit(Rows(*map(float, pace)))
 
