@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.warm_python import SCRIPTS
 from tests.warm_scripts import warm_torch
 
 FOLDER = Path(__file__).parents[2] / "examples" / "01-ddp-basics"
@@ -97,12 +98,13 @@ def test_mnist_learns_the_digits_on_two_ranks(tmp_path: Path) -> None:
     "launcher",
     [
         ["-m", "distributed", "train", "--num-gpus", "2", "--script", "SCRIPT", "--"],
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "SCRIPT"],
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "PYTHON", "SCRIPT"],
     ],
     ids=["distributed train", "torchrun"],
 )
 def test_mnist_joins_the_world_of_a_launcher(tmp_path: Path, launcher: list[str]) -> None:
-    command = [str(FOLDER / "ddp_mnist.py") if word == "SCRIPT" else word for word in launcher]
+    words = {"PYTHON": SCRIPTS.command, "SCRIPT": [str(FOLDER / "ddp_mnist.py")]}
+    command = [word for part in launcher for word in words.get(part, [part])]
     printed = python(tmp_path, *command, "--epochs", "1")
     assert history_of(only_run(tmp_path))["world_size"] == 2
     assert printed.count("best accuracy") == 1
