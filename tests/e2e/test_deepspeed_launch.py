@@ -17,9 +17,8 @@ from torch.utils.data import TensorDataset
 from distributed import PyTorchDDPTrainer
 from distributed.core.errors import PlanError
 from distributed.launch.ports import free_port
-from tests.conftest import DATA, clean_environ, cli, fresh_cli
+from tests.conftest import DATA, clean_environ, cli, fresh_cli, run_warm
 from tests.warm_python import SCRIPTS
-from tests.warm_scripts import run_warm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "03-deepspeed"
 SCRIPT = str(EXAMPLE / "deepspeed_train.py")

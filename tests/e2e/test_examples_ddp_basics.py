@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from tests.warm_python import SCRIPTS
-from tests.warm_scripts import warm_torch
 
 FOLDER = Path(__file__).parents[2] / "examples" / "01-ddp-basics"
 DIGITS = 1797 - 1797 // 5  # for training
@@ -41,9 +40,7 @@ def run(folder: Path, *command: str, **variables: str) -> str:
 
 def python(folder: Path, *command: str, **variables: str) -> str:
     """The same of `python *command`."""
-    done = warm_torch().run(folder, *command, environ=environ(**variables))
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return run(folder, *SCRIPTS.command, *command, **variables)
 
 
 def only_run(folder: Path) -> Path:
@@ -161,7 +158,8 @@ def test_training_template_resumes_and_logs_to_all_dashboards(tmp_path: Path) ->
 
 
 def test_training_template_refuses_resume_without_run_dir(tmp_path: Path) -> None:
-    done = warm_torch().run(tmp_path, str(FOLDER / "ddp_training.py"), "--resume", environ=environ())
+    command = [*SCRIPTS.command, str(FOLDER / "ddp_training.py"), "--resume"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--run-dir" in done.stderr
 

@@ -6,9 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from tests.conftest import run_python
+from tests.conftest import run_python, run_warm
 from tests.warm_python import SCRIPTS
-from tests.warm_scripts import run_warm
 
 FOLDER = Path(__file__).parents[2] / "examples" / "03-deepspeed"
 CONFIGS = sorted((FOLDER / "configs").glob("*.json"))
