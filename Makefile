@@ -16,6 +16,8 @@ HISTORIES ?= 200
 KILLS ?= 200
 CASES ?= 5000
 PYTEST := $(BIN)/python -m pytest
+# Every worker reads all tests, and every rank some of them: they are compiled once, whatever the caller's Python does.
+export PYTHONDONTWRITEBYTECODE :=
 # Every worker collects all files; those of a GPU are collected once, by make lint.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not soak" --ignore=tests/gpu
 SUITE := $(BIN)/python -m benchmarks.suite

@@ -19,6 +19,7 @@ from tests.leftovers import Leftovers
 from tests.schedule import FileTimes, longest_first
 from tests.template import SOCKET, Template
 from tests.warm_commands import warm_commands
+from tests.warm_python import SCRIPTS
 
 # TensorBoard's own switch: without it, whoever reads its files here imports TensorFlow, seconds and 500 MB of it.
 sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
@@ -117,9 +118,16 @@ def fresh_cli(folder: Path, *arguments: str, **environ: str) -> subprocess.Compl
 
 def run_python(folder: Path, *command: str) -> str:
     """Run Python in a folder and return what it printed; it must succeed."""
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=240
-    )
+    return _run(folder, [sys.executable, *command])
+
+
+def run_warm(folder: Path, *command: str) -> str:
+    """The same in a fork of a process that has imported torch."""
+    return _run(folder, [*SCRIPTS.command, *command])
+
+
+def _run(folder: Path, command: list[str]) -> str:
+    done = subprocess.run(command, cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -14,6 +14,8 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+AS_PYTHON = "TEST_RAY_PYTHON"  # what a program that starts a cluster itself has for Python
+
 
 class Forked:
     """A process that the template at `path` has forked. It is killed when whoever asked for it is gone."""
@@ -40,7 +42,7 @@ class Forked:
 
 def main(executable: str, path: str, argv: list[str]) -> None:
     with contextlib.suppress(OSError, ValueError):  # without a template, as ever
-        forked = Forked(path, argv, os.environ, (0, 1, 2), executable)
+        forked = Forked(path, argv, os.environ, (0, 1, 2), os.environ.get(AS_PYTHON, executable))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: forked.send_signal(number))
         code = forked.wait()

@@ -26,6 +26,8 @@ from types import ModuleType
 from typing import Any
 
 SOCKET = "TEST_TEMPLATE"
+# What ranks import beside the modules of every warm parent: those of meshes, and of compiled blocks and DeepSpeed.
+MORE = ("distributed.strategies.sharded", "distributed.strategies.torch_mesh", "torch._inductor.compile_fx")
 _SITE = str(Path(__file__).with_name("site"))
 # Those that nothing reads while it is imported. OMP_NUM_THREADS is, and is set again after the fork.
 _FREE = (
@@ -135,7 +137,7 @@ def serve(listening: socket.socket) -> None:
     light = frozenset(sys.modules)
     mine = _alike(os.environ, str(warm_parent.__file__))  # before imports add variables of their own
     gc.disable()  # a collection would write to pages that the children share
-    for name in warm_parent.ALWAYS:
+    for name in (*warm_parent.ALWAYS, *MORE):
         importlib.import_module(name)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked here

@@ -59,7 +59,8 @@ class WarmPython:
 # For scripts that train; what they import while they run is imported here too.
 SCRIPTS = WarmPython(
     *("torch", "torch.distributed", "torch._dynamo", "numpy", "distributed", "distributed.cli.main"),
-    *("distributed.worker", "distributed.trainers.trainer"),
+    *("distributed.worker", "distributed.trainers.trainer", "distributed.strategies.torch_mesh"),
+    *("distributed.strategies.sharded", "torch._inductor.compile_fx"),
 )
 
 

@@ -1,7 +1,7 @@
-"""Python scripts without the seconds of their imports: a process that has imported torch, or TensorFlow, forks them.
+"""Scripts of TensorFlow without the seconds of its import: a process that has imported it forks them.
 
 A script gets a folder, arguments, variables and output of its own, as if a shell had started it. The process is in
-`warm_server`; that of TensorFlow also forks the warm parents of launches, as the template does for those of torch.
+`warm_server`; it also forks the warm parents of launches, as the template does for those of torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tests.conftest import clean_environ
 from tests.template import SOCKET
 
-_TORCH = ("torch._dynamo", "torch.distributed.run", "distributed.cli.main", "distributed.trainers.trainer")
 _TENSORFLOW = ("tensorflow", "keras", "tf_keras", "distributed.engines.tensorflow.worker")
 _ROOT = Path(__file__).parents[1]
 
@@ -121,19 +119,6 @@ class Script:
 
 
 @cache
-def warm_torch() -> WarmScripts:
-    """The one of this process, started when it is first asked for."""
-    return WarmScripts(*_TORCH)
-
-
-@cache
 def warm_tensorflow() -> WarmTensorFlow:
     """The one of this process, started when it is first asked for."""
     return WarmTensorFlow(*_TENSORFLOW)
-
-
-def run_warm(folder: Path, *command: str) -> str:
-    """Run `python *command` in a folder and return what it printed; it must succeed."""
-    done = warm_torch().run(folder, *command, environ=clean_environ())
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout

@@ -21,12 +21,11 @@ from language import load_text, make_model, next_byte_loss
 
 from distributed import Trainer
 
-BATCH = 4  # of a device
-
 parser = argparse.ArgumentParser(description="Train with the state in different places, and count its bytes.")
 parser.add_argument("--num-gpus", type=int, default=2, help="devices; CPU processes where there is no CUDA")
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--width", type=int, default=512, help="of the model")
+parser.add_argument("--batch-size", type=int, default=4, help="of a device")
 parser.add_argument("--offload-dir", help="a folder on a fast local disk, for files")
 arguments = parser.parse_args()
 
@@ -79,7 +78,7 @@ def train(where, **offload):
             mixed_precision="bf16",
             deepspeed_config={"zero_optimization": {"stage3_param_persistence_threshold": 0}},
             num_gpus=arguments.num_gpus,
-            batch_size=BATCH,
+            batch_size=arguments.batch_size,
             max_steps=arguments.steps,
             loss_fn=report,
             loss_weighting="samples",  # every sample has as many bytes; a loss that counts its calls is not tried out
@@ -96,7 +95,7 @@ def train(where, **offload):
         )
 
 
-train_set, _ = load_text(BATCH * arguments.num_gpus * arguments.steps)
+train_set, _ = load_text(arguments.batch_size * arguments.num_gpus * arguments.steps)
 train("on the device")
 train("in host memory", offload_optimizer="cpu", offload_parameters="cpu")
 if arguments.offload_dir:

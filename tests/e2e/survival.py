@@ -30,7 +30,7 @@ from distributed.checkpoint.restore.reading import load
 from distributed.data.checks.ledger import LedgerReport, check_ledgers
 from tests.conftest import clean_environ
 from tests.template import SOCKET
-from tests.warm_python import WarmPython
+from tests.warm_python import SCRIPTS, WarmPython
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 102, 12, 4
 PER_EPOCH = -(-SAMPLES // GLOBAL_BATCH)  # 9 steps, the last one short
@@ -439,7 +439,7 @@ def start_alone(
 ) -> Running:
     """The same script without our command line: `Trainer.fit` starts the ranks."""
     settings = {"batch_size": GLOBAL_BATCH // ranks, "num_gpus": ranks, "run_dir": "run"} | settings
-    return Running(folder, [sys.executable, "train.py"], list(faults), {"settings": settings} | (options or {}))
+    return Running(folder, [*SCRIPTS.command, "train.py"], list(faults), {"settings": settings} | (options or {}))
 
 
 class Undisturbed:

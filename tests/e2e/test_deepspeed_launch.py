@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 from distributed import PyTorchDDPTrainer
 from distributed.core.errors import PlanError
 from distributed.launch.ports import free_port
-from tests.conftest import DATA, clean_environ, cli, fresh_cli
-from tests.warm_scripts import run_warm
+from tests.conftest import DATA, clean_environ, cli, fresh_cli, run_warm
+from tests.warm_python import SCRIPTS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "03-deepspeed"
 SCRIPT = str(EXAMPLE / "deepspeed_train.py")
@@ -57,17 +57,17 @@ def test_each_launcher_trains_the_example_to_the_same_loss(tmp_path: Path) -> No
             *("--deepspeed_config", zero1, "--run-dir", "distributed", "--", *small),
         ],
         "torchrun": [
-            *(str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port()), SCRIPT),
-            *("--deepspeed_config", zero1, "--run-dir", "torchrun", *small),
+            *(*SCRIPTS.command, str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())),
+            *("--no-python", *SCRIPTS.command, SCRIPT, "--deepspeed_config", zero1, "--run-dir", "torchrun", *small),
         ],
         "deepspeed": [
-            *(str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={free_port()}", SCRIPT),
+            *(*SCRIPTS.command, str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={free_port()}", SCRIPT),
             *("--deepspeed_config", zero2, "--run-dir", "deepspeed", *small),
         ],
     }
     losses = {}
     for name, command in launchers.items():
-        done = cli(tmp_path, *command) if name == "distributed" else call(tmp_path, *command)
+        done = cli(tmp_path, *command) if name == "distributed" else call(tmp_path, *command, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("loss on other text") == 1
         history = json.loads((tmp_path / name / "history.json").read_text())

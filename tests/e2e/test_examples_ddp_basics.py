@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.warm_scripts import warm_torch
+from tests.warm_python import SCRIPTS
 
 FOLDER = Path(__file__).parents[2] / "examples" / "01-ddp-basics"
 DIGITS = 1797 - 1797 // 5  # for training
@@ -40,9 +40,7 @@ def run(folder: Path, *command: str, **variables: str) -> str:
 
 def python(folder: Path, *command: str, **variables: str) -> str:
     """The same of `python *command`."""
-    done = warm_torch().run(folder, *command, environ=environ(**variables))
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return run(folder, *SCRIPTS.command, *command, **variables)
 
 
 def only_run(folder: Path) -> Path:
@@ -97,12 +95,13 @@ def test_mnist_learns_the_digits_on_two_ranks(tmp_path: Path) -> None:
     "launcher",
     [
         ["-m", "distributed", "train", "--num-gpus", "2", "--script", "SCRIPT", "--"],
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "SCRIPT"],
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "PYTHON", "SCRIPT"],
     ],
     ids=["distributed train", "torchrun"],
 )
 def test_mnist_joins_the_world_of_a_launcher(tmp_path: Path, launcher: list[str]) -> None:
-    command = [str(FOLDER / "ddp_mnist.py") if word == "SCRIPT" else word for word in launcher]
+    words = {"PYTHON": SCRIPTS.command, "SCRIPT": [str(FOLDER / "ddp_mnist.py")]}
+    command = [word for part in launcher for word in words.get(part, [part])]
     printed = python(tmp_path, *command, "--epochs", "1")
     assert history_of(only_run(tmp_path))["world_size"] == 2
     assert printed.count("best accuracy") == 1
@@ -159,7 +158,8 @@ def test_training_template_resumes_and_logs_to_all_dashboards(tmp_path: Path) ->
 
 
 def test_training_template_refuses_resume_without_run_dir(tmp_path: Path) -> None:
-    done = warm_torch().run(tmp_path, str(FOLDER / "ddp_training.py"), "--resume", environ=environ())
+    command = [*SCRIPTS.command, str(FOLDER / "ddp_training.py"), "--resume"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--run-dir" in done.stderr
 

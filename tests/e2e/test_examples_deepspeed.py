@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from tests.conftest import run_python
-from tests.warm_scripts import run_warm
+from tests.conftest import run_python, run_warm
+from tests.warm_python import SCRIPTS
 
 FOLDER = Path(__file__).parents[2] / "examples" / "03-deepspeed"
 CONFIGS = sorted((FOLDER / "configs").glob("*.json"))
@@ -15,8 +15,9 @@ CONFIGS = sorted((FOLDER / "configs").glob("*.json"))
 
 READ = """
 import json, sys
-import deepspeed
+from distributed.engines.deepspeed.ops import import_deepspeed
 
+deepspeed = import_deepspeed("cpu")
 print(json.dumps({path: int(deepspeed.DeepSpeedConfig(path).zero_config.stage) for path in sys.argv[1:]}))
 """
 
@@ -44,8 +45,8 @@ def test_deepspeed_inference_on_checkpoint_matches_plain_torch(tmp_path: Path) -
     inference = [str(FOLDER / "deepspeed_inference.py"), "run/checkpoints", "--count", "8"]
     alone = run_warm(tmp_path, *inference)
     assert "InferenceEngine on one rank" in alone
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    shared = run_warm(tmp_path, *torchrun, *inference)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
+    shared = run_warm(tmp_path, *torchrun, *SCRIPTS.command, *inference)
     assert "DeepSpeedEngine on 2 ranks" in shared
     held = {tuple(int(n.replace(",", "")) for n in two) for two in re.findall(r"holds (\S+) of (\S+) bytes", shared)}
     ((part, whole),) = held
@@ -57,7 +58,8 @@ def test_deepspeed_inference_on_checkpoint_matches_plain_torch(tmp_path: Path) -
 
 
 def test_offload_moves_optimizer_state_with_same_loss(tmp_path: Path) -> None:
-    printed = run_python(tmp_path, str(FOLDER / "zero_offload.py"), "--steps", "2", "--offload-dir", str(tmp_path))
+    small = ["--steps", "2", "--batch-size", "1", "--offload-dir", str(tmp_path)]
+    printed = run_python(tmp_path, str(FOLDER / "zero_offload.py"), *small)
     sections = re.split(r"^(?:on the device|in host memory|in files):$", printed, flags=re.MULTILINE)[1:]
     assert len(sections) == 3
     losses, states, files = [], [], []

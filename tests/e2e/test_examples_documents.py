@@ -7,12 +7,17 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from distributed.core.events import event_kinds
+from tests.conftest import clean_environ
+from tests.ray_clusters import QUICK
+from tests.ray_python import AS_PYTHON
+from tests.ray_template import ray_template
+from tests.warm_python import SCRIPTS
+from tests.warm_scripts import warm_tensorflow
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -28,11 +33,25 @@ SNIPPETS = {
 }
 
 
+def python_for(where: str) -> tuple[list[str], dict[str, str]]:
+    """What runs a snippet, and with which variables: the first one a new interpreter, the others a fork."""
+    if where == next(iter(SNIPPETS)):
+        return [sys.executable], {}
+    if "RayTrainer" in SNIPPETS[where]:
+        return [ray_template().python], QUICK | {AS_PYTHON: ray_template().python}
+    return SCRIPTS.command, {}
+
+
 @pytest.mark.parametrize("where", SNIPPETS)
-def test_python_in_documents_runs_as_written(
-    where: str, run_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    done = run_script(SNIPPETS[where], data=False)
+def test_python_in_documents_runs_as_written(where: str, tmp_path: Path) -> None:
+    if "TensorFlow" in SNIPPETS[where]:
+        done = warm_tensorflow().run_code(tmp_path, SNIPPETS[where], environ=clean_environ())
+    else:
+        (tmp_path / "script.py").write_text(SNIPPETS[where])
+        python, variables = python_for(where)
+        environ = clean_environ(**variables)
+        command = [*python, "script.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert json.loads((run_dir / "history.json").read_text())["world_size"] == 2

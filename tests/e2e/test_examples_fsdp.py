@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_scripts import run_warm
+from tests.conftest import run_warm
 
 FOLDER = Path(__file__).parents[2] / "examples" / "02-fsdp"
 

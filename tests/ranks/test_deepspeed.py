@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def train_special(folder: str) -> dict[str, Any]:
             for kind in ("plain", "z1", "z2", "z3")
         },
         "bytes": {kind: held_bytes(kind) for kind in ("plain", "z3")},
+        "imported": sorted({"deepspeed", "mlflow"} & sys.modules.keys()),
     }
 
 
@@ -300,6 +302,11 @@ def test_zero3_on_two_ranks_holds_half_of_the_state_each(special: Any) -> None:
         for what in ("parameters", "gradients", "optimizer"):
             assert part[what] <= whole[what] / 2 + 64, what  # padding
             assert part[what] > whole[what] * 0.49, what
+
+
+def test_ranks_of_deepspeed_do_without_mlflow(special: Any) -> None:
+    """DeepSpeed imports it, where it is installed, which takes seconds."""
+    assert [rank["imported"] for rank in special] == [["deepspeed"]] * 2
 
 
 def test_every_rank_starts_with_rank_0s_weights(special: Any) -> None:

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -95,16 +96,35 @@ def import_deepspeed(device: str) -> Any:
     """DeepSpeed for this device, without most of what it says, and compiling nothing that is not needed.
 
     It looks which ops could be compiled, which takes a compiler some seconds, only to compile one that sends through
-    shared memory; whether that is there must not change what a run computes.
+    shared memory; whether that is there must not change what a run computes. And it imports MLflow, where that is
+    installed, for its autotuning, which is refused here: that takes nine tenths of the time of its import.
     """
     if device == "cpu":
         announce({"DS_ACCELERATOR": "cpu"})  # read when it is imported
-    deepspeed = import_extra("deepspeed", "deepspeed", "strategy 'deepspeed'")
+    with _Hidden("mlflow"):
+        deepspeed = import_extra("deepspeed", "deepspeed", "strategy 'deepspeed'")
     old_names = "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"  # DeepSpeed's calls
     warnings.filterwarnings("ignore", message=old_names, category=FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+class _Hidden:
+    """A module that this thread does not find for a while, unless it was imported before."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._thread = name, threading.get_ident()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == self._name and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    def __enter__(self) -> None:
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def __exit__(self, *exception: object) -> None:
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
 
 
 def load_ops(names: tuple[str, ...], verbose: bool = False) -> None:
