@@ -74,3 +74,17 @@ def test_gradient_buckets_are_bitwise_those_of_ddp() -> None:
             for ours, theirs in pairs:
                 assert torch.equal(ours, theirs)
         assert "a parameter got no gradient on rank" in found["told"]
+
+
+def scale_in_ddp() -> tuple[float, float]:
+    """A buffer of each rank's own after DDP was made, and after a step of it."""
+    module = Layers()
+    module.scale.fill_(1.0 + torch.distributed.get_rank())
+    replicated = replicate(module, PLANS[0], torch.device("cpu"), sends_buffers=True, is_alike=True)
+    made = float(module.scale)
+    replicated(torch.ones(2, 64)).sum().backward()
+    return made, float(module.scale)
+
+
+def test_ddp_made_within_a_run_sends_buffers_in_steps_only() -> None:
+    assert run_ranks(scale_in_ddp, 2) == [(1.0, 1.0), (2.0, 1.0)]

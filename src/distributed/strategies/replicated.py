@@ -64,30 +64,29 @@ class Replicated(MeshStep):
         """Set up the reduction: by DDP, or after the backward pass while the step may be captured."""
         session = self._session
         self.why_not_captured = why_not_captured(self._plan)
+        # Where an abort could corrupt tensors in flight, weights that are alike are not sent again.
+        is_alike = session.gate is not None and session.begins_alike
         if self.why_not_captured or session.device.type != "cuda":
-            self._model = self._replicate()
+            self._model = self._replicate(is_alike=is_alike)
             return
         from distributed.strategies.model.materialize import check_alike, send_weights  # takes long to import
 
         check_alike(self.module, session)
-        if session.gate is None or not session.begins_alike:  # an abort could corrupt the tensors in flight
+        if not is_alike:
             send_weights(self.module, session)
         self._buckets = GradientBuckets(self.module, self._plan.replicate, session, sends_buffers=self._buffers_differ)
         self._check_reduced = self._buckets.reduce
 
-    def _replicate(self) -> nn.Module:
+    def _replicate(self, *, is_alike: bool) -> nn.Module:
         """The DDP module that training calls in place of the model."""
-        session = self._session
-        is_alike = session.begins_alike and session.gate is not None  # an abort could corrupt a broadcast
-        return replicate(
-            self.module, self._plan.replicate, session.device, sends_buffers=self._buffers_differ, is_alike=is_alike
-        )
+        device, sends_buffers = self._session.device, self._buffers_differ
+        return replicate(self.module, self._plan.replicate, device, sends_buffers=sends_buffers, is_alike=is_alike)
 
     def stay_eager(self) -> None:
         if self._buckets is None:
             return
         self._buckets = None
-        self._model = self._replicate()
+        self._model = self._replicate(is_alike=self._session.gate is not None)  # in the middle of a run
         self._check_reduced = None
         self._check_reduction()
 

@@ -57,12 +57,13 @@ def _settle_buckets(replicated: DistributedDataParallel) -> None:
 
     DDP rebuilds its buckets after the first backward pass, and the place of a number in its bucket decides in which
     order three or more ranks add it. Without this, the first step of a resumed run would use another layout than the
-    run that was not interrupted.
+    run that was not interrupted. No buffer is broadcast: outside of a step, none is restored after an abort.
     """
     module = replicated.module
     parameters = [p for p in module.parameters() if p.requires_grad]
     sparse = sparse_parameters(module)
     own = module.__dict__.get("forward")  # of a compiled or patched model
+    sends_buffers, replicated.broadcast_buffers = replicated.broadcast_buffers, False
 
     def touch(parameter: nn.Parameter) -> torch.Tensor:
         if parameter not in sparse:
@@ -74,6 +75,7 @@ def _settle_buckets(replicated: DistributedDataParallel) -> None:
     try:
         replicated().backward()
     finally:
+        replicated.broadcast_buffers = sends_buffers
         del module.forward  # the class's own again
         if own is not None:
             module.forward = own  # type: ignore[method-assign]
