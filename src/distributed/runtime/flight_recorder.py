@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.core.atomic import write_private
-from distributed.runtime.torch_compat import dump_nccl_trace, dump_trace_json
+from distributed.runtime.torch_compat import dump_nccl_trace, dump_trace_json, ranks_of_groups
 
 
 def write_collectives(path: str, since_ns: int = 0) -> None:
@@ -37,7 +37,21 @@ def _of_nccl(since_ns: int) -> dict[str, Any] | None:
     """Where this build has NCCL and a collective of it was begun."""
     record = _dump(includeStackTraces=False, onlyActive=False)
     entries = of_present_groups(record["entries"], since_ns)
-    return {"backend": "nccl", "pg_config": record.get("pg_config", {}), "entries": entries} if entries else None
+    config = with_ranks(record.get("pg_config", {}), ranks_of_groups())
+    return {"backend": "nccl", "pg_config": config, "entries": entries} if entries else None
+
+
+def with_ranks(config: Mapping[str, Mapping[str, Any]], known: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Torch records the ranks of a process's first default group only; a survivor's next one has none.
+
+    >>> with_ranks({"0": {"desc": "default_pg", "ranks": "[]"}}, {"0": [0, 1]})
+    {'0': {'desc': 'default_pg', 'ranks': '[0, 1]'}}
+    """
+    found = {}
+    for name, told in config.items():
+        is_known = any(character.isdigit() for character in str(told.get("ranks", "")))
+        found[name] = {**told} if is_known else {**told, "ranks": str(list(known.get(name, ())))}
+    return found
 
 
 def of_present_groups(entries: Sequence[dict[str, Any]], since_ns: int) -> list[dict[str, Any]]:

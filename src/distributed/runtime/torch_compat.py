@@ -64,6 +64,12 @@ def known_groups() -> list[Any]:
     return list(_state._world.pg_map)
 
 
+def ranks_of_groups() -> dict[str, list[int]]:
+    """The ranks of each group by its name. Without it, ranks that wait in a later world are not named."""
+    world = _state._world
+    return {str(name): sorted(world.pg_group_ranks.get(group, ())) for group, name in world.pg_names.items()}
+
+
 def backend_of(group: Any, device: str) -> Any:
     """What a group's tensors of a device are sent by. Without it a rank that survives NCCL has to be restarted."""
     return group._get_backend(torch.device(device))
