@@ -21,6 +21,7 @@ from tests import gpu_record
 _APART = ("test_survival_gpu", "test_stuck_gpu", "test_capture_ranks_gpu", "test_bitwise_gpu", "test_shared_gpus")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests that share no fixture come first, and each goes to the worker that is free."""
     items.sort(key=lambda item: item.path.stem not in _APART)

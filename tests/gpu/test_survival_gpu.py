@@ -18,6 +18,7 @@ from torch import nn
 
 from distributed.checkpoint.restore.reading import load
 from distributed.runtime.step_gate import StepGate
+from distributed.worker import OUTLIVED
 from tests.conftest import clean_environ
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -174,6 +175,7 @@ def train(folder: Path, kills: int, *, kind: str = "adamw", steps: int, ranks: i
     return load(str(folder / "run" / "checkpoints" / f"step-{steps:06d}"), ranks=()).shared
 
 
+@pytest.mark.skipif("nccl" not in OUTLIVED, reason="ranks on NCCL resume from the checkpoint (worker.OUTLIVED)")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_killed_gpu_ranks_resume_from_memory_with_same_bytes(tmp_path: Path, ranks: int) -> None:

@@ -54,7 +54,7 @@ def _why_fsdp(wanted: EngineRequest) -> str:
 PYTORCH_DDP = Engine(
     TORCH_MESH,
     does="PyTorch's own, with a replica of the model on every rank unless a setting shards it",
-    can=MESH | WHOLE | {"regroup": Support("without sharding; on GPUs within one node")},
+    can=MESH | WHOLE | {"regroup": Support("without sharding, on gloo")},
     offloads=OFFLOADS,
     bitwise=BITWISE,
     claims=lambda wanted: "" if _why_fsdp(wanted) else "data-parallel ranks hold the same parameters",
