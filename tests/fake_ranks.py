@@ -460,16 +460,16 @@ class FakeRun:
         self.nodes: Any = Alone(self.request) if nodes is None else nodes(self.clock, self.request)
         self.timings = timings or Timings(unwatched_poll_s=0.1)  # fewer looks, which cost what ranks do not
         launcher = LocalLauncher(environ={}, python="python")
-        self.crew = RankGroup(
+        self.rank_group = RankGroup(
             {}, "python", frees_devices=frees_devices, kernel=self.kernel, clock=self.clock, timings=self.timings
         )
         self.supervisor = Supervisor(
             request=self.request,
             nodes=self.nodes,
-            crew=self.crew,
+            rank_group=self.rank_group,
             render=lambda round_, slots: launcher.render_round(self.request, round_, slots),
-            echo=LogMirror(None),
-            patience=limits or RestartLimits(max_restarts=None),
+            mirror=LogMirror(None),
+            limits=limits or RestartLimits(max_restarts=None),
             clock=self.clock,
             timings=self.timings,
         )

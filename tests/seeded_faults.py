@@ -772,8 +772,8 @@ _LAUNCH = [
     Fault(
         "a second Ctrl-C does nothing",
         "launch/supervise/supervisor.py",
-        "if self._answered or requests > 1:\n                self.crew.end(0.0)",
-        "if self._answered or requests > 1:\n                self.crew.end(600.0)",
+        "if self._answered or requests > 1:\n                self.rank_group.end(0.0)",
+        "if self._answered or requests > 1:\n                self.rank_group.end(600.0)",
         _unit("launch_supervisor", "ctrl_c"),
     ),
     Fault(

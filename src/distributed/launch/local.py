@@ -152,7 +152,7 @@ class LocalLauncher(Launcher):
         supervisor = Supervisor(
             request=request,
             nodes=nodes,
-            crew=RankGroup(
+            rank_group=RankGroup(
                 inherited,
                 self.python,
                 preload=preload,
@@ -162,8 +162,8 @@ class LocalLauncher(Launcher):
                 door=nodes.door,
             ),
             render=lambda round_, slots: self.render_round(request, round_, slots),
-            echo=mirror,
-            patience=limits or RestartLimits(),
+            mirror=mirror,
+            limits=limits or RestartLimits(),
             on_stop=on_stop,
         )
         try:

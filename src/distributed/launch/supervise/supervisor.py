@@ -72,10 +72,10 @@ class Supervisor:
 
     request: LaunchRequest
     nodes: Nodes
-    crew: RankGroup
+    rank_group: RankGroup
     render: Callable[[Round, Sequence[int]], Rendered]  # the ranks of this node in a round, on these slots
-    echo: LogMirror
-    patience: RestartLimits = field(default_factory=RestartLimits)
+    mirror: LogMirror
+    limits: RestartLimits = field(default_factory=RestartLimits)
     on_stop: Callable[[int], None] | None = None
     clock: Clock = field(default_factory=Clock)
     timings: Timings = field(default_factory=Timings)
@@ -89,7 +89,7 @@ class Supervisor:
         self._uses_trainer = False  # a rank reached the training loop
         self._answered, self._asked_at, self._give_up_at = 0, 0.0, float("inf")  # of stop signals
         self._sizes: list[int] = []  # the legal world sizes, once a rank has reported them
-        self._wish_at = 0.0
+        self._resize_read_at = 0.0
         self._stops = Stops(self.on_stop)
 
     def start(self, first: Round | None = None) -> None:
@@ -109,10 +109,10 @@ class Supervisor:
                 while not isinstance(self.state, Done | GivenUp):
                     self._go(self._next(self.state))
                 if isinstance(self.state, GivenUp):
-                    self.crew.end(self.state.grace_s)
+                    self.rank_group.end(self.state.grace_s)
                     raise self.state.error
-                self.crew.end(self.timings.terminate_s)
-                self.echo.finish()
+                self.rank_group.end(self.timings.terminate_s)
+                self.mirror.finish()
                 ok = self._stops.count <= 1  # an orderly stop: other nodes may still be saving
             finally:
                 self.close()
@@ -124,8 +124,8 @@ class Supervisor:
 
     def close(self) -> None:
         """End all ranks at once, and close the log mirror and the rendezvous."""
-        self.crew.close()
-        self.echo.close()
+        self.rank_group.close()
+        self.mirror.close()
         self.nodes.close()
 
     def _go(self, state: State) -> None:
@@ -146,7 +146,9 @@ class Supervisor:
         outcome = watch.until_it_ends(lambda: self._meanwhile(watch))
         self._notice_running(watch)
         self._reached = watch.step
-        self._sizes = next((m.joined.sizes for m in self.crew.members if m.joined and m.joined.sizes), self._sizes)
+        self._sizes = next(
+            (m.joined.sizes for m in self.rank_group.members if m.joined and m.joined.sizes), self._sizes
+        )
         match outcome:
             case Asked():
                 self._drain(outcome, watch)
@@ -185,23 +187,23 @@ class Supervisor:
         self._worlds += 1
         self.report.attempt_began(round_.attempt, self.clock.monotonic())
         if round_.place.num_nodes > 1:
-            self.crew.give_up_gated()
-        self.crew.begin(rendered, self._slots)
-        self.echo.attempt_began(round_.attempt)
+            self.rank_group.give_up_gated()
+        self.rank_group.begin(rendered, self._slots)
+        self.mirror.attempt_began(round_.attempt)
         return Watch(
             round=round_,
-            crew=self.crew,
+            rank_group=self.rank_group,
             nodes=self.nodes,
-            echo=self.echo,
+            mirror=self.mirror,
             stops=self._stops,
             report=self.report,
             emit=self._emit,
-            hang_timeout_s=self.patience.hang_timeout_s,
+            hang_timeout_s=self.limits.hang_timeout_s,
             reached_before=self._reached,
             broke_at=broke_at,
-            wish=self._wish,
+            why_resize=self._why_resize,
             stopping=lambda: self._stops.number if self._answered else None,
-            collective_timeout_s=self.patience.collective_timeout_s,
+            collective_timeout_s=self.limits.collective_timeout_s,
             clock=self.clock,
             timings=self.timings,
         )
@@ -211,7 +213,7 @@ class Supervisor:
         if asked.news is None:
             place = watch.round.place
             self.nodes.tell(News(place.node_rank, socket.gethostname(), "regroup", asked.why, cause="resize"))
-        self.crew.tell(Leave(watch.round.attempt, in_order=True))
+        self.rank_group.tell(Leave(watch.round.attempt, in_order=True))
         watch.drain()
 
     def _decide(self, broken: Broken, watch: Watch) -> Restarting | GivenUp:
@@ -237,13 +239,13 @@ class Supervisor:
         fault, news = broken.fault, broken.news
         self._faults.append(fault)
         # Stays true after the ranks that reached the loop are gone and their replacements have not reached it yet.
-        self._uses_trainer |= any(member.joined is not None for member in self.crew.members)
+        self._uses_trainer |= any(member.joined is not None for member in self.rank_group.members)
         verdict = decide(
             self._faults,
             reached=self._reached,
-            max_restarts=self.patience.max_restarts,
+            max_restarts=self.limits.max_restarts,
             uses_trainer=self._uses_trainer,
-            min_gpus=self.patience.min_gpus or self.request.ranks_per_node,
+            min_gpus=self.limits.min_gpus or self.request.ranks_per_node,
             gpus=len(self._slots),
         )
         place = watch.round.place
@@ -275,7 +277,7 @@ class Supervisor:
     def _can_save_later(self, fault: Fault) -> bool:
         """Whether a rank died close to the stop signal of a run on one node, and a survivor can save in a new world."""
         is_in_time = self._stops.count == 1 and self.clock.monotonic() < self._asked_at + self.timings.settle_s
-        can_go_on = self.request.most_nodes == 1 and any(member.can_go_on for member in self.crew.members)
+        can_go_on = self.request.most_nodes == 1 and any(member.can_go_on for member in self.rank_group.members)
         return is_in_time and can_go_on and fault.kind == "machine"
 
     def _regroup(self, ended: Restarting | Resizing) -> State:
@@ -283,8 +285,8 @@ class Supervisor:
         fault, attempt = ended.fault, ended.round.attempt
         self.report.fault(ended.broke_at, fault)
         if fault.kind == "resize":
-            self._take_wish()
-        self.crew.cut_off(attempt)
+            self._take_resize_request()
+        self.rank_group.cut_off(attempt)
         was_first = ended.round.place.node_rank == 0
         if was_first:  # one node reports what all know, before it may have to wait for another
             self._tell_end(fault, attempt)
@@ -318,13 +320,13 @@ class Supervisor:
                 step=fault.step,
             )
         )
-        self.echo.refresh()
+        self.mirror.refresh()
 
     def _failed(self, broken: Broken, reason: str) -> RankFailedError:
         """Report the failure as an event, and as the one error that the user sees."""
         fault, ending = broken.fault, broken.ending
         path = ending.log_path if ending is not None else ""
-        self.echo.finish(only=path)  # before the failure event, because the error raised here contains it
+        self.mirror.finish(only=path)  # before the failure event, because the error raised here contains it
         failed = RankFailed(
             time=self.clock.time(), rank=fault.rank, host=fault.host, message=fault.message, log_path=path
         )
@@ -342,29 +344,29 @@ class Supervisor:
             self._asked_at = self._asked_at or self.clock.monotonic()
             assert self._stops.number is not None
             if self._answered or requests > 1:
-                self.crew.end(0.0)
+                self.rank_group.end(0.0)
             elif not watch.is_settled and self.clock.monotonic() < self._asked_at + self.timings.settle_s:
                 return  # ranks between two worlds could not save
             else:
-                for member in self.crew.members:
+                for member in self.rank_group.members:
                     if not member.role.serves:  # workers need the servers until they have saved
                         member.process.signal(self._stops.number)
                 self._stops.announce()
                 self.nodes.tell(News(-1, socket.gethostname(), "stopping", signal=self._stops.number))
-                self._give_up_at = self.clock.monotonic() + self.patience.interrupt_grace_s
+                self._give_up_at = self.clock.monotonic() + self.limits.interrupt_grace_s
             self._answered = requests
         if self.clock.monotonic() > self._give_up_at:
-            self.crew.end(0.0)
+            self.rank_group.end(0.0)
 
-    def _wish(self) -> str:
+    def _why_resize(self) -> str:
         """Why the user wants this world to end, if so; read from the resize file at intervals."""
-        if self.request.num_nodes > 1 or self.clock.monotonic() < self._wish_at:
+        if self.request.num_nodes > 1 or self.clock.monotonic() < self._resize_read_at:
             return ""
-        self._wish_at = self.clock.monotonic() + self.timings.resize_every_s
+        self._resize_read_at = self.clock.monotonic() + self.timings.resize_every_s
         wanted = read_request(self.request.run_dir)
         return "" if wanted in (None, len(self._slots)) else f"{wanted} ranks were asked for"
 
-    def _take_wish(self) -> None:
+    def _take_resize_request(self) -> None:
         wanted = read_request(self.request.run_dir) if self.request.num_nodes == 1 else None
         if wanted is not None:
             self._slots = list(range(wanted))

@@ -60,16 +60,16 @@ class Watch:
     """Watches one world; `look` is called until it returns an outcome."""
 
     round: Round
-    crew: RankGroup
+    rank_group: RankGroup
     nodes: Nodes
-    echo: LogMirror
+    mirror: LogMirror
     stops: Stops
     report: RunReport
     emit: Callable[[Event], None]
     hang_timeout_s: float | None
     reached_before: int  # the highest step of the worlds before this one
     broke_at: float | None = None  # when the previous world broke
-    wish: Callable[[], str] = lambda: ""  # why the user wants this world to end in order, if so
+    why_resize: Callable[[], str] = lambda: ""  # why the user wants this world to end in order, if so
     stopping: Callable[[], int | None] = lambda: None  # the stop signal that the ranks got
     collective_timeout_s: float = math.inf  # after which a collective fails
     clock: Clock = field(default_factory=Clock)
@@ -81,7 +81,7 @@ class Watch:
         self.begun_at = self.clock.monotonic()
         self._stalled_at: float | None = None
         self._has_refused = False
-        self._memory = MemoryInquiry(self.crew.members, self.clock, self.timings.memory_s)
+        self._memory = MemoryInquiry(self.rank_group.members, self.clock, self.timings.memory_s)
         self._hangs: HangWatch | None = None
         self._resumed: Resumed | None = None
         self._is_recovered = self.broke_at is None
@@ -97,15 +97,15 @@ class Watch:
             if outcome is not None:
                 return outcome
             if self._failed_at is None:
-                self.echo.drain()  # after a failure, the survivors' lines stay in their logs
-            self.echo.refresh()
-            self.crew.wait(self.timings.poll_s)
+                self.mirror.drain()  # after a failure, the survivors' lines stay in their logs
+            self.mirror.refresh()
+            self.rank_group.wait(self.timings.poll_s)
 
     def look(self) -> Outcome | None:
-        self.crew.notice()
+        self.rank_group.notice()
         self._memory.look()
         self._hear()  # after it: messages sent before a rank's exit count when that exit is judged
-        members, failure = self.crew.members, self.failure()
+        members, failure = self.rank_group.members, self.failure()
         if failure is not None:
             self._failed_at = self._failed_at or self.clock.monotonic()
             if self._is_root_cause(failure):
@@ -130,7 +130,7 @@ class Watch:
         stall = self._hangs.look() if self._hangs is not None and self.stopping() is None else None
         if stall is not None:
             self._end_stalled(stall)
-        members = self.crew.members
+        members = self.rank_group.members
         attempt = self.round.attempt
         lost = [member for member in members if member.broke == attempt]
         if self.is_draining and any(m.joined and m.joined.in_run and not m.joined.regroups for m in members):
@@ -145,7 +145,7 @@ class Watch:
             can_have_nodes = can_go_on and not any(member.has_gate for member in members)
             if can_have_nodes and self.nodes.newcomer():
                 return Asked("a node waits to join")
-            if why := self.wish():
+            if why := self.why_resize():
                 if can_go_on:
                     return Asked(why)
                 self._cannot_resize()
@@ -166,7 +166,7 @@ class Watch:
     @property
     def is_settled(self) -> bool:
         """Whether the ranks are in their steps and can save after a stop signal, which otherwise only ends them."""
-        lost = any(member.broke == self.round.attempt for member in self.crew.members)
+        lost = any(member.broke == self.round.attempt for member in self.rank_group.members)
         if not self.round.restarts:
             return not self.is_draining and not lost and self.failure() is None
         is_told = self._resumed is not None or self.round.place.node_rank != 0
@@ -175,19 +175,19 @@ class Watch:
     @property
     def step(self) -> int:
         """The highest step that is known to be finished."""
-        return max([self.reached_before, *self.crew.steps.values()])
+        return max([self.reached_before, *self.rank_group.steps.values()])
 
     def last_step_at(self) -> float:
         """The time of the last step that this node noticed; the time after it is lost."""
         if self._stalled_at is not None:
             return self._stalled_at
-        beats = [beat for member in self.crew.members if (beat := member.beat) is not None]
+        beats = [beat for member in self.rank_group.members if (beat := member.beat) is not None]
         signs = [beat.time_ns / 1e9 for beat in beats if beat.phase is not Phase.ENDED]
         return max([self.begun_at, *signs]) if signs else self.clock.monotonic()
 
     def failure(self) -> Ending | None:
         stopping = self.stopping()
-        endings = (member.ending for member in self.crew.members if member.ending is not None)
+        endings = (member.ending for member in self.rank_group.members if member.ending is not None)
         return first_failure(e for e in endings if not e.is_benign(stopping) or (stopping is None and e.code == 0))
 
     def close(self) -> None:
@@ -195,14 +195,14 @@ class Watch:
             self._hangs.close()
 
     def _hear(self) -> None:
-        for _, message in self.crew.hear():
+        for _, message in self.rank_group.hear():
             if isinstance(message, Resumed) and message.attempt == self.round.attempt:
                 self._resumed = message
-        members = self.crew.members
+        members = self.rank_group.members
         if not self.is_running and members and all(m.joined is not None and m.ending is None for m in members):
             self.is_running = True
             watched = [member.watched for member in members]
-            has_nccl = self.crew.frees_devices and self.round.place.world_size > 1
+            has_nccl = self.rank_group.frees_devices and self.round.place.world_size > 1
             nccl_s = self.collective_timeout_s if has_nccl else math.inf
             self._hangs = HangWatch(
                 watched,
@@ -210,16 +210,16 @@ class Watch:
                 recorders=self._recorders(),
                 collective_s=nccl_s,
                 clock_ns=self.clock.monotonic_ns,
-                kernel=self.crew.kernel,
+                kernel=self.rank_group.kernel,
             )
         if not self._is_recovered:
             self._note_recovery()
 
     def _recorders(self) -> Recorders | None:
         """The flight recorders of ranks on GPUs, whose hosts do not wait in a collective."""
-        if not self.crew.frees_devices:
+        if not self.rank_group.frees_devices:
             return None
-        members = {member.rank: member for member in self.crew.members}
+        members = {member.rank: member for member in self.rank_group.members}
         return Recorders(
             {rank: Path(member.collectives_path) for rank, member in members.items()},
             lambda rank: members[rank].tell(Dump(members[rank].collectives_path)),
@@ -228,7 +228,7 @@ class Watch:
     def _note_recovery(self) -> None:
         """Report the first step after a fault; only the node of rank 0, which knows the source of the state, does."""
         assert self.broke_at is not None
-        steps = self.crew.steps
+        steps = self.rank_group.steps
         if self._resumed is None or not steps or max(steps.values()) <= self._resumed.step:
             return
         self._is_recovered = True
@@ -254,13 +254,13 @@ class Watch:
             return True
         is_guess = failure.is_collateral or (failure.code == 0 and not failure.is_early)
         if not is_guess:
-            if failure.record is None or all(member.ending is not None for member in self.crew.members):
+            if failure.record is None or all(member.ending is not None for member in self.rank_group.members):
                 return True
             return self.clock.monotonic() > self._failed_at + self.timings.root_cause_s
         return self.clock.monotonic() > self._failed_at + self.timings.collateral_s
 
     def _fault(self, failure: Ending, told: Ending) -> Fault:
-        member = next(member for member in self.crew.members if member.ending is failure)
+        member = next(member for member in self.rank_group.members if member.ending is failure)
         step = self.step if member.joined is not None else -1
         host, alone = socket.gethostname(), failure.is_collateral and not failure.cannot_go_on
         is_after = member.joined is not None and member.joined.is_done
@@ -298,13 +298,13 @@ class Watch:
                 collective=stall.collective,
             )
         )
-        self.echo.refresh()
-        if not self.crew.frees_devices:  # otherwise the ranks have reported before
-            for member in self.crew.members:
+        self.mirror.refresh()
+        if not self.rank_group.frees_devices:  # otherwise the ranks have reported before
+            for member in self.rank_group.members:
                 member.tell(Dump(member.collectives_path))
             self.clock.sleep(self.timings.dump_s)
         self._stalled_at = self.clock.monotonic() - stall.late_s
-        for member in self.crew.members:
+        for member in self.rank_group.members:
             if member.rank == stall.rank:
                 member.hung = True
                 member.process.signal(signal.SIGKILL)
