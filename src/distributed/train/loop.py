@@ -77,7 +77,7 @@ class Loop:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
         self._stop, self._heartbeat, self._utilization = stop, heartbeat, utilization
-        self._telling = RunEvents(plan, observer)
+        self._events = RunEvents(plan, observer)
         self._tells_at = 0  # the step after which delayed events are reported
         self._notes: list[str] = []  # of what this run resumes from
         keeps_ledger = plan.checkpoint.ledger and plan.mesh.is_first_of_replica(session.rank)
@@ -109,14 +109,14 @@ class Loop:
             samples=train.samples_per_epoch,
             data=self._samples,
             on_saved=self._saved,
-            on_failed=self._telling.not_saved,
+            on_failed=self._events.not_saved,
             on_taken=lambda: stop.request(signal.SIGTERM),
             user=user,
             facts=facts,
         )
         self._capture: StepCapture | None = None
         self._train_step = steps_of(
-            strategy, session, then=self._begin_capture, steps_done=self._steps_done, tell=self._telling.warn
+            strategy, session, then=self._begin_capture, steps_done=self._steps_done, tell=self._events.warn
         )
 
     def _begin_capture(self) -> TrainStep:
@@ -124,7 +124,7 @@ class Loop:
         plan, session, strategy = self._plan, self._session, self._strategy
         if plan.speed.capture == "off" or session.device.type != "cuda":
             return strategy.train_step
-        self._capture = StepCapture(strategy, plan, session, self._telling.warn, self._steps_done)  # type: ignore[arg-type]  # as planned
+        self._capture = StepCapture(strategy, plan, session, self._events.warn, self._steps_done)  # type: ignore[arg-type]  # as planned
         return self._capture.train_step
 
     def begin(self, inherited: HandedOver | None = None) -> None:
@@ -186,7 +186,7 @@ class Loop:
         )
         first_step, before_epoch, last_step = within.first, within.before, within.last
         before = progress.samples_in_epoch
-        self._telling.epoch_started(epoch, progress.step)
+        self._events.epoch_started(epoch, progress.step)
         self._strategy.train(True)
         if self._capture is not None:
             self._capture.begin_epoch()
@@ -195,7 +195,7 @@ class Loop:
         step, stopped = progress.step, False
         heartbeat.epoch_begins()
         if note := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
-            self._telling.warn(note)
+            self._events.warn(note)
         seed_step(seed, step)
         try:
             for microbatches, samples in self._pace.timed(train.epoch(epoch, first_step)):
@@ -205,7 +205,7 @@ class Loop:
                 looks = due.look(step, last_step, saves=saves)
                 output = train_step(microbatches, measure=looks)
                 if step == self._tells_at:
-                    self._telling.catch_up()
+                    self._events.catch_up()
                 schedule.step_ended(step)
                 meter.add(output, samples)
                 progress.end_step(step, within, samples)
@@ -241,7 +241,7 @@ class Loop:
             indices = [n for share in shares for n in train.sample_indices(epoch, step - before_epoch - 1, rank=share)]
             raise explain_nonfinite(found, ranks, epoch, step, indices) from None
         finally:
-            self._telling.catch_up()
+            self._events.catch_up()
         if not meter.is_empty:
             self._log(epoch, meter.read())
             proven.mark(step)
@@ -273,7 +273,7 @@ class Loop:
         if is_cut_short:
             return {}
         self._samples.evaluated(evaluation)
-        return self._telling.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
+        return self._events.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         self._replicas.compare(self._state.progress.step)
@@ -294,7 +294,7 @@ class Loop:
     def _saved(self, saved: Saved) -> None:
         self._due.saved()
         self._reports.saved(saved.step, saved.path)
-        self._telling.saved(saved)
+        self._events.saved(saved)
 
     def _restore(self, inherited: HandedOver | None) -> None:
         restored = self._state.restore(inherited)
@@ -316,16 +316,16 @@ class Loop:
             self._notes += str(restored.report).splitlines()
         else:
             for line in str(restored.report).splitlines():
-                self._telling.warn(line)
+                self._events.warn(line)
         if "imported" in restored.manifest.meta:
             came, lacking = ("and optimizer ", "") if "optimizer" in restored.shared else ("", "optimizer, ")
             message = f"weights {came}of another program: {lacking}schedule and position start from the beginning"
-            self._telling.warn(message)
+            self._events.warn(message)
         elif not self._state.is_alike(restored) and not self._plan.is_bitwise:
             message = "another number of ranks or another mesh saved this: random generators start from the seed"
-            self._telling.warn(message)
+            self._events.warn(message)
         for line in self._state.changes:
-            self._telling.warn(line)
+            self._events.warn(line)
         self._compare(self._state.verdict)
 
     def _complete_ledgers(self, inherited: HandedOver) -> None:
@@ -343,7 +343,7 @@ class Loop:
     def _compare(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             found: dict[str, Any] = {"passed": verdict.passed, "steps": verdict.steps, "component": verdict.component}
-            self._telling.tell(ResumeCompared(time=time.time(), text=str(verdict), **found))
+            self._events.tell(ResumeCompared(time=time.time(), text=str(verdict), **found))
 
     @property
     def _interrupted(self) -> bool:
@@ -356,15 +356,15 @@ class Loop:
         step = self._state.progress.step
         self._heartbeat.beat(step)
         notes = [*map(str, self._strategy.decisions), *self._notes]
-        self._telling.run_started(self._plan.world_size, step, self._train.steps_per_epoch, notes)
+        self._events.run_started(self._plan.world_size, step, self._train.steps_per_epoch, notes)
 
     def _log(self, epoch: int, reading: Reading) -> None:
         self._state.poll()
-        if not self._telling.is_heard:
+        if not self._events.is_heard:
             return
         metrics, step = dict(reading.metrics), self._state.progress.step
         is_quick = self._capture is not None and reading.step_s < _QUICK_S
-        tell, self._tells_at = self._telling.tell_later if is_quick else self._telling.tell, step + _LATER
+        tell, self._tells_at = self._events.tell_later if is_quick else self._events.tell, step + _LATER
         tell(
             StepEnded(
                 time=time.time(),
@@ -384,7 +384,7 @@ class Loop:
     def _close_epoch(self, epoch: int, seconds: float, samples: int, metrics: dict[str, float]) -> None:
         step = self._state.progress.step
         record = record_epoch(self._state.epochs, epoch, step, samples=samples, seconds=seconds, metrics=metrics)
-        self._telling.epoch_ended(record, step)
+        self._events.epoch_ended(record, step)
 
     def _finish(self, seconds: float) -> History:
         history = History(
@@ -397,5 +397,5 @@ class Loop:
             stop_signal=int(self._stop.received or 0),
             checkpoint=self._state.path,
         )
-        self._telling.run_ended(history)
+        self._events.run_ended(history)
         return history

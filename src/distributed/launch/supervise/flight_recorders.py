@@ -7,7 +7,9 @@ from pathlib import Path
 
 from distributed.launch.supervise.stuck_collectives import Call, has_lines, parse_record
 
-_PATIENCE_NS = 2_500_000_000  # timeout for a rank whose interpreter is blocked in a call, and for the recorder's lines
+_DUMP_TIMEOUT_NS = (
+    2_500_000_000  # timeout for a rank whose interpreter is blocked in a call, and for the recorder's lines
+)
 
 
 class Recorders:
@@ -27,7 +29,7 @@ class Recorders:
             self._tell(rank)
 
     def are_in(self, now: int) -> bool:
-        return now - self._asked_at > _PATIENCE_NS or all(has_lines(_read(path)) for path in self._asked.values())
+        return now - self._asked_at > _DUMP_TIMEOUT_NS or all(has_lines(_read(path)) for path in self._asked.values())
 
     def calls(self) -> dict[int, tuple[Call, ...]]:
         """The calls of the ranks that have answered and use NCCL."""

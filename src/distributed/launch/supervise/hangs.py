@@ -26,7 +26,7 @@ _SHORTEST_S = 10.0
 _STEPS = 20  # a step may take this many times as long as the slowest recent one
 _EVERY_NS = _S // 5
 _SETTLED_NS = _S // 10  # a dump that did not grow for this long is complete: faulthandler does not mark its end
-_PATIENCE_NS = 2 * _S  # timeout for a stack dump; a loaded machine is slow
+_DUMP_TIMEOUT_NS = 2 * _S  # timeout for a stack dump; a loaded machine is slow
 _WORKERS_NS = 2 * _S  # timeout for the dumps of all data loader workers
 _SOON_NS = _S  # a rank that will be late this soon is queried as well: it may wait for the one that is late now
 _PAUSE_NS = 3 * _S  # not called for this long: the job or the machine was suspended, and the ranks with it
@@ -351,7 +351,7 @@ class _Dump:
             self._size, self._grew_at = size, now
             self._begins = self._begins if size >= self._begins else 0  # the file was truncated
         is_complete = size > self._begins and now - self._grew_at >= _SETTLED_NS
-        return not self._is_asked or is_complete or now - self._asked_at >= _PATIENCE_NS
+        return not self._is_asked or is_complete or now - self._asked_at >= _DUMP_TIMEOUT_NS
 
     def text(self) -> str:
         if not self._is_asked or self._size <= self._begins:
