@@ -39,7 +39,7 @@ def fingerprints(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
     numbers = [0 if tensor.device.type != "cpu" else int(fingerprint(tensor)) for tensor in tensors]
     found = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
     if on_gpu:
-        found[_positions(on_gpu, device)] = _folded([_bytes_of(tensors[at]) for at in on_gpu])
+        found[numbers_on(device, on_gpu)] = _folded([_bytes_of(tensors[at]) for at in on_gpu])
     return found
 
 
@@ -75,8 +75,9 @@ def _places(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor,
 
 
 @functools.lru_cache(maxsize=64)
-def _positions(positions: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(positions, device=device)
+def numbers_on(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
+    """Numbers that are the same in most comparisons, sent to the device once; not to be written to."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from distributed.core.errors import ReplicasDifferError
-from distributed.runtime.fingerprint import fingerprints
+from distributed.runtime.fingerprint import fingerprints, numbers_on
 from distributed.runtime.session import Session
 
 Held = Callable[[], Iterator[tuple[str, torch.Tensor | str]]]
@@ -68,7 +68,6 @@ class ReplicaCheck:
         self._compared_at = -1
         self._capacity = 0  # how many digests a row has, on all ranks
         self._sizes_open = 2  # comparisons that agree on it: before the first step, and with the optimizer's state
-        self._keys: tuple[tuple[int, ...], torch.Tensor] | None = None
         self._rounds: list[_Round] = []
 
     def begin(self, step: int) -> None:
@@ -127,15 +126,9 @@ class ReplicaCheck:
             keys[size - 1 :] = [_number(late)]
             names[keys[-1]] = late
         row = torch.zeros(size, 2, dtype=torch.int64, device=device)
-        row[: len(keys), 0] = self._on_device(tuple(keys))
+        row[: len(keys), 0] = numbers_on(device, tuple(keys))
         row[: len(keys), 1] = found[: len(keys)]
         return names, row
-
-    def _on_device(self, keys: tuple[int, ...]) -> torch.Tensor:
-        """The numbers of names, sent to the device when they have changed."""
-        if self._keys is None or self._keys[0] != keys:
-            self._keys = keys, torch.tensor(keys).to(self._session.device, non_blocking=True)
-        return self._keys[1]
 
     def _everything(self) -> Iterator[tuple[str, torch.Tensor | str]]:
         yield from self._held()
