@@ -1,8 +1,8 @@
 """What a killed rank costs on NCCL, against torchrun: seconds until all train again, steps lost, the bytes at the end.
 
-Two ranks of each side share one GPU, each as a host of its own. Both sides run at the same time, and have their ranks
-killed at random moments. Our run is then asked to save and end, and its weights are compared with those of as
-many steps that nobody disturbed.
+Two ranks of each side share one GPU, each as a host of its own, and are killed at random moments. One side runs after
+the other: on one GPU each would take the other's time. Our run is then asked to save and end, and its weights are
+compared with those of as many steps that nobody disturbed.
 
 python benchmarks/suite/recovery_nccl.py --json benchmarks/suite/recovery-nccl-h200.json
 """
@@ -15,7 +15,6 @@ import os
 import random
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from distributed.bench.machine import describe_machine, describe_versions
 from distributed.bench.recovery.benchmark import MOMENT_S, kill_rank
 from distributed.bench.recovery.results import TARGET_P50_S, Recoveries
-from distributed.bench.recovery.runs import SIDES, Run, Side
+from distributed.bench.recovery.runs import SIDES, Run
 from distributed.bench.recovery.workload import PACE_S, SAVE_EVERY
 from distributed.checkpoint.restore.reading import load
 
@@ -65,19 +64,13 @@ def main() -> None:
     before, counts = os.getloadavg()[0], {"ours": asked.kills, "torchrun": asked.peer_kills}
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         sides = [side for side in SIDES if counts[side]]
-        runs = {side: Run(side, asked.ranks, f"{folder}/{side}", device=asked.device) for side in sides}
-        try:
-
-            def measure(side: Side) -> Recoveries:
-                return kill_often(runs[side], counts[side], random.Random(asked.seed), asked.budget_s)
-
-            with ThreadPoolExecutor(len(sides)) as pool:
-                found = list(pool.map(measure, sides))
-            runs["ours"].end()
-        finally:
-            for run in runs.values():
-                run.close()
-        steps, killed = newest(runs["ours"])
+        found, killed, steps = [], {}, 0
+        for side in sides:
+            with Run(side, asked.ranks, f"{folder}/{side}", device=asked.device) as run:
+                found.append(kill_often(run, counts[side], random.Random(asked.seed), asked.budget_s))
+                if side == "ours":
+                    run.end()
+                    steps, killed = newest(run)
         settings = [f"max_steps={steps}"]
         with Run("ours", asked.ranks, f"{folder}/calm", device=asked.device, settings=settings, pace_s=0.0) as run:
             run.wait()

@@ -47,9 +47,6 @@ from distributed.train.resume.survivor_state import SurvivorState, hand_over, ta
 from distributed.train.schedule import make_schedule
 from distributed.train.task import Task
 
-# The collectives that a rank survives when they are cut off. NCCL's (`runtime/step_gate.py`) are to be added when
-# docs/decisions.md 47 can say so: until then ranks on GPUs resume from the checkpoint.
-OUTLIVED = ("gloo",)
 _LEAVE_S = 60.0  # for the launcher of a rank whose world broke to have all ranks leave it
 _TOGETHER_S = 30.0  # for all ranks that leave at the same step to end it
 _LOOK_EVERY_S = 0.01
@@ -187,6 +184,8 @@ def _run_world(
     heartbeat: Heartbeat | None = None
     is_touched = False  # whether an abort may have left anything in the weights, which rank 0 sends to all
     try:
+        heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), session.rank)
+        session.report_collectives_to(heartbeat.collective)
         inherited = None
         if line is not None and line.regroups and env.restarts:
             inherited = hand_over(session, held)
@@ -204,8 +203,6 @@ def _run_world(
         if line is not None and line.regroups and _is_exposed(plan, session, strategy):
             line.tell(Joined(False, plan.legal_sizes, in_run=True))
             line.on_cut_off(lambda: None)  # an abort would send its peers garbage, and this rank is ended anyway
-        heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), session.rank)
-        session.report_collectives_to(heartbeat.collective)
         check_datasets(plan, session, {"train_loader": job.train, "val_loader": job.evaluation})
         train, staff, decisions = open_training(job.train, plan, session, strategy.optimizer)
         evaluation, more = open_evaluation(
@@ -361,7 +358,7 @@ def line_for(plan: Plan, *, is_first: bool = True) -> LauncherLink | None:
         is_plain = plan.precision.kind != "fp16" and plan.speed.parameters == "fp32"  # see `Replica._gate_steps`
         env = worker_env()
         can_be_gated = is_plain and line.closes_gates and (env is None or env.num_nodes == 1)
-        can_be_cut = plan.collectives in OUTLIVED and (plan.collectives == "gloo" or can_be_gated)
+        can_be_cut = plan.collectives == "gloo" or (plan.collectives == "nccl" and can_be_gated)
         can_regroup = can_be_cut and plan.is_replicated and CAN_SHUT_DOWN
         regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
         has_gate = regroups and plan.collectives == "nccl"

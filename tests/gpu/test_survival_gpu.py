@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch import nn
 
 from distributed.checkpoint.restore.reading import load
 from distributed.runtime.step_gate import StepGate
-from distributed.worker import OUTLIVED
 from tests.conftest import clean_environ
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -74,14 +74,48 @@ def test_killed_rank_restarts_on_its_gpu_with_same_bytes(tmp_path: Path) -> None
 
 # Hosts run ahead of the GPU while nobody reads a loss: a rank may be killed many steps before its peers notice.
 SHARED_SCRIPT = """
-import json, os, sys, time
+import json, os, signal, sys, threading, time
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 from distributed import Trainer
+from distributed.train.capture.capture import StepCapture
 
-PACE_S, KIND, STEPS = float(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+PACE_S, KIND, STEPS, PLACES = float(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 torch.manual_seed(0)
+world = {"attempt": -1, "rank": -1, "calls": 0}
+
+
+def reach(place):  # kills this rank a moment after it has come to the place that is chosen for this attempt
+    if 0 <= world["attempt"] < len(PLACES):
+        chosen, number, delay_s, rank = PLACES[world["attempt"]]
+        if (chosen, rank) == (place, world["rank"]):
+            world["calls"] += 1
+            if world["calls"] == number:
+                threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def announce(name):
+    method = getattr(StepCapture, name)
+
+    def announced(*given, **more):
+        reach(name)
+        return method(*given, **more)
+
+    setattr(StepCapture, name, announced)
+
+
+for name in {place for place, *_ in PLACES}:
+    announce(name)
+make_capture = StepCapture.__init__
+
+
+def in_world(self, strategy, plan, session, *more):
+    world.update(attempt=session.env.attempt, rank=session.rank, calls=0)
+    make_capture(self, strategy, plan, session, *more)
+
+
+StepCapture.__init__ = in_world
 with open(f"pid-{os.environ['RANK']}-{os.environ['DISTRIBUTED_ATTEMPT']}", "w") as file:
     file.write(str(os.getpid()))
 
@@ -120,7 +154,7 @@ def make(parameters):
 layers = nn.Linear(16, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.Linear(128, 2)
 trainer = Trainer(
     nn.Sequential(Averaging(), *layers), loss_fn=nn.CrossEntropyLoss(), optimizer=make, batch_size=16, epochs=1000,
-    max_steps=STEPS, log_every_n_steps=20, progress=False,
+    max_steps=STEPS, log_every_n_steps=20, progress=False, capture=True if PLACES or KIND == "captured" else "auto",
     scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 if KIND == "epochs" else 0.999),
     scheduler_interval="epoch" if KIND == "epochs" else "step",
     checkpoint_frequency="40 steps" if KIND in ("rmsprop", "epochs") else f"{STEPS} steps",
@@ -129,11 +163,14 @@ trainer.fit(Rows())
 """
 
 
-def start(folder: Path, *, pace_s: float, kind: str, steps: int, ranks: int) -> subprocess.Popen[bytes]:
+def start(
+    folder: Path, *, pace_s: float, kind: str, steps: int, ranks: int, places: Sequence[Any] = ()
+) -> subprocess.Popen[bytes]:
     folder.mkdir()
     (folder / "train.py").write_text(SHARED_SCRIPT)
     command = [sys.executable, "-m", "distributed.cli", "train", "--script", "train.py", "--num-gpus", str(ranks)]
     command += ["--device", "cuda", "--share-gpus", "--run-dir", "run", "--", str(pace_s), kind, str(steps)]
+    command.append(json.dumps(places))
     with (folder / "output.log").open("wb") as output:
         return subprocess.Popen(command, cwd=folder, env=clean_environ(), stdout=output, stderr=subprocess.STDOUT)
 
@@ -175,18 +212,46 @@ def train(folder: Path, kills: int, *, kind: str = "adamw", steps: int, ranks: i
     return load(str(folder / "run" / "checkpoints" / f"step-{steps:06d}"), ranks=()).shared
 
 
-@pytest.mark.skipif("nccl" not in OUTLIVED, reason="ranks on NCCL resume from the checkpoint (worker.OUTLIVED)")
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_killed_gpu_ranks_resume_from_memory_with_same_bytes(tmp_path: Path, ranks: int) -> None:
-    kills, steps = 5, 300
-    undisturbed = train(tmp_path / "calm", 0, steps=steps, ranks=ranks)
-    killed = train(tmp_path / "killed", kills, steps=steps, ranks=ranks)
-    recovered = events_of(tmp_path / "killed" / "run", "Recovered")
+def check_survived(folder: Path, kills: int, undisturbed: Any, killed: Any) -> None:
+    """Every kill from memory, with no step lost, and the bytes of the undisturbed run."""
+    recovered = events_of(folder / "run", "Recovered")
     assert [event["lost_steps"] for event in recovered] == [0] * kills
     assert all(event["source"].startswith("memory of rank") for event in recovered)
     assert all(torch.equal(undisturbed["model"][name], tensor) for name, tensor in killed["model"].items())
     assert str(undisturbed["optimizer"]) == str(killed["optimizer"])
+    assert "ProcessGroupNCCL" not in (folder / "output.log").read_text()  # torch's traces of what was aborted
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "kills", "steps"), [(2, 5, 300), (4, 3, 150)])
+def test_killed_gpu_ranks_resume_from_memory_with_same_bytes(
+    tmp_path: Path, ranks: int, kills: int, steps: int
+) -> None:
+    undisturbed = train(tmp_path / "calm", 0, steps=steps, ranks=ranks)
+    killed = train(tmp_path / "killed", kills, steps=steps, ranks=ranks)
+    check_survived(tmp_path / "killed", kills, undisturbed, killed)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_killed_on_the_way_to_a_graph_are_survived(tmp_path: Path, ranks: int) -> None:
+    """Survivors hold graphs with collectives in them, or make one, when their communicators are aborted."""
+    places = [
+        ("_first_steps", 3, 0.05, 1),
+        ("_capture", 1, 0.03, 0),
+        ("_replayed", 1, 0.01, ranks - 1),
+        ("_verified", 1, 0.03, 1),
+        ("train_step", 15, 0.02, 0),
+    ]
+    undisturbed = train(tmp_path / "calm", 0, kind="captured", steps=80, ranks=ranks)
+    folder = tmp_path / "killed"
+    launcher = start(folder, pace_s=0.0, kind="captured", steps=80, ranks=ranks, places=places)
+    try:
+        assert launcher.wait(240) == 0, (folder / "output.log").read_text()
+    finally:
+        launcher.kill()
+    killed = load(str(folder / "run" / "checkpoints" / "step-000080"), ranks=()).shared
+    check_survived(folder, len(places), undisturbed, killed)
 
 
 @pytest.mark.timeout(300)

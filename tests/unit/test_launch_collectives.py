@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed.core.protocol.heartbeat import Phase
 from distributed.core.run_dir import AttemptDir
 from distributed.launch.supervise.flight_recorders import Recorders
 from distributed.launch.supervise.hangs import HangWatch, Stall, Watched
@@ -171,7 +174,7 @@ class Clock:
         return self.now
 
 
-def stalled(folder: Path, told: dict[int, Any], pid: int) -> Stall | None:
+def stalled(folder: Path, told: dict[int, Any], pid: int, phase: Phase = Phase.TRAINING, **how: Any) -> Stall | None:
     """What is found of ranks that all made their last step at once; those in `told` answer."""
     clock = Clock()
     ranks = [
@@ -188,13 +191,16 @@ def stalled(folder: Path, told: dict[int, Any], pid: int) -> Stall | None:
             record = {"backend": "nccl", "pg_config": PAIR_01, "entries": told[rank]}
             paths[rank].write_text(json.dumps(record | {"has_lines": rank == 0}))  # rank 1's are late
 
-    watch = HangWatch(ranks, 1.0, recorders=Recorders(paths, answer), clock_ns=clock)
-    clock.now = int(hearts[0]._last)
-    for _ in range(60):
-        clock.now += 100_000_000
-        found = watch.look()
-        if found is not None:
-            return found
+    watch = HangWatch(ranks, 1.0, recorders=Recorders(paths, answer), clock_ns=clock, wall_ns=clock, **how)
+    with ExitStack() as phases:
+        for heart in hearts:
+            phases.enter_context(heart.phase(phase))
+        clock.now = int(hearts[0]._last)
+        for _ in range(160):
+            clock.now += 100_000_000
+            found = watch.look()
+            if found is not None:
+                return found
     return None
 
 
@@ -212,6 +218,24 @@ def test_rank_behind_is_blamed_when_stacks_are_missing(tmp_path: Path) -> None:
         silent = stalled(tmp_path, {}, process.pid)
         assert silent is not None
         assert (silent.rank, silent.collective) == (0, "")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("is_overdue", [True, False])
+def test_overdue_collective_is_found_outside_of_training(tmp_path: Path, is_overdue: bool) -> None:
+    """An evaluation may take longer than a collective may, and its ranks may have come to one just now."""
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        begun = 0 if is_overdue else time.monotonic_ns() + 3600 * 10**9
+        told = {0: [entry(1, done=True), entry(2, time_created_ns=begun)], 1: [entry(1, done=True)]}
+        how: dict[str, Any] = {"phase": Phase.EVALUATING, "collective_s": 3.0}
+        found = stalled(tmp_path, told, process.pid, ends_collectives=True, **how)
+        assert (found is not None) == is_overdue
+        if found is not None:
+            assert (found.rank, found.waiting, found.deadline_s) == (1, (0,), 3.0)
+        assert stalled(tmp_path, told, process.pid, ends_collectives=False, **how) is None
     finally:
         process.kill()
         process.wait()

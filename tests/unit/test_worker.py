@@ -309,7 +309,6 @@ def test_rank_says_whether_it_can_regroup(
         monkeypatch.setenv(name, value)
     line = Line()
     line.closes_gates = closes_gates
-    monkeypatch.setattr("distributed.worker.OUTLIVED", ("gloo", "nccl"))  # as it is to be
     monkeypatch.setattr("distributed.worker.launcher_line", lambda: line)
     line_for(Plan("", BatchPlan(BATCH, 2), collectives=collectives))
     (joined,) = line.told

@@ -23,7 +23,7 @@ from distributed.core.engines.launchers import launcher_of
 from distributed.core.env import WorkerEnv, announce, announce_unset, inherited_environ
 from distributed.core.errors import LaunchError, PlanError
 from distributed.core.mesh import MeshSpec
-from distributed.runtime.nccl import Communicators, forget_groups, has_nccl, leave_errors_to_us
+from distributed.runtime.nccl import Communicators, Graphs, forget_groups, has_nccl, leave_errors_to_us
 from distributed.runtime.rank_store import RankStore
 from distributed.runtime.sockets import open_sockets, shut_down
 from distributed.runtime.step_gate import StepGate
@@ -73,7 +73,8 @@ class Session:
         # waits for ranks that do not capture, and fails on memory in expandable segments.
         self.can_capture = inherited_environ().get(_REGISTERS) == "0"
         self.gate = StepGate(device) if survives_nccl else None
-        self._communicators = Communicators() if survives_nccl else None
+        self.graphs = Graphs()
+        self._communicators = Communicators(self.graphs) if survives_nccl else None
         self.begins_alike = False  # whether all ranks were handed the same weights before a strategy is set up
         self._cut_beside: Callable[[], None] = lambda: None
         self._calls = itertools.count()

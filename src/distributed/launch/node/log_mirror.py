@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from distributed.launch.node.log_tail import LogTail
 
 _REFRESH_S = 0.1
+_TORCH_LINE = re.compile(r"\[rank\d+\]:\[[EWF]\d{4} [^]]* ProcessGroupNCCL\.cpp:\d+\]")
+_TORCH_FRAME = re.compile(r"#\d+ .+ from .+:\d+$|frame #\d+: |Exception raised from |$")
+
+
+def without_traces(lines: Iterable[str]) -> Iterator[str]:
+    """Leave out what torch's threads write about the collectives of a world that was aborted on purpose.
+
+    >>> first = "[rank2]:[E1118 11:27:36.57 ProcessGroupNCCL.cpp:750] [Rank 2] Stack trace of the failed collective:"
+    >>> list(without_traces(["before", first, "#0 sum from session.py:5", "", "after", ""]))
+    ['before', 'after', '']
+    """
+    in_trace = False
+    for line in lines:
+        in_trace = bool(_TORCH_LINE.match(line) or (in_trace and _TORCH_FRAME.match(line)))
+        if not in_trace:
+            yield line
 
 
 class Screen(Protocol):
@@ -36,10 +54,12 @@ class LogMirror:
         if self._screen is not None:
             self._screen.attempt_began(attempt)
 
-    def drain(self, only: str | None = None, final: bool = False) -> None:
+    def drain(self, only: str | None = None, final: bool = False, hides_traces: bool = False) -> None:
+        """Show the new lines; `hides_traces`: survivors of an abort are among the ranks, and leave torch's traces."""
         for path, (rank, tail) in self._tails.items():
             if self._screen is not None and only in (None, path):
-                for line in tail.lines(final):
+                lines = tail.lines(final)
+                for line in without_traces(lines) if hides_traces else lines:
                     self._screen.rank_line(rank, line)
 
     def refresh(self) -> None:

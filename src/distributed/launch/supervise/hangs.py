@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from distributed.core.protocol.heartbeat import RECORD, Beat, Phase
 from distributed.launch.node.kernel import GONE, HALTED, Kernel
 from distributed.launch.supervise.flight_recorders import Recorders
 from distributed.launch.supervise.stacks import Whereabouts, data_line, parse_stacks, standing
-from distributed.launch.supervise.stuck_collectives import blame_mismatch, find_waits, standing_in
+from distributed.launch.supervise.stuck_collectives import Wait, blame_mismatch, find_waits, standing_in
 
 _S = 1_000_000_000
 _SHORTEST_S = 10.0
@@ -30,6 +30,7 @@ _DUMP_TIMEOUT_NS = 2 * _S  # timeout for a stack dump; a loaded machine is slow
 _WORKERS_NS = 2 * _S  # timeout for the dumps of all data loader workers
 _SOON_NS = _S  # a rank that will be late this soon is queried as well: it may wait for the one that is late now
 _PAUSE_NS = 3 * _S  # not called for this long: the job or the machine was suspended, and the ranks with it
+_LOOKS_OUTSIDE = 4  # at collectives of ranks that are not in training steps, within the time that one may take
 _KINDS = ("stopped", "data", "user code", "unknown")
 
 
@@ -118,11 +119,16 @@ class HangWatch:
         *,
         recorders: Recorders | None = None,
         collective_s: float = math.inf,
+        ends_collectives: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        wall_ns: Callable[[], int] = time.time_ns,
         kernel: Kernel | None = None,
     ) -> None:
-        """`recorders`: for ranks that may use NCCL, in whose collectives the host does not wait."""
+        """`recorders`: for ranks that may use NCCL, in whose collectives the host does not wait.
+        `ends_collectives`: nothing else ends those that take longer than `collective_s`, also outside of training."""
         self._recorders, self._collective_s = recorders, collective_s
+        self._ends_collectives = ends_collectives and math.isfinite(collective_s)
+        self._wall_ns = wall_ns
         self._ranks = {watched.rank: watched for watched in ranks}
         self._timeout_s, self._clock_ns, self._kernel = timeout_s, clock_ns, kernel or Kernel()
         self._files: dict[int, int] = {}
@@ -193,6 +199,9 @@ class HangWatch:
         is_second = all(now - beat.time_ns > 2 * self._deadline_ns(beat) for beat in late_beats.values())
         calls = {} if self._recorders is None else self._recorders.calls()
         waits = find_waits(calls)
+        if all(beat.phase is not Phase.TRAINING for beat in late_beats.values()) and not self._has_overdue(waits):
+            self._judge_again = now + int(self._collective_s * _S) // _LOOKS_OUTSIDE
+            return None
         findings = [replace(f, standing=standing_in(f.standing, waits.get(f.rank))) for _, f in answers.values()]
         verdict = blame_mismatch(calls, answers) or choose(findings, bool(explain), is_second)
         if verdict is None:
@@ -213,6 +222,11 @@ class HangWatch:
             collective=next((str(wait.call) for wait in waiting.values()), ""),
         )
 
+    def _has_overdue(self, waits: Mapping[int, Wait]) -> bool:
+        """Whether a rank waits in a collective for longer than any may take; saving and evaluating may take longer."""
+        since = self._wall_ns() - int(self._collective_s * _S)
+        return any(wait.call.begun_ns < since for wait in waits.values())
+
     def _long_halted(self, beats: dict[int, Beat], now: int) -> Stall | None:
         """Find a stopped rank in any phase, because it does not save or evaluate either."""
         for rank, beat in beats.items():
@@ -220,7 +234,7 @@ class HangWatch:
             if beat.phase in (Phase.TRAINING, Phase.ENDED) or self._kernel.state(watched.pid) not in HALTED:
                 self._halted.pop(rank, None)
                 continue
-            since, deadline = self._halted.setdefault(rank, now), self._deadline_ns(beat)
+            since, deadline = self._halted.setdefault(rank, now), self._step_deadline_ns(beat)
             if now - since > deadline:
                 self._halted[rank] = now
                 others = tuple(other for other in sorted(beats) if other != rank)
@@ -241,7 +255,7 @@ class HangWatch:
         return frozenset((rank, beat.time_ns) for rank, beat in beats.items() if now > self._due(rank, beat))
 
     def _due(self, rank: int, beat: Beat) -> int:
-        if beat.phase is not Phase.TRAINING:
+        if beat.phase is Phase.ENDED or (beat.phase is not Phase.TRAINING and not self._ends_collectives):
             return 1 << 63
         compiled_at, until = self._compiling.get(rank, (0, 0))
         if compiled_at == beat.time_ns:
@@ -250,6 +264,11 @@ class HangWatch:
         return beat.time_ns + self._deadline_ns(beat) + paused
 
     def _deadline_ns(self, beat: Beat) -> int:
+        if beat.phase is not Phase.TRAINING and self._ends_collectives:
+            return int(self._collective_s * _S)
+        return self._step_deadline_ns(beat)
+
+    def _step_deadline_ns(self, beat: Beat) -> int:
         return int(deadline_s(beat.slowest_ns, self._timeout_s, self._collective_s) * _S)
 
     def _beats(self) -> dict[int, Beat]:

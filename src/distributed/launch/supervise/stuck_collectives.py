@@ -35,6 +35,7 @@ class Call:
     line: str = ""  # of the program; "" where backward began it
     is_done: bool = False
     peer: int | None = None  # of a message
+    begun_ns: int = 0  # when the host began it, since the epoch
 
     def __str__(self) -> str:
         what = f" ({self.sizes[0]}{f' and {len(self.sizes) - 1} more' * (len(self.sizes) > 1)})" if self.sizes else ""
@@ -84,6 +85,7 @@ def _read_call(entry: Mapping[str, Any], ranks: tuple[int, ...]) -> Call:
         line=_line(entry.get("frames", ())),
         is_done=entry.get("state") == "completed",
         peer=ranks[peer] if 0 <= peer < len(ranks) else None,
+        begun_ns=int(entry.get("time_created_ns", 0)),
     )
 
 

@@ -96,8 +96,9 @@ class Watch:
             outcome = self.look()
             if outcome is not None:
                 return outcome
-            if self._failed_at is None:
-                self.mirror.drain()  # after a failure, the survivors' lines stay in their logs
+            if self._failed_at is None:  # after a failure, the survivors' lines stay in their logs
+                survived_nccl = not self._is_recovered and any(m.has_gate for m in self.rank_group.members)
+                self.mirror.drain(hides_traces=survived_nccl)
             self.mirror.refresh()
             self.rank_group.wait(self.timings.poll_s)
 
@@ -209,6 +210,7 @@ class Watch:
                 self.hang_timeout_s,
                 recorders=self._recorders(),
                 collective_s=nccl_s,
+                ends_collectives=any(member.has_gate for member in members),
                 clock_ns=self.clock.monotonic_ns,
                 kernel=self.rank_group.kernel,
             )

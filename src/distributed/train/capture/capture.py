@@ -43,6 +43,7 @@ class StepCapture:
     ) -> None:
         self._strategy, self._device, self._warn, self._steps_done = strategy, session.device, warn, steps_done
         self._precision, self._is_asked = plan.precision.kind, plan.speed.capture == "on"
+        self._graphs_of_world = session.graphs
         self._agreement = Agreement(plan.batch, session)
         self._unseen = 1 if self._agreement.is_alone else _LOOKED_AT
         self._warm = _WARM + self._unseen - 1
@@ -341,7 +342,13 @@ class StepCapture:
         try:
             with self._rates.on_device():
                 made = CapturedStep(
-                    self._strategy, microbatches, measure, device=self._device, pool=self._pool, stream=self._stream
+                    self._strategy,
+                    microbatches,
+                    measure,
+                    device=self._device,
+                    pool=self._pool,
+                    stream=self._stream,
+                    graphs=self._graphs_of_world,
                 )
         except Exception as failed:  # the user's step, in a capture: what is wrong with it shows again without one
             torch.cuda.synchronize(self._device)

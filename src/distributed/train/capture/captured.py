@@ -9,6 +9,7 @@ import torch
 
 from distributed.data.loading.loader import Microbatch
 from distributed.data.loading.rows import RowBatch
+from distributed.runtime.nccl import Graphs
 from distributed.strategies.base import Capturable, MetricSum, StepOutput
 from distributed.train.capture.proofs import Proofs
 
@@ -83,13 +84,17 @@ class CapturedStep:
         device: torch.device,
         pool: Any,
         stream: torch.cuda.Stream,
+        graphs: Graphs,
     ) -> None:
-        self.proofs, self._device = Proofs(), device
+        """`graphs`: of the world whose collectives are in the step."""
+        self.proofs, self._device, self._graphs = Proofs(), device, graphs
         self._micros = [micro._replace(batch=_static(micro.batch, device)) for micro in microbatches]
         self._inputs = [tensor for micro in self._micros for tensor in _tensors(micro.batch)]
         self._graph = torch.cuda.CUDAGraph()
         # Threads that pin memory or write checkpoints may call CUDA meanwhile: only this thread's calls are watched.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        torch.cuda.synchronize(device)  # what it is busy with may end by an abort alone, which waits for a capture
+        with graphs.making(self._graph), capture:
             self._output = strategy.step(self._micros, measure)
 
     def last_inputs(self) -> list[Microbatch]:
@@ -105,7 +110,7 @@ class CapturedStep:
             given = [tensor for micro in microbatches for tensor in _tensors(micro.batch)]
             for place, tensor in zip(self._inputs, given, strict=True):
                 place.copy_(tensor, non_blocking=True)
-        self._graph.replay()
+        self._graphs.launch(self._graph)
         output = self._output
         assert isinstance(output.loss, torch.Tensor)
         loss = output.loss.clone()  # the next replay writes over it
