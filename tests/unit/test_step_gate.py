@@ -248,3 +248,23 @@ def test_first_step_not_taken_leaves_no_arbitrary_momentum(dampening: float) -> 
         assert held is None
     else:
         assert not any(state["momentum_buffer"].any() for state in optimizer.state.values())
+
+
+def test_buffers_of_a_skipped_step_that_raises_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an abort left of its targets was refused, so that the host has not counted it."""
+    module = Averaging(in_place=True)
+    strategy, gate = gated(module, torch.optim.AdamW(module.parameters()))
+    step_on(strategy, 3)
+    average = module.average.clone()
+    gate.close()
+
+    def refuse() -> None:
+        raise ValueError("a target is out of range")
+
+    monkeypatch.setattr(strategy._task, "check_targets", refuse)
+    with pytest.raises(ValueError, match="target"):
+        strategy.train_step([Microbatch((torch.ones(4, 4), torch.ones(4)), 1.0, 4)], measure=True)
+    assert gate.find_behind(3) == 0
+    held = strategy.held_state()
+    assert held is not None
+    assert torch.equal(held["model"]["average"], average)

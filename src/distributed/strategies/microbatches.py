@@ -102,7 +102,12 @@ class MicrobatchStep(OneRankStep):
         return Passed(loss, total, metrics)
 
     def check_targets(self) -> None:
-        self._task.check_targets()
+        """After a step, which does not count if this raises: its targets, or those that an abort made of them."""
+        try:
+            self._task.check_targets()
+        except Exception:
+            self._in_step = True
+            raise
 
     def _pass(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
         """Run forward and backward over one micro-batch; returns its part of the loss."""

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from distributed.launch.node.log_tail import LogTail
 
 _REFRESH_S = 0.1
 _TORCH_LINE = re.compile(r"\[rank\d+\]:\[[EWF]\d{4} [^]]* ProcessGroupNCCL\.cpp:\d+\]")
-_TORCH_FRAME = re.compile(r"#\d+ .+ from .+:\d+$|frame #\d+: |Exception raised from |$")
+_MORE_OF_IT = re.compile(r"#\d+ .+ from .+:\d+$|frame #\d+: |Exception raised from |nccl\w+Error: |Last error:|$")
 
 
-def without_traces(lines: Iterable[str]) -> Iterator[str]:
-    """Leave out what torch's threads write about the collectives of a world that was aborted on purpose.
+class TorchTraces:
+    """What torch's threads write about collectives that a rank outlives: its peer was lost, or they were aborted.
 
-    >>> first = "[rank2]:[E1118 11:27:36.57 ProcessGroupNCCL.cpp:750] [Rank 2] Stack trace of the failed collective:"
-    >>> list(without_traces(["before", first, "#0 sum from session.py:5", "", "after", ""]))
+    >>> traces, first = TorchTraces(), "[rank2]:[E1118 11:27:36.57 ProcessGroupNCCL.cpp:750] [Rank 2] NCCL error:"
+    >>> lines = ["before", first, "ncclRemoteError: x", "Last error:", "it closed", "#0 f from x.py:5", "", "after", ""]
+    >>> [line for line in lines if not traces.hides(line)]
     ['before', 'after', '']
     """
-    in_trace = False
-    for line in lines:
-        in_trace = bool(_TORCH_LINE.match(line) or (in_trace and _TORCH_FRAME.match(line)))
-        if not in_trace:
-            yield line
+
+    def __init__(self) -> None:
+        self._is_inside = self._is_next = False
+
+    def hides(self, line: str) -> bool:
+        """Whether a line is part of such a message; called with every line."""
+        is_more = self._is_inside and (self._is_next or _MORE_OF_IT.match(line) is not None)
+        self._is_next = is_more and line == "Last error:"
+        self._is_inside = is_more or _TORCH_LINE.match(line) is not None
+        return self._is_inside
 
 
 class Screen(Protocol):
@@ -43,24 +48,24 @@ class LogMirror:
 
     def __init__(self, screen: Screen | None) -> None:
         self._screen = screen
-        self._tails: dict[str, tuple[int, LogTail]] = {}
+        self._tails: dict[str, tuple[int, LogTail, TorchTraces]] = {}
         self._refreshed_at = 0.0
 
     def follow(self, rank: int, log_path: str) -> None:
         if self._screen is not None:
-            self._tails[log_path] = (rank, LogTail(log_path))
+            self._tails[log_path] = (rank, LogTail(log_path), TorchTraces())
 
     def attempt_began(self, attempt: int) -> None:
         if self._screen is not None:
             self._screen.attempt_began(attempt)
 
     def drain(self, only: str | None = None, final: bool = False, hides_traces: bool = False) -> None:
-        """Show the new lines; `hides_traces`: survivors of an abort are among the ranks, and leave torch's traces."""
-        for path, (rank, tail) in self._tails.items():
+        """Show the new lines; `hides_traces`: leave out torch's about collectives that the ranks outlive."""
+        for path, (rank, tail, traces) in self._tails.items():
             if self._screen is not None and only in (None, path):
-                lines = tail.lines(final)
-                for line in without_traces(lines) if hides_traces else lines:
-                    self._screen.rank_line(rank, line)
+                for line in tail.lines(final):
+                    if not (hides_traces and traces.hides(line)):
+                        self._screen.rank_line(rank, line)
 
     def refresh(self) -> None:
         if self._screen is not None and time.monotonic() >= self._refreshed_at + _REFRESH_S:
@@ -76,5 +81,5 @@ class LogMirror:
             self._screen.refresh()
 
     def close(self) -> None:
-        for _, tail in self._tails.values():
+        for _, tail, _ in self._tails.values():
             tail.close()

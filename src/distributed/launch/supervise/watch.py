@@ -97,8 +97,7 @@ class Watch:
             if outcome is not None:
                 return outcome
             if self._failed_at is None:  # after a failure, the survivors' lines stay in their logs
-                survived_nccl = not self._is_recovered and any(m.has_gate for m in self.rank_group.members)
-                self.mirror.drain(hides_traces=survived_nccl)
+                self.mirror.drain(hides_traces=any(member.has_gate for member in self.rank_group.members))
             self.mirror.refresh()
             self.rank_group.wait(self.timings.poll_s)
 

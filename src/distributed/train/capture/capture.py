@@ -15,7 +15,7 @@ import torch
 
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
-from distributed.runtime.session import Session
+from distributed.runtime.session import CollectiveError, Session
 from distributed.strategies.base import Capturable, StepOutput
 from distributed.train.capture.agreement import Agreement
 from distributed.train.capture.captured import CapturedStep, NotCapturable
@@ -60,6 +60,7 @@ class StepCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._waits: list[tuple[float, float]] = []  # (seconds of the host, seconds that the device took after it)
         self._rates = Rates(strategy.optimizer, self._device)
+        self._broke: CollectiveError | None = None  # found after a step that counts
         self.why_not = ""
         if why := self._agreement.on(self._refused(plan)):
             self._refuse(why)
@@ -72,6 +73,8 @@ class StepCapture:
         return self._rates.why_not
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
+        if self._broke is not None:
+            raise self._broke
         if self.why_not:
             return self._as_written(microbatches, measure)
         agreement = self._agreement
@@ -193,7 +196,7 @@ class StepCapture:
             output = self._plain(microbatches, measure, checks=False)
         if measure:
             self._strategy.check_targets()
-        why = self._agreement.on(next(iter(found), ""))
+        why = self._agreed_after_step(next(iter(found), ""))
         if why and measure:
             self._stay_eager(key, f"where it is measured, {why}")
         elif why:
@@ -226,13 +229,24 @@ class StepCapture:
         before = self._made_ready(key, microbatches, measure)
         captured, made = self._replayed(self._graphs[key], microbatches, before)
         output = self._plain(microbatches, measure)
-        found = self._agreement.on(differs(captured, made, output, before.changes(), self._precision))
+        found = self._agreed_after_step(differs(captured, made, output, before.changes(), self._precision))
         self._checked[key] += 1
+        if self._broke is not None:
+            return output
         if found:
             self._refuse(found)
         elif self._checked[key] == _CHECKS:
             self._verified(key, measure)
         return output
+
+    def _agreed_after_step(self, why: str) -> str:
+        """As all ranks agree. Where their world broke, the loop first counts the step, which the device may have taken,
+        and hears of it at the next."""
+        try:
+            return self._agreement.on(why)
+        except CollectiveError as failed:
+            self._broke = failed
+            return ""
 
     def _made_ready(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> Before:
         """With a graph, and the state before the step; on all ranks, or NotCapturable is raised on all."""
@@ -351,6 +365,7 @@ class StepCapture:
                     graphs=self._graphs_of_world,
                 )
         except Exception as failed:  # the user's step, in a capture: what is wrong with it shows again without one
+            self._strategy.forget_step()  # nothing of it was computed
             torch.cuda.synchronize(self._device)
             generator.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())  # else it still captures
             generator.set_state(seed_and_offset)
