@@ -716,15 +716,15 @@ _LAUNCH = [
     Fault(
         "a heartbeat is never stale",
         "launch/supervise/hangs.py",
-        "if beat.phase is not Phase.TRAINING:\n            return 1 << 63",
-        "if beat.phase is not Phase.ENDED:\n            return 1 << 63",
+        "if beat.phase is Phase.ENDED or (beat.phase is not Phase.TRAINING and not self._ends_collectives):",
+        "if beat.phase is not Phase.ENDED:",
         _ranks("launch_hangs", "deadline_adapts"),
     ),
     Fault(
         "a save has the deadline of a step",
         "launch/supervise/hangs.py",
-        "if beat.phase is not Phase.TRAINING:\n            return 1 << 63",
-        "if beat.phase is Phase.ENDED:\n            return 1 << 63",
+        "if beat.phase is Phase.ENDED or (beat.phase is not Phase.TRAINING and not self._ends_collectives):",
+        "if beat.phase is Phase.ENDED:",
         _ranks("launch_hangs", "only_the_training_phase"),
     ),
     Fault(

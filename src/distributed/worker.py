@@ -184,8 +184,8 @@ def _run_world(
     heartbeat: Heartbeat | None = None
     is_touched = False  # whether an abort may have left anything in the weights, which rank 0 sends to all
     try:
-        heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), session.rank)
-        session.report_collectives_to(heartbeat.collective)
+        if line is not None:  # the launcher watches this rank from here on; it has made the run directory
+            heartbeat = _begin_heartbeat(plan, session)
         inherited = None
         if line is not None and line.regroups and env.restarts:
             inherited = hand_over(session, held)
@@ -200,6 +200,8 @@ def _run_world(
         session.seed(plan.seed)
         is_touched = session.gate is not None and inherited is None
         strategy.setup(task, session)
+        if heartbeat is None:  # rank 0 has looked at the run directory before any rank came this far
+            heartbeat = _begin_heartbeat(plan, session)
         if line is not None and line.regroups and _is_exposed(plan, session, strategy):
             line.tell(Joined(False, plan.legal_sizes, in_run=True))
             line.on_cut_off(lambda: None)  # an abort would send its peers garbage, and this rank is ended anyway
@@ -294,6 +296,12 @@ def _await_leave(session: Session, line: LauncherLink, message: str) -> None:
             why = f"its launcher did not end that world within {_LEAVE_S:.0f} s: {message}"
             raise CannotGoOnError(f"rank {session.rank} lost its world", why=why)
         time.sleep(_LOOK_EVERY_S)
+
+
+def _begin_heartbeat(plan: Plan, session: Session) -> Heartbeat:
+    heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(session.env.attempt), session.rank)
+    session.report_collectives_to(heartbeat.collective)
+    return heartbeat
 
 
 def _asked_to_leave(line: LauncherLink, attempt: int, strategy: Strategy) -> bool:

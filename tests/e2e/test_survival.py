@@ -113,9 +113,12 @@ def test_killing_all_ranks_resumes_from_checkpoint(tmp_path: Path, undisturbed: 
     assert sources[0] == "the beginning"
     assert sources[1] in ("step-000005", "step-000010")  # the newest one may not have been published yet
     assert sources[2] in ("step-000015", "step-000020")
-    # Rank 1 dies right after it resumed, before or after that is reported; the new rank 0 may hold the state by then.
-    assert sources[3:-1] in ([], ["memory of rank 1"])
-    assert sources[-1] in ("memory of rank 0", "step-000025", "step-000030")
+    # Ranks that die together end one attempt or two, so either rank is first to die at step 34. The other dies right
+    # after it resumed, before or after that is reported; the rank that replaced the first may hold the state by then.
+    memory = {"memory of rank 0", "memory of rank 1"}
+    assert len(sources) <= 5
+    assert set(sources[3:-1]) <= memory
+    assert sources[-1] in memory - set(sources[3:-1]) | {"step-000025", "step-000030"}
     assert [bool(lost) for _, lost in result.recoveries[:3]] == [True, True, True]
     assert {cause for cause, _ in causes(result)} == {"machine"}
 

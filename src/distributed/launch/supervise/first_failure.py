@@ -64,7 +64,7 @@ def first_failure(endings: Iterable[Ending]) -> Ending | None:
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGKILL: "; the kernel does that when memory runs out",
     signal.SIGBUS: "; a full /dev/shm can do that",
-    signal.SIGILL: "; on a virtual machine that shows AMX and lacks its tiles, ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 helps",
+    signal.SIGILL: "; on a virtual machine that shows AMX without tiles, ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 helps",
 }
 
 
