@@ -79,6 +79,19 @@ def test_hopper_in_bf16_gets_every_speed_switch_with_reason() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "compiles"),
+    [
+        ({"tensor_parallel": 2}, True),
+        ({"tensor_parallel": 2, "sequence_parallel": True}, False),
+        ({"context_parallel": 2}, False),
+    ],
+)
+def test_auto_compiles_blocks_of_a_mesh_where_it_may(settings: dict[str, Any], compiles: bool) -> None:
+    made = plan(HOPPER, compile="auto", **settings)
+    assert (made.memory.compile, made.memory.compile_whole) == (compiles, False)
+
+
+@pytest.mark.parametrize(
     ("machine", "settings", "chosen"),
     [
         (HOPPER, {}, {"fused_optimizer", "expandable_segments"}),  # in fp32 no digit may be lost

@@ -32,11 +32,11 @@ def plan_compile(
         )
     if config.compile != "auto":
         return memory
-    others = config.tensor_parallel > 1 or config.context_parallel > 1 or config.reproducible == "bitwise"
+    others = config.sequence_parallel or config.context_parallel > 1 or config.reproducible == "bitwise"
     reasons = {
         "this engine has kernels of its own": not ENGINES.entries[plan.strategy].is_native,
         "there is no GPU": plan.device != "cuda",
-        "tensor_parallel, context_parallel or reproducible='bitwise' replaces parts of the model": others,
+        "sequence_parallel, context_parallel or reproducible='bitwise' replaces parts of the model": others,
         "the model has no blocks": not holds_whole and not has_blocks,
     }
     why_not = next((why for why, holds in reasons.items() if holds), "")
