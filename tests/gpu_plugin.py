@@ -2,7 +2,7 @@
 
 python -m pytest -p tests.gpu_plugin -m gpu --gpu-record benchmarks/gpu-suite.json
 
-With several workers (-n 7 --dist loadgroup) a file stays together where its fixtures serve all of its tests.
+With several workers (-n 10) a file stays together where its fixtures serve all of its tests.
 """
 
 from __future__ import annotations
@@ -15,19 +15,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import gpu_record
 
-_APART = ("test_survival_gpu", "test_stuck_gpu", "test_capture_ranks_gpu", "test_bitwise_gpu", "test_shared_gpus")
+_LONGEST = ("test_nccl_ways", "test_nccl", "test_engines_gpu", "test_nccl_runs", "test_nccl_exchange")
+_APART = ("test_survival_gpu", "test_stuck_gpu", "test_capture_ranks_gpu", "test_shared_gpus")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+class Schedule(LoadScopeScheduling):
+    """A file goes to one worker, whose fixtures serve all of its tests; long tests that share none go one by one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        return nodeid if Path(module).stem in _APART else module
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedule:
+    config.option.loadscopereorder = False  # the order below stays
+    return Schedule(config, log)
+
+
+@pytest.hookimpl(trylast=True)  # the suite's own order has been made
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests that share no fixture come first, and each goes to the worker that is free."""
-    items.sort(key=lambda item: item.path.stem not in _APART)
-    for item in items:
-        if item.path.stem not in _APART:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """What one worker is busy with for longest comes first."""
+    items.sort(key=lambda item: (item.path.stem not in _LONGEST, item.path.stem not in _APART))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

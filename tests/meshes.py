@@ -130,6 +130,14 @@ MESHES = {
     "fsdp_cp": Mesh(4, {"backend": "fsdp", "context_parallel": 2}),
 }
 
+WIDE = {  # one axis over four ranks
+    "ddp4": Mesh(4),
+    "zero1_4": Mesh(4, {"zero_stage": 1}),
+    "tp4": Mesh(4, {"tensor_parallel": 4}),
+    "cp4": Mesh(4, {"context_parallel": 4}),
+    "pp4": Mesh(4, {"pipeline_parallel": 4}),  # of a model with four blocks
+}
+
 
 ENGINES = {  # the same work behind other doors
     "deepspeed": Mesh(2, {"backend": "deepspeed", "zero_stage": 3}),
@@ -149,7 +157,7 @@ def train(mesh: str, run_dir: Path, model: nn.Module | None = None, **settings: 
     """Through the front door, with every step's loss written down."""
     accumulation = settings.pop("accumulation", 1)
     data = make_data(settings.pop("samples", SAMPLES))
-    options = MESHES[mesh].all_settings(accumulation) | {
+    options = (MESHES | WIDE)[mesh].all_settings(accumulation) | {
         "epochs": EPOCHS,
         "learning_rate": 0.01,
         "log_every_n_steps": 1,
@@ -198,7 +206,7 @@ class Case:
 
     @property
     def world(self) -> tuple[int, bool]:
-        return MESHES[self.mesh].ranks, self.is_soak
+        return (MESHES | WIDE)[self.mesh].ranks, self.is_soak
 
 
 class TrainedCases:

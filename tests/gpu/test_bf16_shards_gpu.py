@@ -49,7 +49,8 @@ def test_sharded_parameters_in_bf16_learn_as_in_fp32(way: str, trained: dict[str
     assert all(torch.equal(w, w.bfloat16().float()) for w in weights.values()) == (way != "compensated")
 
 
-def fit_wide(folder: Path, **settings: Any) -> list[float]:
+def fit_wide(folder: Path, **settings: Any) -> tuple[list[float], str]:
+    """The losses, and all that the run has said."""
     torch.manual_seed(1)
     hidden = [nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(2)]
     model = nn.Sequential(nn.Linear(32, 2048), nn.ReLU(), nn.Sequential(*hidden), nn.Linear(2048, 4))
@@ -67,19 +68,21 @@ def fit_wide(folder: Path, **settings: Any) -> list[float]:
         **settings,
     )
     history = trainer.fit(data)
-    lines = (Path(history.run_dir) / "events.jsonl").read_text().splitlines()
-    return [event["loss"] for event in map(json.loads, lines) if event["event"] == "StepEnded"]
+    text = (Path(history.run_dir) / "events.jsonl").read_text()
+    return [event["loss"] for event in map(json.loads, text.splitlines()) if event["event"] == "StepEnded"], text
 
 
 def test_sharded_fp8_layers_match_one_process(tmp_path: Path) -> None:
-    alone = fit_wide(tmp_path / "one", num_gpus=1, batch_size=4096)
+    alone, said_alone = fit_wide(tmp_path / "one", num_gpus=1, batch_size=4096)
+    assert "2 of 4 linear layers" in said_alone
     for way in ({}, {"compile": True, "bf16_parameters": True}):
         folder = tmp_path / ("-".join(way) or "plain")
         sharded = SHARED | {"batch_size": 2048} | way
-        together = run_ranks(_fit_sharded, 2, folder, sharded, device="cuda")[0]
+        together, said = run_ranks(_fit_sharded, 2, folder, sharded, device="cuda")[0]
+        assert "2 of 4 linear layers" in said, way
         assert together == pytest.approx(alone, rel=0.05), way
     assert alone[-1] < 0.8 * alone[0]
 
 
-def _fit_sharded(folder: Path, settings: dict[str, Any]) -> list[float]:
+def _fit_sharded(folder: Path, settings: dict[str, Any]) -> tuple[list[float], str]:
     return fit_wide(folder, **settings)

@@ -1,72 +1,67 @@
-"""reproducible='bitwise' on a GPU: one device, shared by 1, 2 and 4 processes that talk over gloo.
-
-NCCL refuses two ranks on one GPU, and so does the planner; so the plan is made by hand, and this file is also the rank.
-"""
+"""reproducible='bitwise' on NCCL: 1, 2 and 4 ranks end with the same bytes, also of the optimizer."""
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from distributed.core.env import WorkerEnv
-from distributed.core.mesh import MeshSpec
-from distributed.core.plan import BatchPlan, CheckpointPlan, OptimizerPlan, Plan, PrecisionPlan
-from distributed.data.source import Source
-from distributed.launch.ports import free_port
-from distributed.train.task import Task
-from distributed.worker import Job, open_session, run_rank
+from distributed import Trainer
+from distributed.checkpoint.format.tree import flatten
+from distributed.checkpoint.restore.reading import load
+from distributed.testing import run_ranks
+from tests.gpu.worlds import SHARED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"mixed_precision": "bf16"},
+    "fp16": {"mixed_precision": "fp16", "scaler_init_scale": 1024.0},
+}
 
-def train(rank: int, ranks: int, port: int, precision: str, folder: str) -> str:
-    """The digest of the weights."""
+
+def train(folder: Path, ranks: int, settings: dict[str, Any]) -> str:
+    """The checkpoint at the end."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Unflatten(1, (3, 8, 8)), nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2),
         nn.Flatten(), nn.Linear(576, 256), nn.GELU(), nn.Linear(256, 10),
     )  # fmt: skip
-    data = TensorDataset(torch.randn(200, 192), torch.randint(0, 10, (200,)))
-    run_dir = f"{folder}/{ranks}-{precision}"
-    plan = Plan(
-        run_dir=run_dir,
-        batch=BatchPlan(32 // ranks, ranks, leaves=8, least_leaf=2),
-        mesh=MeshSpec(dp_replicate=ranks),
-        device="cuda",
-        collectives="gloo",
-        seed=3,
+    trainer = Trainer(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        reproducible="bitwise",
+        batch_size=32 // ranks,
         epochs=2,
-        precision=PrecisionPlan(precision, scaler_init_scale=1024.0),
-        optimizer=OptimizerPlan("adamw", 0.01, clip_norm=0.5),
-        checkpoint=CheckpointPlan(f"{run_dir}/checkpoints"),
+        learning_rate=0.01,
+        gradient_clipping=0.5,
+        seed=3,
+        progress=False,
+        run_dir=str(folder),
+        checkpoint_dir=str(folder / "checkpoints"),
+        **settings,
     )
-    env = WorkerEnv(rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks, master_port=port)
-    session = open_session(plan, env)
-    run_rank(Job(plan, Task(model), Source(data, shuffle=True), None), session, shows_progress=False)
-    total = hashlib.sha256()
-    for value in model.state_dict().values():
-        total.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
+    return trainer.fit(TensorDataset(torch.randn(200, 192), torch.randint(0, 10, (200,)))).checkpoint
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_bitwise_ranks_sharing_a_gpu_have_the_same_bytes(precision: str, tmp_path: Path) -> None:
-    found: dict[int, set[str]] = {}
-    for ranks in (1, 2, 4):
-        more = [str(ranks), str(free_port()), precision, str(tmp_path)]
-        commands = [[sys.executable, __file__, str(rank), *more] for rank in range(ranks)]
-        started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-        found[ranks] = {process.communicate(timeout=120)[0].split()[-1] for process in started}
-        assert [process.returncode for process in started] == [0] * ranks
-    assert found[1] == found[2] == found[4]
+def train_all(folder: Path, ranks: int, shared: dict[str, Any]) -> dict[str, str]:
+    return {name: train(folder / f"{ranks}-{name}", ranks, shared | more) for name, more in PRECISIONS.items()}
 
 
-if __name__ == "__main__":
-    print(train(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("bitwise")
+    return {ranks: run_ranks(train_all, ranks, folder, ranks, SHARED, device="cuda")[0] for ranks in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bitwise_ranks_on_nccl_have_the_same_bytes(precision: str, ended: dict[int, dict[str, str]]) -> None:
+    one, *others = (flatten(load(ended[ranks][precision], ranks=()).shared)[0] for ranks in (1, 2, 4))
+    for other in others:
+        assert one.keys() == other.keys()
+        assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []

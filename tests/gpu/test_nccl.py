@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distributed import Trainer
 from distributed.core.errors import ReplicasDifferError
 from distributed.testing import run_ranks
-from tests.meshes import MESHES, Case, TrainedCases
+from tests.meshes import MESHES, WIDE, Case, TrainedCases
 from tests.ranks.test_replica_check import Centered
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -23,6 +23,7 @@ _TWO_STAGES_A_RANK = ("pp_interleaved", "pp_zero_bubble")  # of a model with mor
 NAMES = [name for name, mesh in MESHES.items() if mesh.ranks in (2, 4) and name not in _TWO_STAGES_A_RANK]
 CASES = {name: Case(name, SHARED) for name in NAMES}
 CASES |= {f"{name}/accumulated": Case(name, SHARED | {"accumulation": 2, "gradient_clipping": 0.5}) for name in NAMES}
+CASES |= {f"{name}/wide": Case(name, SHARED, {"blocks": 4}) for name in WIDE}
 CASES |= {f"{name}/bf16": Case(name, SHARED | {"mixed_precision": "bf16"}) for name in ("ddp", "fsdp_grad_op", "tp")}
 
 
@@ -37,6 +38,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> TrainedCases:
     cases = {
         "": Case("one", one),
         "accumulated": Case("one", one | {"gradient_clipping": 0.5}),
+        "wide": Case("one", one, {"blocks": 4}),
         "bf16": Case("one", one | {"mixed_precision": "bf16"}),
     }
     return TrainedCases(cases, tmp_path_factory.mktemp("one"), "cuda")

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 SHORT = {"samples": 21}  # steps of 8, 8 and 5 samples: most ranks have less in the last
 FP16 = {"mixed_precision": "fp16", "gradient_clipping": 1.0, "scaler_init_scale": 1024.0}
+COMPILED = ["ddp", "fsdp_grad_op", "zero1", "tp", "pp", "fsdp", "hybrid", "dp_tp", "pp_dp", "pp_tp"]
 OFFLOAD = {"cpu_offload": True, "gradient_clipping": 0.5}
 # What is asked for, of which model, on which meshes, and which way of one process trains the same.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], str]] = {
@@ -27,7 +28,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str], str]] = {
     "offloaded": (OFFLOAD, {}, ["fsdp_grad_op", "fsdp", "hybrid"], "clipped"),
     "lora": ({"lora": {"rank": 4}}, {}, ["ddp", "fsdp_grad_op", "tp", "pp"], "lora"),
     "adapters": ({"lora": {"rank": 4}, "save_adapters_only": True}, {}, ["fsdp"], "lora"),
-    "compiled": ({"compile": True}, {}, ["ddp", "fsdp_grad_op", "zero1", "tp", "dp_tp", "pp_tp"], "plain"),
+    "compiled": ({"compile": True}, {}, COMPILED, "plain"),
     "bf16": ({"mixed_precision": "bf16"}, {}, ["zero1", "cp", "pp", "fsdp", "hybrid", "dp_tp", "pp_tp"], "bf16"),
     "fp16": (FP16, {}, ["ddp", "fsdp_grad_op", "tp", "pp"], "fp16"),
 }

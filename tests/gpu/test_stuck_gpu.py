@@ -23,12 +23,12 @@ import os, signal, sys, time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 from distributed import Trainer
 
 torch.manual_seed(0)
 x = torch.randn(1600, 8)
-faults, attempt = sys.argv[1:], int(os.environ["DISTRIBUTED_ATTEMPT"])
+kind, faults, attempt = sys.argv[1], sys.argv[2:], int(os.environ["DISTRIBUTED_ATTEMPT"])
 word = faults[attempt] if attempt < len(faults) else ""
 calls = 0
 
@@ -50,7 +50,7 @@ def gather_instead(like):
 
 
 def suffer(like):
-    if word == "never meets":
+    if word in ("never meets", "never ends its forward"):
         wait_for_nobody()
     elif word == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -69,19 +69,37 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
 
     def forward(self, x):
+        if kind == "captured":
+            return self.layers(x)
         global calls
         calls += self.training
         is_time = calls == 8 and dist.get_rank() == 1
         if is_time:
             suffer(x)
-        meet(x)
+        if kind == "replicated":
+            meet(x)
         if is_time and word == "never ends":
             wait_for_nobody()
         return self.layers(x)
 
 
-trainer = Trainer(Net(), batch_size=8, epochs=1, capture=False, log_every_n_steps=50, checkpoint_frequency="5 steps")
-trainer.fit(TensorDataset(x, (x[:, 0] > 0).long()))
+class Rows(Dataset):
+    def __init__(self):
+        self.read = 0
+
+    def __len__(self):
+        return len(x)
+
+    def __getitem__(self, index):
+        self.read += 1
+        if word == "never reads" and self.read == 400 and dist.get_rank() == 1:  # of 800
+            wait_for_nobody()
+        return x[index], (x[index, 0] > 0).long()
+
+
+how = {"backend": "fsdp"} if kind == "sharded" else {"capture": "auto" if kind == "captured" else False}
+trainer = Trainer(Net(), batch_size=8, epochs=1, log_every_n_steps=50, checkpoint_frequency="5 steps", **how)
+trainer.fit(Rows())
 """
 
 
@@ -98,11 +116,11 @@ class Result:
         return [event for event in self.events if event["event"] == kind]
 
 
-def run(folder: Path, *faults: str) -> Result:
+def run(folder: Path, kind: str, *faults: str) -> Result:
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "distributed.cli", "train", "--script", "train.py", "--run-dir", "run"]
     done = subprocess.run(
-        [*command, "--num-gpus", "2", "--share-gpus", "hang_timeout_s=3", "--", *faults],
+        [*command, "--num-gpus", "2", "--share-gpus", "hang_timeout_s=3", "--", kind, *faults],
         cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
@@ -115,7 +133,7 @@ def recorded(folder: Path) -> dict[str, str]:
 
 
 def test_hung_ranks_are_named_with_their_collective(tmp_path: Path) -> None:
-    result = run(tmp_path, "never meets", "never ends", "is stopped", "differs")
+    result = run(tmp_path, "replicated", "never meets", "never ends", "is stopped", "differs")
     assert result.code == 0, result.shown
     assert [event["cause"] for event in result.told("AttemptEnded")] == ["hang"] * 4
     stalls = result.told("RankStalled")
@@ -135,27 +153,51 @@ def test_hung_ranks_are_named_with_their_collective(tmp_path: Path) -> None:
     assert "in gather_instead" in different["where"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "fault"), [("captured", "never reads"), ("sharded", "never ends its forward")], ids=["captured", "sharded"]
+)
+def test_hung_rank_of_other_steps_is_named(kind: str, fault: str, tmp_path: Path) -> None:
+    """A collective within a graph has no record of its own; where the rank stands is known all the same."""
+    result = run(tmp_path, kind, fault)
+    assert result.code == 0, result.shown
+    assert ("one CUDA graph from here on" in result.shown) == (kind == "captured"), result.shown
+    (stall,) = result.told("RankStalled")
+    assert (stall["rank"], stall["waiting"]) == (1, [0]), (stall, recorded(result.folder))
+    assert "in wait_for_nobody" in stall["where"]
+    if kind == "sharded":
+        assert " number " in stall["collective"], (stall, recorded(result.folder))
+
+
 def test_gpu_errors_are_blamed_on_the_failing_rank(tmp_path: Path) -> None:
-    result = run(tmp_path, "memory", "cuda")
+    result = run(tmp_path, "replicated", "memory", "cuda")
     assert result.code == 0, result.shown
     memory, cuda = result.told("AttemptEnded")
     assert (memory["rank"], cuda["rank"]) == (1, 1)
     assert "OutOfMemoryError" in memory["message"].splitlines()[0]
     assert "which ranks 0, 1 share" in memory["message"]
     assert "CUDA error" in cuda["message"].splitlines()[0]
-    for attempt, suffix in ((0, "pickle"), (0, "txt"), (1, "txt")):
+    for attempt, suffix in ((0, "pickle"), (0, "txt"), (1, "pickle"), (1, "txt")):
         assert (result.folder / "attempts" / str(attempt) / f"memory-1.{suffix}").stat().st_size > 0
 
 
 def train_all(names: list[str], folder: str) -> None:
+    print("this rank's output is seen", flush=True)
     for name in names:
         train(name, Path(folder) / name, make_model(blocks=4), accumulation=2, device="cuda", share_gpus=True)
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(2, ["pp", "pp_interleaved"]), (4, ["pp_tp", "pp_dp"])])
-def test_pipelines_on_nccl_print_no_warnings(
+PIPELINES = ["pp", "pp_gpipe", "pp_interleaved", "pp_zero_bubble"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, PIPELINES), (4, ["pp_tp", "pp_dp", "dp_tp", "hybrid", "fsdp_cp", "zero1_tp"])],
+    ids=["pipelines", "meshes"],
+)
+def test_meshes_on_nccl_print_no_warnings(
     ranks: int, names: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_ranks(train_all, ranks, names, str(tmp_path), device="cuda")
     shown = "".join(capfd.readouterr())
+    assert shown.count("this rank's output is seen") == ranks
     assert [line for line in shown.splitlines() if "warn" in line.lower()] == []

@@ -77,7 +77,7 @@ SHARED_SCRIPT = """
 import json, os, signal, sys, threading, time
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from distributed import Trainer
 from distributed.train.capture.capture import StepCapture
 
@@ -148,18 +148,22 @@ class Averaging(nn.Module):  # in each step a new tensor, in the place of the la
 def make(parameters):
     if KIND == "rmsprop":
         return torch.optim.RMSprop(parameters, lr=1e-3)
+    if KIND == "momentum":
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 layers = nn.Linear(16, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 128), nn.Linear(128, 2)
+halves = {"batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "mixed_precision": "bf16"}
 trainer = Trainer(
-    nn.Sequential(Averaging(), *layers), loss_fn=nn.CrossEntropyLoss(), optimizer=make, batch_size=16, epochs=1000,
+    nn.Sequential(Averaging(), *layers), loss_fn=nn.CrossEntropyLoss(), optimizer=make, epochs=1000,
+    **(halves if KIND == "halves" else {"batch_size": 16}),
     max_steps=STEPS, log_every_n_steps=20, progress=False, capture=True if PLACES or KIND == "captured" else "auto",
     scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 if KIND == "epochs" else 0.999),
     scheduler_interval="epoch" if KIND == "epochs" else "step",
     checkpoint_frequency="40 steps" if KIND in ("rmsprop", "epochs") else f"{STEPS} steps",
 )
-trainer.fit(Rows())
+trainer.fit(DataLoader(Rows(), batch_size=16, num_workers=2) if KIND == "momentum" else Rows())
 """
 
 
@@ -177,8 +181,9 @@ def start(
 
 def events_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     path = run_dir / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = (line for line in lines if line.endswith("\n"))  # the last may be read while it is written
+    return [event for event in map(json.loads, whole) if event["event"] == kind]
 
 
 def await_event(launcher: subprocess.Popen[bytes], folder: Path, kind: str, count: int) -> None:
@@ -230,6 +235,14 @@ def test_killed_gpu_ranks_resume_from_memory_with_same_bytes(
     undisturbed = train(tmp_path / "calm", 0, steps=steps, ranks=ranks)
     killed = train(tmp_path / "killed", kills, steps=steps, ranks=ranks)
     check_survived(tmp_path / "killed", kills, undisturbed, killed)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["halves", "momentum"])  # in bf16, accumulated and clipped; with loader workers
+def test_other_kinds_of_steps_survive_kills_on_gpus(kind: str, tmp_path: Path) -> None:
+    undisturbed = train(tmp_path / "calm", 0, kind=kind, steps=120)
+    killed = train(tmp_path / "killed", 2, kind=kind, steps=120)
+    check_survived(tmp_path / "killed", 2, undisturbed, killed)
 
 
 @pytest.mark.timeout(300)
@@ -286,13 +299,17 @@ def test_step_gate_is_read_when_the_device_reaches_it(closes: bool) -> None:
         optimizer.step()
 
     step()
+    step()  # whatever is loaded, made or tuned at first is there now
     torch.cuda.synchronize()
     before = [tensor.clone() for tensor in model.parameters()]
-    torch.cuda._sleep(1_000_000_000)  # cycles: some half a second, in which the host has long gone on
+    torch.cuda._sleep(2_000_000_000)  # cycles: some second, in which the host has long gone on
+    is_awake = torch.cuda.Event()
+    is_awake.record()
     step()
     step()
     if closes:
         gate.close()
+    assert not is_awake.query(), "the host was too slow to close the gate before the device reached it"
     torch.cuda.synchronize()
-    assert gate.steps() == (1 if closes else 3)
+    assert gate.steps() == (2 if closes else 4)
     assert all(map(torch.equal, before, model.parameters())) is closes
