@@ -19,7 +19,8 @@ from distributed.core.env import inherited_environ, worker_env
 from distributed.launch.local import LocalLauncher
 from distributed.launch.node.warm_parent import ALWAYS, WarmParent
 from distributed.launch.request import LaunchRequest
-from distributed.runtime.session import Session, leave_world
+from distributed.runtime.session import Session
+from distributed.runtime.world import leave_world
 
 
 class _Lines:

@@ -34,9 +34,10 @@ from distributed.observe.utilization import UtilizationSampler
 from distributed.runtime.agent_line import launcher_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.rendezvous import Rendezvous, find_rendezvous
-from distributed.runtime.session import CollectiveError, Session, abandon_world, leave_world
+from distributed.runtime.session import Session
 from distributed.runtime.shutdown import StopRequest, left_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
+from distributed.runtime.world import CollectiveError, abandon_world, leave_world
 from distributed.strategies.base import Strategy
 from distributed.train.checks.samples import check_datasets
 from distributed.train.checks.user_state import UserState, take_over

@@ -192,7 +192,7 @@ DTYPE = torch.float64 if OPTIONS.get("plain") else torch.float32
 
 def watch_ourselves():
     from distributed import worker
-    from distributed.runtime import session
+    from distributed.runtime import session, world
     from distributed.train import state
 
     class Saver(state.Saver):
@@ -201,7 +201,7 @@ def watch_ourselves():
             super().__init__(*args, at=lambda place: come_to(place, now=now), **kwargs)
 
     state.Saver = Saver
-    meet, send_from, hand_over = session._meet, session.Session.send_from, worker.hand_over
+    meet, send_from, hand_over = world.meet, session.Session.send_from, worker.hand_over
 
     def watched_meet(env, *args):
         come_to("meeting", rank=env.rank)
@@ -217,7 +217,7 @@ def watch_ourselves():
         come_to("before the handover")
         return hand_over(*args)
 
-    session._meet, session.Session.send_from, worker.hand_over = watched_meet, watched_send, watched_hand_over
+    world.meet, session.Session.send_from, worker.hand_over = watched_meet, watched_send, watched_hand_over
 
 
 def main():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import LaunchError
-from distributed.runtime.session import _await_all
+from distributed.runtime.world import await_all
 
 
 class CountingStore:
@@ -24,7 +24,7 @@ class CountingStore:
 
 
 def come(store: Any, rank: int, world_size: int, timeout_s: float = 30.0) -> None:
-    _await_all(store, WorkerEnv(rank=rank, world_size=world_size), timeout_s, lambda: False)
+    await_all(store, WorkerEnv(rank=rank, world_size=world_size), timeout_s, lambda: False)
 
 
 def test_store_requests_do_not_grow_with_world_size():

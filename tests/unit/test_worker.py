@@ -22,7 +22,8 @@ from distributed.core.plan import BatchPlan, CheckpointPlan, ObservePlan, Optimi
 from distributed.core.protocol.rank_protocol import Broke, Joined, Lost, Message, Resumed
 from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
-from distributed.runtime.session import CollectiveError, Session
+from distributed.runtime.session import Session
+from distributed.runtime.world import CollectiveError
 from distributed.train.task import Task
 from distributed.worker import Job, line_for, open_session, run_rank
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from distributed.comm.layout import Flat, FlatLayout, align
-from distributed.runtime.session import CollectiveError, Session
+from distributed.runtime.session import Session
+from distributed.runtime.world import CollectiveError
 
 _HALVES_FROM_BYTES = 1 << 18  # below, fewer messages are faster than fewer bytes
 

@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 import atexit
-import gc
-import ipaddress
 import itertools
-import os
 import random
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from distributed.core.engines.launchers import launcher_of
-from distributed.core.env import WorkerEnv, announce, announce_unset, inherited_environ
-from distributed.core.errors import LaunchError, PlanError
+from distributed.core.env import WorkerEnv, announce_unset, inherited_environ
+from distributed.core.errors import LaunchError
 from distributed.core.mesh import MeshSpec
-from distributed.runtime.nccl import Communicators, Graphs, forget_groups, has_nccl, leave_errors_to_us
+from distributed.runtime import world
+from distributed.runtime.nccl import Communicators, Graphs, leave_errors_to_us
 from distributed.runtime.rank_store import RankStore
 from distributed.runtime.sockets import open_sockets, shut_down
 from distributed.runtime.step_gate import StepGate
-from distributed.runtime.torch_compat import default_group, default_store, reset_group_count, set_timeout
+from distributed.runtime.torch_compat import default_store, set_timeout
+from distributed.runtime.world import CollectiveError
 
-_CONNECT_S = 2.0  # for one try to reach the store of a rank 0 that listens
-_MESH_S = 15.0  # for ranks that are all there to connect; gloo does not notice that one of them has died since
 _REGISTERS = "NCCL_GRAPH_REGISTER"  # of captured collectives: whether NCCL exchanges the ranks' buffers
-_KEEP_GROUP_S = 5.0  # for which a broken process group is kept
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed: says which one, of which rank."""
-
-    collateral = True  # a peer was lost: the cause is what ended it, not the rank that noticed
 
 
 def _unreported(name: str) -> AbstractContextManager[None]:
@@ -103,15 +91,15 @@ class Session:
         `listener` is rank 0's, where it already listens at the meeting point. `regroups`: whether this process is to
         leave its world alive when that breaks.
         """
-        chosen = _choose_device(device, env.local_rank, shares_gpus)
+        chosen = world.choose_device(device, env.local_rank, shares_gpus)
         if env.world_size == 1 and not dist.is_initialized():
             return Session(env, chosen, None)
         if dist.is_initialized():
             store = default_store()
-            return Session(env, chosen, dist.PrefixStore(f"session-{_World.next_session()}", store))
-        _check_collectives(collectives)
+            return Session(env, chosen, dist.PrefixStore(f"session-{world.next_session()}", store))
+        world.check_collectives(collectives)
         if shares_gpus:
-            _be_a_host_of_its_own(env)
+            world.be_a_host_of_its_own(env)
         if collectives == "nccl":
             announce_unset({_REGISTERS: "0"})
         survives_nccl = regroups and collectives == "nccl"
@@ -127,18 +115,18 @@ class Session:
 
         opening(cut_off)
         try:
-            store, rank, world_size = _meet(env, timeout_s, is_over, listener)
+            store, rank, world_size = world.meet(env, timeout_s, is_over, listener)
             if isinstance(store, RankStore):
                 cut_store.append(store.cut)
             of_store = set(open_sockets())
-            _await_all(store, env, timeout_s, is_over)
+            world.await_all(store, env, timeout_s, is_over)
             meets_quickly = collectives == "gloo"
             dist.init_process_group(
-                _backends(collectives),
+                world.backends(collectives),
                 store=dist.PrefixStore("group", store),
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=min(timeout_s, _MESH_S) if meets_quickly else timeout_s),
+                timeout=timedelta(seconds=min(timeout_s, world.MESH_S) if meets_quickly else timeout_s),
                 device_id=chosen if chosen.type == "cuda" and collectives == "nccl" else None,
             )
             if meets_quickly:
@@ -151,9 +139,9 @@ class Session:
                 why=str(failed).splitlines()[0],
                 do="check that the address is rank 0's host and that no other job uses the port (--master-port)",
             ) from (failed if env.restarts else None)  # later, a peer has died; at first, it is what it says
-        atexit.register(leave_world)
+        atexit.register(world.leave_world)
         ours = frozenset(set(open_sockets()) - (before if launcher_of(env.launcher).regroups else of_store))
-        own = dist.PrefixStore(f"session-{_World.next_session(new=True)}", store)
+        own = dist.PrefixStore(f"session-{world.next_session(new=True)}", store)
         cut = store.cut if isinstance(store, RankStore) else lambda: None
         return Session(env, chosen, own, ours, cut_store=cut, survives_nccl=survives_nccl)
 
@@ -321,168 +309,3 @@ class Session:
             raise
         except (RuntimeError, dist.DistError) as failed:
             raise CollectiveError(f"[r{self.rank}] in the collective {name!r}: {failed}") from failed
-
-
-class _World:
-    """What this process keeps of the worlds that it was in."""
-
-    sessions = -1  # opened on the present store, so that a second `fit` does not read the first one's keys
-    broken: list[tuple[float, Any]] = []  # noqa: RUF012 - one a process, like torch's default group
-
-    @classmethod
-    def next_session(cls, *, new: bool = False) -> int:
-        cls.sessions = 0 if new else cls.sessions + 1
-        return cls.sessions
-
-
-def _meet(
-    env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool], listener: socket.socket | None
-) -> tuple[dist.Store, int, int]:
-    """The store through which the ranks find each other."""
-    if env.launcher == "torchrun":
-        store, rank, world_size = next(iter(dist.rendezvous("env://", env.rank, env.world_size)))
-        return store, rank, world_size
-    if env.store is not None:
-        return RankStore(env.store, env.attempt, timeout_s), env.rank, env.world_size
-    if env.is_main and listener is None:
-        listener = _loopback_listener(env)
-    waits_briefly = not env.is_main and launcher_of(env.launcher).regroups
-    deadline = time.monotonic() + timeout_s
-    while True:
-        if waits_briefly:
-            _await_listener(env, timeout_s, is_over)
-        try:
-            store = dist.TCPStore(
-                env.master_addr,
-                env.master_port,
-                env.world_size,
-                env.is_main,
-                timeout=timedelta(seconds=_CONNECT_S if waits_briefly else timeout_s),
-                wait_for_workers=False,
-                master_listen_fd=None if listener is None else listener.detach(),
-            )
-        except dist.DistError:  # rank 0 may have gone since it listened, and with it this world
-            if not waits_briefly or time.monotonic() > deadline:
-                raise
-            continue
-        store.set_timeout(timedelta(seconds=timeout_s))
-        return store, env.rank, env.world_size
-
-
-def _loopback_listener(env: WorkerEnv) -> socket.socket | None:
-    """Where all ranks are on this machine: torch's store would listen on all of its addresses."""
-    try:
-        if env.num_nodes > 1 or not ipaddress.ip_address(env.master_addr).is_loopback:
-            return None
-        family = socket.AF_INET6 if ":" in env.master_addr else socket.AF_INET
-        return socket.create_server((env.master_addr, env.master_port), family=family, backlog=1024)
-    except (OSError, ValueError):  # taken, or a name: torch says so, or knows what to do with it
-        return None
-
-
-def _await_all(store: dist.Store, env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> None:
-    """Until every rank has come to the store: a wait that can be ended, and that knows who is missing."""
-    deadline, pause = time.monotonic() + timeout_s, 0.002
-    most_pause = max(0.05, env.world_size / 10_000)  # so that the store has at most 20,000 looks a second to answer
-    store.set(f"here/{env.rank}", "")
-    if store.add("here", 1) == env.world_size:
-        store.set("all-here", "")
-    while not store.check(["all-here"]):
-        if is_over():
-            raise CollectiveError(f"[r{env.rank}] the world ended while its ranks met")
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(env.world_size) if not store.check([f"here/{rank}"])]
-            if not missing:
-                return
-            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}"
-            raise LaunchError(
-                f"{who} did not come within {timeout_s:.0f} s",
-                why=f"rank {env.rank} and {env.world_size - len(missing) - 1} others wait for them",
-                do="see their logs; if they only need longer before `fit`, set collective_timeout_s",
-            )
-        time.sleep(pause)
-        pause = min(most_pause, pause * 1.5)
-
-
-def _await_listener(env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool]) -> None:
-    """Until rank 0 listens: a client of the store that finds no listener waits up to a second before it retries."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if is_over():
-            raise CollectiveError(f"[r{env.rank}] the world ended while its ranks met")
-        try:
-            socket.create_connection((env.master_addr, env.master_port), timeout=1.0).close()
-            return
-        except OSError:
-            time.sleep(0.005)
-
-
-def abandon_world() -> None:
-    """Leave a process group that is broken, so that another can be joined.
-
-    The group itself lives on for a while: its destructor waits for a thread that may wait for the interpreter, which
-    the destructor holds. Once that thread is idle, it is freed with the next one that breaks.
-    """
-    if has_nccl():
-        forget_groups()
-    elif dist.is_initialized():
-        now = time.monotonic()
-        kept = [(since, group) for since, group in _World.broken if now - since < _KEEP_GROUP_S]
-        _World.broken = [*kept, (now, default_group())]
-        dist.destroy_process_group()
-    else:  # torch counts groups by which the ranks name them, also one that broke while it was made
-        reset_group_count()
-    gc.collect()
-
-
-def leave_world() -> None:
-    """End the process group, and with it the threads of its collectives.
-
-    An object that still holds the group (DDP does, in a cycle) would keep them alive into the interpreter's end, where
-    a thread that frees a tensor aborts a process that has done its work.
-    """
-    if dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
-
-
-def _be_a_host_of_its_own(env: WorkerEnv) -> None:
-    """NCCL refuses two ranks of one host on one GPU. Taken for hosts with a GPU each, they talk over sockets."""
-    # Of this process, not of its rank: a world that comes after this one may have another process in its place.
-    announce({"NCCL_HOSTID": f"{socket.gethostname()}-{os.getpid()}-rank-{env.rank}"})
-    if env.num_nodes == 1:
-        announce_unset({"NCCL_SOCKET_IFNAME": "lo"})
-
-
-def _choose_device(kind: str, local_rank: int, shares_gpus: bool = False) -> torch.device:
-    if kind != "cuda":
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if gpus == 1 or (gpus and shares_gpus):  # Slurm may show each rank its own GPU only
-        local_rank %= gpus
-    if local_rank >= gpus:
-        share = "share_gpus=true (--share-gpus) to try more ranks on fewer GPUs, " if gpus else ""
-        raise PlanError(
-            f"local rank {local_rank} has no GPU: this process sees {gpus}",
-            why="each rank of a node takes the GPU of its local rank",
-            do=f"start at most as many ranks a node as it has GPUs, set {share}or set device=cpu",
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _check_collectives(name: str) -> None:
-    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    if not available[name]:
-        have = [other for other, there in available.items() if there]
-        raise PlanError(
-            f"communication_backend={name!r} is not in this build of torch",
-            why=f"it was compiled with {', '.join(have)}",
-            do=f"set communication_backend={have[0]!r}" + (" (it works under mpirun too)" if name == "mpi" else ""),
-        )
-
-
-def _backends(name: str) -> str:
-    """NCCL moves GPU tensors only, so CPU tensors keep gloo beside it."""
-    return "cpu:gloo,cuda:nccl" if name == "nccl" else name

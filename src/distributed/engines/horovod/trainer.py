@@ -13,7 +13,7 @@ from distributed.core.config import DistributedConfig
 from distributed.core.registry import is_installed
 from distributed.core.settings.typed import TrainerSettings
 from distributed.engines.horovod.ring import import_horovod
-from distributed.runtime.session import CollectiveError
+from distributed.runtime.world import CollectiveError
 from distributed.trainers.trainer import Trainer
 
 

@@ -22,8 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distributed.core.errors import PlanError
-from distributed.runtime.session import CollectiveError, Session
+from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import NormBase
+from distributed.runtime.world import CollectiveError
 from distributed.strategies.context.arguments import (
     Arguments,
     SequenceDims,

@@ -15,7 +15,8 @@ import torch
 
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
-from distributed.runtime.session import CollectiveError, Session
+from distributed.runtime.session import Session
+from distributed.runtime.world import CollectiveError
 from distributed.strategies.base import Capturable, StepOutput
 from distributed.train.capture.agreement import Agreement
 from distributed.train.capture.captured import CapturedStep, NotCapturable
