@@ -53,7 +53,9 @@ def train(folder: Path, faults: Sequence[str], *, device: str, hang_timeout_s: f
     command = [sys.executable, "-m", "distributed.cli", "train", "--script", str(SCRIPT), "--run-dir", "run"]
     command += ["--num-gpus", "2", "--device", device, *["--share-gpus"] * (device == "cuda")]
     with (folder / "output.log").open("wb") as output:
-        started = start_command([*command, f"hang_timeout_s={hang_timeout_s:g}", "--", *faults], str(folder), output)
+        started = start_command(
+            [*command, f"hang_timeout_s={hang_timeout_s:g}", "--", "replicated", *faults], str(folder), output
+        )
         try:
             return started.wait(seconds)
         except subprocess.TimeoutExpired:

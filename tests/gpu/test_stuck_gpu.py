@@ -18,89 +18,7 @@ from tests.meshes import make_model, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-SCRIPT = """
-import os, signal, sys, time
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import Dataset
-from distributed import Trainer
-
-torch.manual_seed(0)
-x = torch.randn(1600, 8)
-kind, faults, attempt = sys.argv[1], sys.argv[2:], int(os.environ["DISTRIBUTED_ATTEMPT"])
-word = faults[attempt] if attempt < len(faults) else ""
-calls = 0
-
-
-def wait_for_nobody():
-    time.sleep(1000)
-
-
-def meet(like):
-    total = torch.ones(3, device=like.device)
-    dist.all_reduce(total)
-    return total.sum().item()  # where the host waits: not in the collective
-
-
-def gather_instead(like):
-    mine = torch.ones(1 << 20, device=like.device)
-    dist.all_gather([torch.empty_like(mine) for _ in range(2)], mine)
-    return mine.sum().item()
-
-
-def suffer(like):
-    if word in ("never meets", "never ends its forward"):
-        wait_for_nobody()
-    elif word == "is stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif word == "differs":
-        gather_instead(like)
-    elif word == "memory":
-        torch.cuda.set_per_process_memory_fraction(0.01)  # so that it is the only one to run out
-        held = [torch.empty(1 << 30, dtype=torch.uint8, device=like.device) for _ in range(100)]
-    elif word == "cuda":
-        torch.ones(3, device=like.device)[torch.tensor([7], device=like.device)].sum().item()
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))
-
-    def forward(self, x):
-        if kind == "captured":
-            return self.layers(x)
-        global calls
-        calls += self.training
-        is_time = calls == 8 and dist.get_rank() == 1
-        if is_time:
-            suffer(x)
-        if kind == "replicated":
-            meet(x)
-        if is_time and word == "never ends":
-            wait_for_nobody()
-        return self.layers(x)
-
-
-class Rows(Dataset):
-    def __init__(self):
-        self.read = 0
-
-    def __len__(self):
-        return len(x)
-
-    def __getitem__(self, index):
-        self.read += 1
-        if word == "never reads" and self.read == 400 and dist.get_rank() == 1:  # of 800
-            wait_for_nobody()
-        return x[index], (x[index, 0] > 0).long()
-
-
-how = {"backend": "fsdp"} if kind == "sharded" else {"capture": "auto" if kind == "captured" else False}
-trainer = Trainer(Net(), batch_size=8, epochs=1, log_every_n_steps=50, checkpoint_frequency="5 steps", **how)
-trainer.fit(Rows())
-"""
+SCRIPT = Path(__file__).parents[2] / "benchmarks/suite/stuck_script.py"
 
 
 @dataclass(frozen=True)
@@ -117,8 +35,7 @@ class Result:
 
 
 def run(folder: Path, kind: str, *faults: str) -> Result:
-    (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "distributed.cli", "train", "--script", "train.py", "--run-dir", "run"]
+    command = [sys.executable, "-m", "distributed.cli", "train", "--script", str(SCRIPT), "--run-dir", "run"]
     done = subprocess.run(
         [*command, "--num-gpus", "2", "--share-gpus", "hang_timeout_s=3", "--", kind, *faults],
         cwd=folder, env=clean_environ(), capture_output=True, text=True, timeout=300,
