@@ -150,7 +150,8 @@ def _checkpoint(record: Record) -> Iterator[tuple[str, str, str]]:
     rows = {row["name"]: row for row in record["rows"]}
     others = ("copy", "torch.save", "dcp.save", "dcp.async_save")
     beside = ", ".join(f"{name} {rows[name]['stall_s']:.2f} s" for name in others if name in rows)
-    yield f"stall of a save of {record['state_mib']} MiB", f"{rows['save']['stall_s']:.2f} s", beside
+    ranks = f", FSDP on {len(record['ranks'])} ranks" if record.get("ranks") else ""
+    yield f"stall of a save of {record['state_mib']} MiB{ranks}", f"{rows['save']['stall_s']:.2f} s", beside
 
 
 def _bitwise(record: Record) -> Iterator[tuple[str, str, str]]:

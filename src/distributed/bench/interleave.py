@@ -65,10 +65,12 @@ class WaitingRanks:
         folder: str,
         engine: str = "pytorch-ddp",
         device: str = "cpu",
+        shared_gpus: int = 0,
         preload: tuple[str, ...] = (),
     ) -> None:
         """`command`: the module that a rank runs and its arguments, which the port to call follows.
 
+        `shared_gpus`: those that the ranks use together; 0: each has its own.
         `preload`: modules that are imported once and not in every rank, which are then forked.
         """
         self._contender, self._server = contender, socket.create_server(("127.0.0.1", 0))
@@ -80,6 +82,8 @@ class WaitingRanks:
             ranks_per_node=ranks,
             env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if device == "cpu" else {},
             device=device,
+            shares_gpus=shared_gpus > 0,
+            gpus=shared_gpus,
             warm=bool(preload),
             preload=preload,
         )

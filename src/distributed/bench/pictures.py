@@ -17,7 +17,7 @@ OURS, HAND, PEER = "#3b528b", "#9aa0a6", "#5ec962"
 _SERIES = ("#440154", "#3b6fb6", "#1f9e89", "#d98200")  # apart in lightness too
 _LINEAR = "#666666"
 LEGEND = (("ours", OURS), ("hand-written", HAND), ("peers", PEER))
-HAND_WRITTEN = ("bare", "bare-again", "best-bare", "floor", "copy", "bare loop, compiled")
+HAND_WRITTEN = ("bare", "bare-again", "best-bare", "floor", "copy", "copy, memory kept", "bare loop, compiled")
 HAND_PREFIX = "by hand: "
 
 
@@ -130,7 +130,7 @@ def _checkpoint(record: Record) -> Sheet:
     panels = [
         Bars(
             "stall: seconds that training stands still",
-            f"{record['state_mib']:.0f} MiB of state; median of {record['rounds']} rounds",
+            f"{record['state_mib']:.0f} MiB of state{_held_by(record)}; median of {record['rounds']} rounds",
             stalls,
             (limit * floor, f"our limit: {limit:g} × the copy") if floor else None,
         )
@@ -139,6 +139,11 @@ def _checkpoint(record: Record) -> Sheet:
     note = "copy: a plain clone of the same bytes" if record["device"] == "cpu" else "copy: to pinned host memory"
     legend = (("ours", OURS), ("plain copy", HAND), ("torch's own", PEER))
     return Sheet("Checkpoint: what a save costs", where(record), panels, note, legend)
+
+
+def _held_by(record: Record) -> str:
+    ranks = len(record.get("ranks", ()))
+    return f" in parts on {ranks} ranks, of which the slowest counts" if ranks else ""
 
 
 def _stall(stall: float | None, floor: float | None) -> str:

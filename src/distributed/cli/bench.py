@@ -103,6 +103,9 @@ def checkpoint(
         int, typer.Option(min=1, metavar="N", help="Repetitions of each way of saving, interleaved.")
     ] = 5,
     device: Annotated[str, typer.Option(metavar="NAME", help="Where the state is: cpu or cuda.")] = "cpu",
+    processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Ranks; several hold the state in parts, as FSDP leaves it.")
+    ] = 1,
     bitwise: Annotated[bool, typer.Option("--bitwise/--no-bitwise", hidden=True)] = False,
     json_file: JsonFile = None,
     picture: PictureFile = None,
@@ -112,12 +115,17 @@ def checkpoint(
     Beside ours, torch.save and torch.distributed.checkpoint save the same state in the same run. A second save of
     ours, of which a twentieth has changed, shows how much is written again.
 
+    With --processes N, N ranks shard a model and its optimizer with FSDP, and each saves its own shard beside a copy
+    of it. With --device cuda they talk over NCCL, and share the GPUs where there are fewer than ranks.
+
     \b
     Examples:
       distributed bench checkpoint
+      distributed bench checkpoint --processes 2
       distributed bench checkpoint --mib 10240 --device cuda
     """
     from distributed.bench.checkpoint.benchmark import measure_checkpoint
+    from distributed.bench.checkpoint.sharded import measure_sharded
     from distributed.bench.checkpoint.table import checkpoint_table
 
     if bitwise:  # for one release
@@ -127,7 +135,10 @@ def checkpoint(
             do=f"in a checkout of the repository: {SUITE} bitwise",
         )
     with progress() as notify:
-        found = measure_checkpoint(mebibytes=mebibytes, rounds=rounds, device=device, notify=notify)
+        if processes > 1:
+            found = measure_sharded(processes, mebibytes=mebibytes, rounds=rounds, device=device, notify=notify)
+        else:
+            found = measure_checkpoint(mebibytes=mebibytes, rounds=rounds, device=device, notify=notify)
     show(checkpoint_table(found), found.to_dict(), json_file, picture)
 
 

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
 from distributed.checkpoint.restore.fetching import StateTree
-from distributed.checkpoint.restore.reading import load, load_parts
+from distributed.checkpoint.restore.reading import load_parts
 from distributed.checkpoint.storage.chunks import ChunkStore
 from distributed.checkpoint.storage.manifests import open_checkpoint, read_manifest
 from distributed.core.errors import CheckpointError
 from distributed.core.plan import Plan
+from distributed.runtime.host_memory import free_host_memory
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import parameter_of_class
 from distributed.strategies.checks.sharded_models import forget_parts, is_in_parts, mark_parts
@@ -29,10 +29,16 @@ from distributed.train.checks.nonpersistent import take
 from distributed.train.checks.user_state import BUFFERS, LOSS
 from distributed.train.task import Task
 
+_WRITTEN = 'trainer.save_model("model.safetensors") writes it whole, and does not hold it'
+
 
 def load_trained_state(task: Task, plan: Plan, checkpoint: str) -> None:
-    """Into objects that are as they were before the training."""
-    trained = load(checkpoint, ranks=()).shared
+    """Into objects that are as they were before the training; where memory is short, they stay so."""
+    lacking = _lacking(task, checkpoint, "this machine")
+    if lacking:
+        warnings.warn(f"trainer.model is as it was before fit: {lacking}\n{_WRITTEN}", stacklevel=5)
+        return
+    trained = _read(task, checkpoint)
     lora = plan.memory.lora
     if lora is not None:
         from distributed.strategies.model.lora import ensure_lora  # an extra
@@ -41,6 +47,43 @@ def load_trained_state(task: Task, plan: Plan, checkpoint: str) -> None:
     is_made = not any(tensor.is_meta for tensor in task.model.parameters())
     task.model.load_state_dict(trained["model"], strict=lora is None or not lora.saves_alone, assign=not is_made)
     _take_rest(task, trained)
+
+
+def _lacking(task: Task, checkpoint: str, node: str, ranks: int = 1) -> str:
+    """What memory a node lacks to read the trained state as often as it has ranks; "": none."""
+    shared = read_manifest(*open_checkpoint(checkpoint)).shared
+    needed = ranks * sum(entry.nbytes for name, entry in shared.tensors.items() if _is_wanted(task, name))
+    free = free_host_memory()
+    if needed <= free:
+        return ""
+    what = "the whole model" + (" with its optimizer" if isinstance(task.optimizer, torch.optim.Optimizer) else "")
+    takes = f"{what} takes {_in_words(needed)} for {ranks} rank{'s' * (ranks > 1)}"
+    return f"{takes}; {node} has {_in_words(free)} of memory free"
+
+
+def _in_words(count: int) -> str:
+    """
+    >>> _in_words(13 * 2**30), _in_words(5 * 2**19)
+    ('13.0 GiB', '2.5 MiB')
+    """
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _is_wanted(task: Task, name: str) -> bool:
+    """Of a checkpoint's tensors: an optimizer that we have made is ours to forget."""
+    return isinstance(task.optimizer, torch.optim.Optimizer) or not name.startswith("optimizer/")
+
+
+def _read(task: Task, checkpoint: str) -> StateTree:
+    storage, name = open_checkpoint(checkpoint)
+    manifest = read_manifest(storage, name)
+    (trained,) = load_parts(
+        manifest,
+        [manifest.shared],
+        ChunkStore(storage),
+        boxes=lambda name, shape: None if _is_wanted(task, name) else (),
+    )
+    return trained
 
 
 def _take_rest(task: Task, trained: Mapping[str, Any]) -> None:
@@ -89,7 +132,12 @@ class UntrainedTask:
 
     def restore(self, checkpoint: str) -> None:
         """The model whole again, with the weights of a checkpoint, where that has all of them and memory holds it."""
-        if is_in_parts(self._task.model) and self._make_whole(checkpoint):
+        if not is_in_parts(self._task.model):
+            return
+        lacking = self._lacking(checkpoint, "the node of rank 0")
+        if lacking:
+            warnings.warn(f"the model stays sharded: {lacking}\n{_WRITTEN}", stacklevel=4)
+        elif self._make_whole(checkpoint):
             mark_parts(self._task.model)  # on the other ranks it still is: no rank can train it again
 
     def restore_on_all(self, checkpoint: str, session: Session) -> None:
@@ -98,7 +146,10 @@ class UntrainedTask:
         parts = torch.tensor(float(is_in_parts(self._task.model)), device=session.device)
         if not session.sum("whether the model is sharded", parts):  # after which the last checkpoint is there, too
             return
-        lacking = session.gather_texts("memory for the whole model", self._lacking(checkpoint, session))
+        node = f"the node of rank {session.rank}"
+        lacking = session.gather_texts(
+            "memory for the whole model", self._lacking(checkpoint, node, session.env.local_world_size)
+        )
         if any(lacking):
             if session.is_main:
                 why = next(text for text in lacking if text)
@@ -116,42 +167,18 @@ class UntrainedTask:
         if failed is not None:
             raise failed
 
-    def _lacking(self, checkpoint: str, session: Session) -> str:
-        """What memory this node lacks to hold the model as often as it has ranks; "": none."""
+    def _lacking(self, checkpoint: str, node: str, ranks: int = 1) -> str:
         try:
-            manifest = read_manifest(*open_checkpoint(checkpoint))
+            return _lacking(self._task, checkpoint, node, ranks)
         except CheckpointError as failed:
             return str(failed)
-        ranks, free = session.env.local_world_size, psutil.virtual_memory().available
-        needed = sum(entry.nbytes for name, entry in manifest.shared.tensors.items() if self._is_wanted(name))
-        if needed * ranks <= free:
-            return ""
-        times = f"{needed * ranks / 2**30:.1f} GiB for {ranks} rank{'s' * (ranks > 1)}"
-        return (
-            f"the whole model takes {times}; the node of rank {session.rank} has {free / 2**30:.1f} GiB of memory free"
-        )
-
-    def _is_wanted(self, name: str) -> bool:
-        """Of a checkpoint's tensors: an optimizer that we have made is ours to forget."""
-        return isinstance(self._task.optimizer, torch.optim.Optimizer) or not name.startswith("optimizer/")
-
-    def _read(self, checkpoint: str) -> StateTree:
-        storage, name = open_checkpoint(checkpoint)
-        manifest = read_manifest(storage, name)
-        (trained,) = load_parts(
-            manifest,
-            [manifest.shared],
-            ChunkStore(storage),
-            boxes=lambda name, shape: None if self._is_wanted(name) else (),
-        )
-        return trained
 
     def _make_whole(self, checkpoint: str) -> bool:
         """Whether the model is whole now."""
         try:
-            trained = self._read(checkpoint)
+            trained = _read(self._task, checkpoint)
         except CheckpointError as failed:
-            warnings.warn(f"the model stays sharded: {failed}\ntrainer.save_model writes it whole", stacklevel=4)
+            warnings.warn(f"the model stays sharded: {failed}\n{_WRITTEN}", stacklevel=4)
             return False
         weights: Mapping[str, torch.Tensor] = trained["model"]
         if any(name not in weights for name in self._names()) or any(None in names for names in self._groups):

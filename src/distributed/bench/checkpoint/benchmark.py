@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from distributed.bench.checkpoint.copying import change, copy_into, copy_plainly, empty_like
 from distributed.bench.machine import describe_machine, describe_versions, load_average
 from distributed.checkpoint.save.saver import Saver
 from distributed.checkpoint.save.staging import TensorStaging
@@ -40,13 +41,30 @@ class Copying:
 
 
 @dataclass(frozen=True)
+class RankCost:
+    """Medians of one rank of several, over its own shard."""
+
+    rank: int
+    shard_mib: float
+    copy_s: float
+    save_s: float
+    ratio: float
+
+
+@dataclass(frozen=True)
 class CheckpointCost:
+    """Where several ranks hold the state, a row has the slowest of them in each round."""
+
     device: str
-    state_mib: float
+    state_mib: float  # of all ranks together
     rounds: int
     rows: tuple[Copying, ...]
     load_before: float | None
     load_after: float | None
+    processes: int = 1
+    shared_gpus: int = 0  # that several ranks use together; 0: each rank has its own
+    ranks: tuple[RankCost, ...] = ()  # of a sharded model
+    manifest_later_s: float | None = None  # the least from the end of the last rank's stall to the manifest
 
     def row(self, name: str) -> Copying:
         return next(row for row in self.rows if row.name == name)
@@ -56,17 +74,28 @@ class CheckpointCost:
         return self.row("save").stall_s / self.row("copy").stall_s
 
     @property
+    def limit(self) -> float:
+        return TARGET_STALL if self.device == "cpu" else TARGET_STALL_GPU
+
+    @property
+    def largest_ratio(self) -> float:
+        """Of a rank's stall to its own copy."""
+        return max((rank.ratio for rank in self.ranks), default=self.stall_ratio)
+
+    @property
     def second_part(self) -> float:
         return (self.row("save, 5 % changed").written_mib or 0.0) / self.state_mib
 
     def to_dict(self) -> dict[str, Any]:
-        limits = {"stall": TARGET_STALL if self.device == "cpu" else TARGET_STALL_GPU, "second": TARGET_SECOND}
+        several = {"strategy": "fsdp", "backend": "gloo" if self.device == "cpu" else "nccl"} if self.ranks else {}
         return {
             "benchmark": "checkpoint",
             "machine": describe_machine(),
             "versions": describe_versions(),
-            "limits": limits,
+            "settings": {"device": self.device, "processes": self.processes} | several,
+            "limits": {"stall": self.limit, "second": TARGET_SECOND},
             "stall_ratio": self.stall_ratio,
+            "largest_ratio_of_a_rank": self.largest_ratio,
             "second_part": self.second_part,
         } | asdict(self)
 
@@ -83,13 +112,13 @@ def measure_checkpoint(
     session, staging = Session(WorkerEnv(), place, None), TensorStaging(pinned=place.type == "cuda")
     saver = Saver(str(work / "ours"), session, staging, keep_last=1, guard_s=0.0)
     saver.prepare({"model": tensors}, {})
-    pinned = [torch.empty(t.shape, pin_memory=True) for t in tensors.values()] if device == "cuda" else []
+    pinned = empty_like(tensors, pinned=True) if device == "cuda" else []
     try:
         for number in range(rounds):
             notify("saving", number, rounds)
-            _note(times, "copy", _timed(lambda: _copy(tensors, pinned), place))
+            _note(times, "copy", _timed(lambda: copy_into(pinned, tensors) if pinned else copy_plainly(tensors), place))
             for name, step in (("save", 2 * number + 1), ("save, 5 % changed", 2 * number + 2)):
-                _change(tensors, 1.0 if name == "save" else 0.05)
+                change(tensors, 1.0 if name == "save" else 0.05)
                 stall = _timed(lambda step=step: saver.save(step, {"model": tensors}, {}, {}), place)  # type: ignore[misc]
                 saver.wait()
                 saved = saver.last_saved
@@ -109,16 +138,6 @@ def _row(name: str, taken: list[Reading]) -> Copying:
     return Copying(name, statistics.median(stalls), _median(totals), _median(written))
 
 
-def _copy(tensors: dict[str, torch.Tensor], pinned: list[torch.Tensor]) -> object:
-    """The floor: a clone, or on a GPU the copy to pinned memory at the bus's speed."""
-    if not pinned:
-        return {name: tensor.clone() for name, tensor in tensors.items()}
-    for target, tensor in zip(pinned, tensors.values(), strict=True):
-        target.copy_(tensor, non_blocking=True)
-    torch.cuda.synchronize()
-    return pinned
-
-
 def _measure_peers(tensors: dict[str, torch.Tensor], work: Path, times: Times) -> None:
     _note(times, "torch.save", *[_timed(lambda: torch.save(tensors, work / "plain.pt"))] * 2)
     folder = str(work / f"dcp-{len(times['torch.save'])}")
@@ -129,15 +148,6 @@ def _measure_peers(tensors: dict[str, torch.Tensor], work: Path, times: Times) -
     stall = time.perf_counter() - begun
     future.result()  # type: ignore[union-attr]
     _note(times, "dcp.async_save", stall, time.perf_counter() - begun)
-
-
-def _change(tensors: dict[str, torch.Tensor], part: float) -> None:
-    """The first tensors, up to that part of the bytes."""
-    left = part * sum(t.numel() for t in tensors.values())
-    for tensor in tensors.values():
-        count = int(min(left, tensor.numel()))
-        tensor[:count] += 1
-        left -= count
 
 
 def _timed(work: Callable[[], object], place: torch.device | None = None) -> float:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -34,6 +33,7 @@ from distributed.checkpoint.storage.files import Storage, check_name
 from distributed.checkpoint.storage.urls import check_writable, open_storage
 from distributed.core.errors import CheckpointError, ConfigError
 from distributed.core.registry import nearest
+from distributed.runtime.host_memory import free_host_memory
 
 _USUAL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _INDEX = ".safetensors.index.json"
@@ -128,7 +128,7 @@ def read_weights(source: str, *, key: str | None = None, trust: bool = False) ->
         )
     if is_dcp:
         state, left_out = choose_model(read_dcp(path, trust=trust), key, source)
-        needed, free = sum(tensor.nbytes for tensor in state.values()), psutil.virtual_memory().available
+        needed, free = sum(tensor.nbytes for tensor in state.values()), free_host_memory()
         if needed > free:
             raise CheckpointError(
                 f"the model has {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB of memory free",

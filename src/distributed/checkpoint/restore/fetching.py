@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
-
 from distributed.checkpoint.format.manifest import Manifest, Part
 from distributed.checkpoint.format.skeleton import unflatten
 from distributed.checkpoint.restore.gathering import Boxes, Gathering, Memory, Run
 from distributed.checkpoint.storage.chunks import ChunkStore
 from distributed.core.errors import CheckpointError
+from distributed.runtime.host_memory import free_host_memory
 
 StateTree = dict[str, Any]
 Progress = Callable[[int, int], None]  # bytes read, bytes to read
@@ -74,7 +73,7 @@ def _fill(
 
 
 def _check_memory(needed: int) -> None:
-    free = psutil.virtual_memory().available
+    free = free_host_memory()
     if needed > free:
         raise CheckpointError(
             f"loading the checkpoint takes {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free",
