@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from distributed import Trainer
 from distributed.checkpoint.restore.reading import load
-from distributed.core.errors import TaskError
+from distributed.core.errors import CheckpointError, TaskError
 from distributed.testing import run_ranks
 from tests.ranks.test_model_after_fit import Tied
 
@@ -83,20 +83,18 @@ def test_model_stays_sharded_where_rank_0_lacks_memory(whole_on: str, short: lis
     assert all(torch.equal(value, saved[name]) for name, value in file.items())
 
 
-def test_started_fit_keeps_its_model_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_that_cannot_hold_its_model_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Tied()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     needed = sum(parameter.nbytes for parameter in model.parameters())
     trainer = make_trainer(model, num_gpus=2)
     monkeypatch.setattr(psutil, "virtual_memory", memory(needed // 2))
-    told = fit(trainer, str(tmp_path / "run"))
-    assert trainer.history is not None
-    assert trainer.history.steps == 2
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-    (said,) = [text for text in told if "as it was before fit" in text]
-    assert "this machine has 0.0 MiB of memory free" in said
+    with pytest.raises(CheckpointError, match="MiB of memory free") as refused:
+        fit(trainer, str(tmp_path / "run"))
     monkeypatch.undo()
-    trainer.save_model(tmp_path / "model.safetensors")
-    written = load_file(tmp_path / "model.safetensors")
-    assert not torch.equal(written["embedding.weight"], before["embedding.weight"])
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert f"distributed checkpoint export {checkpoint} --to model.safetensors" in str(refused.value)
+    assert not torch.equal(
+        load(str(checkpoint), ranks=()).shared["model"]["embedding.weight"], before["embedding.weight"]
+    )

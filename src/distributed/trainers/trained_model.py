@@ -33,11 +33,14 @@ _WRITTEN = 'trainer.save_model("model.safetensors") writes it whole, and does no
 
 
 def load_trained_state(task: Task, plan: Plan, checkpoint: str) -> None:
-    """Into objects that are as they were before the training; where memory is short, they stay so."""
+    """Into objects that are as they were before the training, which nobody may take for trained ones."""
     lacking = _lacking(task, checkpoint, "this machine")
     if lacking:
-        warnings.warn(f"trainer.model is as it was before fit: {lacking}\n{_WRITTEN}", stacklevel=5)
-        return
+        raise CheckpointError(
+            f"the run has trained, and {checkpoint} holds its model, but this process cannot",
+            why=lacking,
+            do=f"distributed checkpoint export {checkpoint} --to model.safetensors",
+        )
     trained = _read(task, checkpoint)
     lora = plan.memory.lora
     if lora is not None:
