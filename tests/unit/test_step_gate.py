@@ -173,13 +173,13 @@ class Counting(Averaging):
         pass
 
 
-def gated(module: nn.Module, optimizer: Any) -> tuple[Replicated, StepGate]:
+def gated(module: nn.Module, optimizer: Any, loss: nn.Module | None = None) -> tuple[Replicated, StepGate]:
     """A strategy in a world that it survives; on a CPU, the device is never behind the host's last call."""
     session = Session.open(WorkerEnv(), device="cpu", collectives="gloo", timeout_s=60)
     session.gate = gate = StepGate(session.device)
     session.can_regroup = True
     strategy = Replicated(Plan(run_dir="", batch=BatchPlan(4), speed=SpeedPlan(fused_optimizer=True)))
-    strategy.setup(Task(module, optimizer=optimizer, loss_fn=nn.MSELoss()), session)
+    strategy.setup(Task(module, optimizer=optimizer, loss_fn=loss or nn.MSELoss()), session)
     return strategy, gate
 
 
@@ -214,6 +214,33 @@ def test_extra_state_of_steps_not_taken_is_not_held() -> None:
     gate.close()
     step_on(strategy, 1)
     gate.find_behind(3)
+    assert strategy.held_state() is None
+
+
+class CountingLoss(nn.MSELoss):
+    """Counts its calls in Python, and saves the count."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("counts", ["model", "loss"])
+def test_extra_state_of_an_interrupted_call_is_not_held(counts: str) -> None:
+    module = Counting(in_place=True) if counts == "model" else Averaging(in_place=True)
+    loss = CountingLoss() if counts == "loss" else nn.MSELoss()
+    strategy, gate = gated(module, torch.optim.AdamW(module.parameters()), loss)
+    step_on(strategy, 2)
+    gate.find_behind(2)
+    assert strategy.held_state() is not None
+    strategy._begin_step()
+    assert strategy.held_state() is None
+    step_on(strategy, 1)
+    gate.find_behind(3)
+    assert strategy.held_state() is not None
+    strategy.train(False)
     assert strategy.held_state() is None
 
 

@@ -64,6 +64,10 @@ class Graphs:
             self._check()
             graph.replay()
 
+    @property
+    def are_used(self) -> bool:
+        return len(self._graphs) > 0
+
     def close(self) -> None:
         """For another thread: no graph is made or launched from here on."""
         self._is_over = True

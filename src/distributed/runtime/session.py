@@ -161,6 +161,11 @@ class Session:
         """Around a wait for other ranks of which another library makes its own errors; else `named`."""
         return self._enter(name)
 
+    def waiting_for_device(self) -> AbstractContextManager[None]:
+        """Around a wait for the device where that may wait for other ranks: torch records no collectives of graphs."""
+        is_known = self.world_size == 1 or not self.graphs.are_used
+        return nullcontext() if is_known else self.reported("captured steps")
+
     def also_cut(self, cut: Callable[[], None]) -> None:
         """`cut` ends the collectives of a library beside this group."""
         self._cut_beside = cut

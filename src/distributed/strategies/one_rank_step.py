@@ -318,13 +318,21 @@ class OneRankStep:
         if gate is not None and self._gate is None:
             return None
         behind = 0 if gate is None else gate.behind
-        if behind + self._in_step > self._steps_kept or (behind and extra_state(self.module)):
-            return None  # buffers that forward replaces, or other state, are those of a step that was not taken
+        if behind + self._in_step > self._steps_kept:
+            return None  # buffers that forward replaces are those of a step that was not taken
+        if (behind or self._in_step or not self._model.training) and self._keeps_more_than_buffers():
+            return None  # of which there is no snapshot
         if (self._in_step or behind) and self._buffers_before is not None:
             self._buffers_before.restore()
         if self._loss_before is not None:  # the world broke in an evaluation
             self._loss_before.restore()
         return OneRankStep.state(self)
+
+    def _keeps_more_than_buffers(self) -> bool:
+        """Whether a call of the model or the loss may change what they save in ways of their own."""
+        loss = self._loss
+        tensors = set() if loss is None else {name for name, _ in (*loss.named_buffers(), *loss.named_parameters())}
+        return bool(extra_state(self.module)) or any(name not in tensors for name in self._task.loss_state())
 
     def _begin_step(self) -> None:
         """Save the buffers that an interrupted step must restore, if the surviving ranks could resume."""

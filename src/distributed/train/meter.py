@@ -96,7 +96,8 @@ class Meter:
         """
         samples = sum(self._samples)
         assert self._last is not None
-        losses, last = _fetch(self._losses, self._last)
+        with self._session.waiting_for_device():
+            losses, last = _fetch(self._losses, self._last)
         self._session.check()
         ranks = self._session.world_size
         totals = MetricTotals()

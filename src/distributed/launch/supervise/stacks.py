@@ -35,6 +35,7 @@ _WAITING = (
     "torch/distributed/",
     "distributed/comm/",
     "distributed/runtime/session.py",
+    "distributed/runtime/world.py",
     *(f"{name}/" for name in _ENGINES),
 )
 _DDP, _DDP_RUNS_THE_MODEL = "torch/nn/parallel/distributed.py", {"forward", "_run_ddp_forward", "inner"}
