@@ -1,4 +1,7 @@
-"""After `fit` in a world that a launcher made, rank 0 has the user's model, whole, however the ranks had cut it."""
+"""After `fit` in a world that a launcher made, rank 0 has the user's model, whole, however the ranks had cut it.
+
+Two ranks train every way to cut a model once, and four the ways that are put together of two, each set in one world.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from torch.utils.data import TensorDataset
 
 from distributed import Trainer
 from distributed.checkpoint.restore.reading import load
+from distributed.core.plan import LoraPlan
+from distributed.strategies.model.lora import add_lora
 from distributed.testing import run_ranks
+from tests.meshes import MESHES, make_data, make_model
 
 
 class Block(nn.Module):
@@ -124,3 +130,63 @@ def assert_whole(way: str, found: dict[str, Any]) -> None:
     assert found["loose"] == [list(range(8)), None]
     made.load_state_dict(found["weights"])
     torch.testing.assert_close(found["outputs"], made(torch.arange(8)))
+
+
+OF_FOUR: dict[str, dict[str, Any]] = {
+    "hybrid": MESHES["hybrid"].all_settings(),
+    "context parallel": {"num_gpus": 4, "batch_size": 4, "context_parallel": 2},
+    "context parallel, sharded": MESHES["fsdp_cp"].all_settings(),
+    "pipeline and tensor parallel": MESHES["pp_tp"].all_settings(),
+    "LoRA": {"num_gpus": 4, "batch_size": 2, "backend": "fsdp", "lora": 4},
+}
+
+
+def train_four(folder: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for way, settings in OF_FOUR.items():
+        model = make_model()
+        optimizer = None if way == "LoRA" else torch.optim.AdamW(model.parameters(), lr=0.01)
+        more: dict[str, Any] = {"device": "cpu", "progress": False, "max_steps": 3}
+        trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer, **settings, **more)
+        history = trainer.fit(make_data())
+        trainer.save_model(f"{folder}/{way}.safetensors")
+        if trainer.is_main:
+            assert trainer.model is model
+            found[way] = {
+                "classes": [type(module).__name__ for module in model.modules()],
+                "weights": dict(model.state_dict()),
+                "types": {name: type(value).__name__ for name, value in model.state_dict().items()},
+                "outputs": model(make_data().tensors[0][:4]),
+                "saved": load(history.checkpoint, ranks=()).shared["model"],
+                "file": load_file(f"{folder}/{way}.safetensors"),
+                "steps": [int(state["step"]) for state in optimizer.state.values()] if optimizer else [],
+            }
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained_by_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run_ranks(train_four, 4, str(tmp_path_factory.mktemp("of_four")))[0]
+
+
+@pytest.mark.parametrize("way", OF_FOUR)
+def test_rank_0_of_four_has_the_checkpoint_weights(way: str, trained_by_four: Any) -> None:
+    found, made = trained_by_four[way], make_model()
+    weights, saved = found["weights"], found["saved"]
+    assert weights.keys() == saved.keys() == found["file"].keys()
+    for name, value in weights.items():
+        assert found["types"][name] == "Tensor"
+        assert torch.equal(value, saved[name]), name
+        assert torch.equal(value, found["file"][name]), name
+    ids = make_data().tensors[0][:4]
+    assert not torch.equal(found["outputs"], made(ids)), "it was trained"
+    if way == "LoRA":  # the frozen weights are those that the model had, under other names
+        frozen = {name.replace(".base_layer", ""): value for name, value in weights.items() if "lora_" not in name}
+        assert len(frozen) < len(weights)
+        torch.testing.assert_close(frozen, dict(made.state_dict()), rtol=0, atol=0)
+        add_lora(made, LoraPlan(rank=4, alpha=8.0), seed=0)
+    else:
+        assert found["steps"] == [3] * len([*made.parameters()])
+    made.load_state_dict(weights)
+    torch.testing.assert_close(found["outputs"], made(ids))
+    assert found["classes"] == [type(module).__name__ for module in made.modules()]

@@ -55,7 +55,7 @@ class ShardedModel:
             send_weights(module, session)
         self._cut_layers(plan)
         self._share_sequences(plan)
-        self._blocks = prepare_blocks(module, plan)  # the function that undoes it
+        self._undo_blocks = prepare_blocks(module, plan)
         self._cut_stages(plan)
         if self.is_fsdp:
             self._shard(plan, device)  # moves shards only, so that no device holds the whole model
@@ -290,6 +290,10 @@ class ShardedModel:
             module.reshard()
 
     def close(self) -> None:
+        """What is left whole computes as it did before: its blocks by themselves, on sequences that are whole."""
+        self._undo_blocks()
+        if self.context is not None:
+            self.context.close()
         self.groups.close()
 
 

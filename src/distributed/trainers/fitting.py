@@ -108,7 +108,8 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
                 held.enter_context(owned(run_dir, resume=resumes, token=token))
             record_run(plan, request.config)
         on_all = request.config.whole_model_on == "all"
-        untrained = UntrainedTask(request.task) if (on_all or session.is_main) and not plan.is_replicated else None
+        is_given = (on_all or session.is_main) and not plan.is_replicated
+        untrained = UntrainedTask(request.task, plan) if is_given else None
         shows_progress = plan.observe.progress and not followed
         history = run_rank(request.job(plan), session, shows_progress=shows_progress, line=line)
         if untrained is not None and on_all:

@@ -29,6 +29,7 @@ from distributed.train.checks.nonpersistent import take
 from distributed.train.checks.user_state import BUFFERS, LOSS
 from distributed.train.task import Task
 
+_BASE_LAYER = ".base_layer."  # where peft keeps the module that adapters are beside
 _WRITTEN = 'trainer.save_model("model.safetensors") writes it whole, and does not hold it'
 
 
@@ -42,11 +43,8 @@ def load_trained_state(task: Task, plan: Plan, checkpoint: str) -> None:
             do=f"distributed checkpoint export {checkpoint} --to model.safetensors",
         )
     trained = _read(task, checkpoint)
+    _add_adapters(task, plan)
     lora = plan.memory.lora
-    if lora is not None:
-        from distributed.strategies.model.lora import ensure_lora  # an extra
-
-        ensure_lora(task.model, lora, plan.seed)
     is_made = not any(tensor.is_meta for tensor in task.model.parameters())
     task.model.load_state_dict(trained["model"], strict=lora is None or not lora.saves_alone, assign=not is_made)
     _take_rest(task, trained)
@@ -89,6 +87,13 @@ def _read(task: Task, checkpoint: str) -> StateTree:
     return trained
 
 
+def _add_adapters(task: Task, plan: Plan) -> None:
+    if plan.memory.lora is not None:
+        from distributed.strategies.model.lora import ensure_lora  # an extra
+
+        ensure_lora(task.model, plan.memory.lora, plan.seed)
+
+
 def _take_rest(task: Task, trained: Mapping[str, Any]) -> None:
     if LOSS in trained:
         task.load_loss_state(trained[LOSS])
@@ -126,8 +131,8 @@ class _Module:
 class UntrainedTask:
     """A task as it was before `fit`: classes, attributes and names. Holds no weight."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, plan: Plan) -> None:
+        self._task, self._plan = task, plan
         self._modules = [_look_at(module, path) for path, module in task.model.named_modules()]
         names = {id(parameter): name for name, parameter in task.model.named_parameters()}
         made = task.optimizer if isinstance(task.optimizer, torch.optim.Optimizer) else None
@@ -184,12 +189,16 @@ class UntrainedTask:
             warnings.warn(f"the model stays sharded: {failed}\n{_WRITTEN}", stacklevel=4)
             return False
         weights: Mapping[str, torch.Tensor] = trained["model"]
-        if any(name not in weights for name in self._names()) or any(None in names for names in self._groups):
+        of_modules = self._without_adapters(weights)
+        if any(name not in of_modules for name in self._names()) or any(None in names for names in self._groups):
             warnings.warn("the model stays sharded: its checkpoints do not hold all of its tensors", stacklevel=4)
             return False
         made: dict[int, nn.Parameter] = {}
         for one in self._modules:
-            _put_together(one, weights, made)
+            _put_together(one, of_modules, made)
+        if of_modules is not weights:
+            _add_adapters(self._task, self._plan)
+            self._task.model.load_state_dict(weights)
         take(self._task.model, trained.get(BUFFERS, {}).get("model", {}))
         parameters = dict(self._task.model.named_parameters(remove_duplicate=False))
         if isinstance(self._task.optimizer, torch.optim.Optimizer):
@@ -198,6 +207,12 @@ class UntrainedTask:
                 group["params"] = [parameters[name] for name in names if name is not None]
         _take_rest(self._task, trained)
         return True
+
+    def _without_adapters(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """By the names that the modules had before the run put adapters beside some of them."""
+        if self._plan.memory.lora is None or all(name in weights for name in self._names()):
+            return weights
+        return {name.replace(_BASE_LAYER, "."): value for name, value in weights.items()}
 
     def _names(self) -> list[str]:
         """Of what a checkpoint must have."""

@@ -112,7 +112,9 @@ class Trainer:
         """Write the trained weights to one file: safetensors, or what torch.save writes if its name ends in `.pt`.
 
         Rank 0 does so, from the last checkpoint, and the other ranks pass: it works for models that no rank holds
-        whole, and safetensors need the memory of one tensor.
+        whole. Safetensors need the memory of one tensor, of a large one two runs of 64 MiB at most, and some chunks; a
+        `.pt` needs that of the whole model. `fit` itself has put the whole model into `model` before, where the memory
+        of rank 0, or of the process that started the ranks, holds it; where it does not, that is said, and this works.
         """
         if not self.is_main:
             return

@@ -178,6 +178,7 @@ def _write_tensors(
         for block in reader.blocks(leaf):
             stream.write(block)
             notify(len(block))
+            del block  # before memory is taken for the next one
 
 
 def _export_pt(checkpoint: Opened, target: Path, with_optimizer: bool, force: bool, progress: Progress) -> Exported:

@@ -5,20 +5,23 @@ Export and diff go through this, so that a model need not fit into memory to be 
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from distributed.checkpoint.format.boxes import slabs
-from distributed.checkpoint.format.layout import CHUNK_BYTES
+from distributed.checkpoint.format.layout import CHUNK_BYTES, ITEM_BYTES
 from distributed.checkpoint.format.manifest import Manifest, Part, TensorEntry
 from distributed.checkpoint.format.parsing import Damaged
 from distributed.checkpoint.format.skeleton import unflatten
-from distributed.checkpoint.format.tensors import TensorMemory, as_bytes
+from distributed.checkpoint.format.tensors import DTYPES, TensorMemory, as_bytes
 from distributed.checkpoint.restore.gathering import Gathering
 from distributed.checkpoint.storage.chunks import ChunkStore
 from distributed.checkpoint.storage.files import Storage
@@ -35,6 +38,17 @@ class Leaf:
 
     stored: str
     entry: TensorEntry
+
+
+class _MappedMemory(TensorMemory):
+    """Memory that the system has back as soon as its tensor is gone; an allocator keeps what lies between others."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+        size = math.prod(shape) * ITEM_BYTES[dtype]
+        if not size:
+            return super().empty(shape, dtype)
+        flat = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        return flat.view(DTYPES[dtype]).reshape(shape), flat.numpy()
 
 
 class TensorReader:
@@ -54,6 +68,7 @@ class TensorReader:
         if any(piece.ranges is not None for piece in leaf.entry.pieces):
             for run in self.runs(leaf):
                 yield as_bytes(run).numpy()
+                del run  # before memory is taken for the next one
             return
         with _belongs_to(leaf):
             for piece in leaf.entry.pieces:
@@ -67,10 +82,13 @@ class TensorReader:
             entry = replace(entry, shape=(entry.nbytes // itemsize,))
         count, most = entry.nbytes // itemsize, _RUN_BYTES // itemsize
         for start in range(0, count, most):
-            found = self._gather(leaf, entry, tuple(slabs(entry.shape, start, min(start + most, count))))
-            assert isinstance(found, TensorShard)
-            pieces = [piece.reshape(-1) for _, piece in found.pieces]
-            yield pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            yield self._run(leaf, entry, tuple(slabs(entry.shape, start, min(start + most, count))))
+
+    def _run(self, leaf: Leaf, entry: TensorEntry, boxes: tuple[Box, ...]) -> torch.Tensor:
+        found = self._gather(leaf, entry, boxes)
+        assert isinstance(found, TensorShard)
+        pieces = [piece.reshape(-1) for _, piece in found.pieces]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def tensor(self, leaf: Leaf) -> torch.Tensor:
         whole = self._gather(leaf, leaf.entry, None)
@@ -79,7 +97,7 @@ class TensorReader:
 
     def _gather(self, leaf: Leaf, entry: TensorEntry, boxes: tuple[Box, ...] | None) -> torch.Tensor | TensorShard:
         with _belongs_to(leaf):
-            gathering = Gathering(leaf.stored, entry, boxes, TensorMemory())
+            gathering = Gathering(leaf.stored, entry, boxes, _MappedMemory())
             gathering.allocate()
             for run in gathering.runs:
                 gathering.take(run, self._chunk(run.ref.chunk))

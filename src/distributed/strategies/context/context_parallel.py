@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -36,7 +36,7 @@ from distributed.strategies.context.attention import HALF, SequencePart, autocas
 from distributed.strategies.gradient_sums import mean_gradients
 from distributed.strategies.model.blocks import main_stack
 from distributed.strategies.model.modes import evaluating
-from distributed.strategies.model.recompute import forward_name
+from distributed.strategies.model.recompute import forward_name, restore_forward
 
 _INNER = "_forward_on_part"
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2  # of what the blocks add to their input, in float32; of a result in half of it
@@ -84,15 +84,23 @@ class ContextParallel:
         self._part = SequencePart(group, self._dim)
         self._dims = SequenceDims(self._dim)
         self._depth = len(blocks)
-        for index, block in enumerate(blocks):
-            _patch(block, self._block_forward(block, index))
-        for attention in attentions:
-            _patch(attention, self._part.multihead_forward(attention, _INNER))
-        for layer in module.modules():
-            if isinstance(layer, nn.TransformerEncoderLayer):
-                layer.activation_relu_or_gelu = 0  # its fused form in eval calls no attention
-            elif isinstance(layer, nn.TransformerEncoder):
-                layer.use_nested_tensor = False
+        with ExitStack() as changes:
+            for index, block in enumerate(blocks):
+                changes.callback(_patch(block, self._block_forward(block, index)))
+            for attention in attentions:
+                changes.callback(_patch(attention, self._part.multihead_forward(attention, _INNER)))
+            for layer in module.modules():
+                if isinstance(layer, nn.TransformerEncoderLayer):  # its fused form in eval calls no attention
+                    changes.callback(setattr, layer, "activation_relu_or_gelu", layer.activation_relu_or_gelu)
+                    layer.activation_relu_or_gelu = 0
+                elif isinstance(layer, nn.TransformerEncoder):
+                    changes.callback(setattr, layer, "use_nested_tensor", layer.use_nested_tensor)
+                    layer.use_nested_tensor = False
+            self._changes = changes.pop_all()
+
+    def close(self) -> None:
+        """The model computes whole sequences again, on this rank alone."""
+        self._changes.close()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -254,10 +262,18 @@ def _refuse_statistics(path: str, blocks: Sequence[nn.Module]) -> None:
             )
 
 
-def _patch(module: nn.Module, forward: Callable[..., Any]) -> None:
+def _patch(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Returns what undoes it."""
     name = forward_name(module)
-    setattr(module, _INNER, getattr(module, name))
+    before = getattr(module, name)
+    setattr(module, _INNER, before)
     setattr(module, name, MethodType(forward, module))
+
+    def undo() -> None:
+        module.__dict__.pop(_INNER, None)  # gone where the module has been put together again since
+        restore_forward(module, name, before)
+
+    return undo
 
 
 @contextmanager
