@@ -319,6 +319,13 @@ def test_later_batch_that_contradicts_the_trial_is_refused() -> None:
         task.run(task.model, (outputs, later))
 
 
+def test_loss_of_each_sample_is_refused() -> None:
+    task = Task(nn.Linear(4, 5), nn.CrossEntropyLoss(reduction="none"))
+    batch = random(6, 4).float(), classes(5, 6)
+    with pytest.raises(TaskError, match=r"the loss has the shape \[6\]"):
+        task.settle(task.run(task.model, batch), batch, 6, alone(matters=False))
+
+
 def test_loss_that_claims_to_be_a_sum_is_tried() -> None:
     class Claims(nn.Module):
         reduction = "sum"

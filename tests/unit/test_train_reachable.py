@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import ctypes
 import dataclasses
 import functools
 import itertools
+import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +22,8 @@ from torch import nn
 from distributed.train.checks.reachable import OBJECTS, Look, changes, look
 
 CALLS, PARTS = [0], {"one": {"t": 0}}
+LOCAL, CONTEXT = threading.local(), contextvars.ContextVar("t", default=0)
+LOCAL.t = 0
 STEPS = 0
 
 
@@ -99,6 +104,10 @@ def count_in_a_global(model: Any) -> None:
     STEPS += 1
 
 
+def count_in_the_environment(model: Any) -> None:
+    os.environ["CALLS"] = os.environ.get("CALLS", "") + "."
+
+
 def put_anew(model: Any) -> None:
     model.mean = model.mean * 0.9
 
@@ -150,6 +159,9 @@ WAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a global": (count_in_a_global, f"{HERE}.STEPS changes"),
     "a global list": (lambda model: item(CALLS, 0), f"{HERE}.CALLS[0] changes"),
     "a global dict": (lambda model: item(PARTS["one"], "t"), f"{HERE}.PARTS['one']['t'] changes"),
+    "the environment": (count_in_the_environment, "os.environ['CALLS'] changes"),
+    "a thread's own": (lambda model: setattr(LOCAL, "t", LOCAL.t + 1), f"{HERE}.LOCAL.t changes"),
+    "a context": (lambda model: CONTEXT.set(CONTEXT.get() + 1), f"{HERE}.CONTEXT changes"),
     "a function": (lambda model: setattr(helper, "t", random.random()), f"{HERE}.helper.t changes"),
     "random": (lambda model: model.draws.random(), "draws from the generator model.draws"),
     "a method of random": (lambda model: model.draw(), "draws from the generator model.draw"),
@@ -180,7 +192,8 @@ def seen(model: nn.Module, **more: Any) -> Look:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_python_state_changed_between_steps_is_detected(way: str) -> None:
+def test_python_state_changed_between_steps_is_detected(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CALLS", "")
     act, expected = WAYS[way]
     model = Model(act)
     own = [*model.parameters(), *model.buffers()]

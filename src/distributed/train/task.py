@@ -110,6 +110,12 @@ class Task:
         return self._weights.of(Outcome(loss, outputs, target, fitted=None if self.loss_fn else loss_fn), loss_fn)
 
     def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: Trial) -> Outcome | None:
+        if outcome is not None and outcome.loss.numel() != 1:
+            raise TaskError(
+                f"the loss has the shape {list(outcome.loss.shape)}",
+                why="the backward pass of a step begins at one number, the loss of its batch",
+                do="return its mean: reduction='mean', or loss.mean()",
+            )
         return self._weights.settle(outcome, batch, size, trial)
 
     def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:

@@ -6,9 +6,12 @@ first and within a bound. Two looks show what a step has changed. What has no pa
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
+import os
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from distributed.core.env import inherited_environ
 from distributed.train.checks.marks import Drawn, Held, Marker, TooLarge, iterator_mark, same
 
 OBJECTS = 200_000  # that a look walks at most
@@ -169,6 +173,8 @@ class _Walk:
             self._add([(path, value.__func__), (f"{path}.__self__", value.__self__)])
         elif isinstance(value, weakref.ReferenceType):
             self._add([(path, value())])
+        elif isinstance(value, contextvars.ContextVar):
+            self._add([(path, value.get(None))])
         elif type(value) is _CACHED:  # a pure function, by what its author says
             self._add([(path, value.__wrapped__)])
         elif hasattr(type(value), "__next__"):
@@ -214,7 +220,9 @@ class _Walk:
 
 
 def _dict_of(value: Any) -> dict[str, Any]:
-    """Its attributes, past any `__getattribute__` of its own."""
+    """Its attributes, past any `__getattribute__` of its own; of what each thread has, this thread's."""
+    if isinstance(value, threading.local):
+        return dict(vars(value))
     with suppress(AttributeError, TypeError):
         found = object.__getattribute__(value, "__dict__")
         return found if isinstance(found, dict) else {}
@@ -239,6 +247,8 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str,
         value = space[name]
         if not isinstance(value, types.ModuleType):
             yield f"{function.__module__}.{name}", value
+        elif value is os and names & {"environ", "getenv"}:
+            yield "os.environ", inherited_environ()
         elif not _is_library(value.__name__):
             inside = vars(value)
             yield from ((f"{value.__name__}.{inner}", inside[inner]) for inner in sorted(names & inside.keys()))
