@@ -29,8 +29,8 @@ from distributed.data.loading.loader import Microbatch
 from distributed.planner.hardware import probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.runtime.session import Session
-from distributed.runtime.world import leave_world
 from distributed.runtime.tensor_shard import TensorShard
+from distributed.runtime.world import leave_world
 from distributed.strategies.torch_mesh import TorchMesh
 from distributed.train.task import Task
 
