@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -27,10 +28,15 @@ sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat
 # Some virtual machines show AMX and not its tiles: a product in bf16 ends a process there with SIGILL. No AMX anywhere.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
+# Threads that have done their part of a product sleep. By default they spin, which takes the cores from other tests:
+# three workers of two threads each spent three times the processor time on two cores. Read when OpenMP is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _TEMPLATE = pytest.StashKey[Template]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what is read and imported for tests stays, and is looked through by none of their collections
     # A shell ignores it in what runs in its background, and all that is started inherits that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,6 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and item.path.parts[-2] in ("e2e", "ranks"):
             item.fixturenames.insert(0, "template")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
