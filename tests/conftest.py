@@ -36,7 +36,6 @@ _TEMPLATE = pytest.StashKey[Template]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # what is read and imported for tests stays, and is looked through by none of their collections
     # A shell ignores it in what runs in its background, and all that is started inherits that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ExpectedSkips.of_this_suite())
         config.pluginmanager.register(FileTimes())
     if is_worker or not config.getoption("numprocesses", None):
+        gc.disable()  # what is read and imported for tests stays, and is looked through by none of their collections
         config.pluginmanager.register(Leftovers())
         config.stash[_TEMPLATE] = template = Template()
         config.add_cleanup(template.close)
