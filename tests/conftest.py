@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -27,6 +28,10 @@ sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat
 # Some virtual machines show AMX and not its tiles: a product in bf16 ends a process there with SIGILL. No AMX anywhere.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
+# Threads that have done their part of a product sleep. By default they spin, which takes the cores from other tests:
+# three workers of two threads each spent three times the processor time on two cores. Read when OpenMP is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _TEMPLATE = pytest.StashKey[Template]()
 
 
@@ -39,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ExpectedSkips.of_this_suite())
         config.pluginmanager.register(FileTimes())
     if is_worker or not config.getoption("numprocesses", None):
+        gc.disable()  # what is read and imported for tests stays, and is looked through by none of their collections
         config.pluginmanager.register(Leftovers())
         config.stash[_TEMPLATE] = template = Template()
         config.add_cleanup(template.close)
@@ -61,6 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and item.path.parts[-2] in ("e2e", "ranks"):
             item.fixturenames.insert(0, "template")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,7 +11,11 @@ from distributed.core.events import EpochEnded, EvaluationEnded, Event, RunEnded
 from distributed.core.plan import MlflowPlan
 from distributed.observe.mlflow import MlflowObserver, find_experiment
 
-mlflow = pytest.importorskip("mlflow", reason="the mlflow extra is not installed")
+
+@pytest.fixture(scope="module", autouse=True)
+def mlflow() -> Any:
+    """Not at the top: there every worker would import it, and one has these tests."""
+    return pytest.importorskip("mlflow", reason="the mlflow extra is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,7 @@ def feed(observer: MlflowObserver, events: list[Event]) -> None:
     observer.close()
 
 
-def test_mlflow_run_has_params_metrics_and_model(uri: str, tmp_path: Path) -> None:
+def test_mlflow_run_has_params_metrics_and_model(mlflow: Any, uri: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "step-10"
     checkpoint.mkdir()
     (checkpoint / "weights").write_bytes(b"1234")
@@ -100,7 +104,7 @@ def test_mlflow_run_has_params_metrics_and_model(uri: str, tmp_path: Path) -> No
     assert [file.path for file in client.list_artifacts(observer.run_id, "model")] == ["model/weights"]
 
 
-def test_mlflow_run_opened_by_the_user_stays_open(uri: str, tmp_path: Path) -> None:
+def test_mlflow_run_opened_by_the_user_stays_open(mlflow: Any, uri: str, tmp_path: Path) -> None:
     model = tmp_path / "model.pt"
     model.write_bytes(b"1234")
     mlflow.set_tracking_uri(uri)
@@ -130,13 +134,13 @@ def test_mlflow_run_opened_by_the_user_stays_open(uri: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("events", "status"), [(rest(status="interrupted"), "KILLED"), ([], "FAILED")], ids=["interrupted", "no word"]
 )
-def test_mlflow_run_status_follows_the_end_of_the_run(uri: str, events: list[Event], status: str) -> None:
+def test_mlflow_run_status_follows_the_end_of_the_run(mlflow: Any, uri: str, events: list[Event], status: str) -> None:
     observer = MlflowObserver(MlflowPlan("ends", uri))
     feed(observer, [started(), stepped(5), *events])
     assert mlflow.MlflowClient(uri).get_run(observer.run_id).info.status == status
 
 
-def test_restart_continues_its_mlflow_run(uri: str, tmp_path: Path) -> None:
+def test_restart_continues_its_mlflow_run(mlflow: Any, uri: str, tmp_path: Path) -> None:
     plan = MlflowPlan("restarts", uri)
     killed = MlflowObserver(plan, tmp_path)
     killed.on(started())
@@ -157,7 +161,7 @@ def test_restart_continues_its_mlflow_run(uri: str, tmp_path: Path) -> None:
 
 
 def test_tracking_uri_defaults_to_environment_then_local_file(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mlflow: Any, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     named = MlflowObserver(MlflowPlan("by-environment"))
@@ -172,7 +176,7 @@ def test_tracking_uri_defaults_to_environment_then_local_file(
     assert (tmp_path / "mlflow.db").exists()
 
 
-def test_concurrent_experiment_creation_agrees_on_one(uri: str) -> None:
+def test_concurrent_experiment_creation_agrees_on_one(mlflow: Any, uri: str) -> None:
     class Late:
         """A client that hears of the experiment only after it failed to make it, as in a race."""
 
