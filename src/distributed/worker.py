@@ -1,4 +1,4 @@
-"""The root of one rank: a Job and this rank's place become a session, a strategy and a loop."""
+"""The root of one rank: a RankJob and this rank's place become a session, a strategy and a loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code 
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """Plan, task and data of one rank."""
 
     plan: Plan
@@ -119,7 +119,7 @@ def next_world(line: LauncherLink, attempt: int, message: str) -> WorkerEnv:
 
 
 def run_rank(
-    job: Job, session: Session, *, shows_progress: bool, line: LauncherLink | None = None, gives_back: bool = True
+    job: RankJob, session: Session, *, shows_progress: bool, line: LauncherLink | None = None, gives_back: bool = True
 ) -> History:
     """Train this rank's part; what it returns is the same on every rank.
 
@@ -169,7 +169,7 @@ class WorldLost:
 
 
 def _run_world(
-    job: Job,
+    job: RankJob,
     session: Session,
     *,
     held: SurvivorState | None,
@@ -375,7 +375,7 @@ def line_for(plan: Plan, *, is_first: bool = True) -> LauncherLink | None:
     return line
 
 
-def load_job(run_dir: Path, sealed: Sealed) -> Job:
+def load_job(run_dir: Path, sealed: Sealed) -> RankJob:
     """The job that the launcher wrote: a pickle, and refused unless it is that very file."""
     handle = open_sealed(run_dir, sealed)
     try:
@@ -384,7 +384,7 @@ def load_job(run_dir: Path, sealed: Sealed) -> Job:
             check_code(run_dir / sealed.name, b"".join(map(archive.read, names)), sealed)
         opened = f"/proc/self/fd/{handle}"  # the file that was checked, even if its name now belongs to another
         path = opened if os.path.exists(opened) else run_dir / sealed.name
-        job: Job = torch.load(path, mmap=True, weights_only=False, map_location="cpu")
+        job: RankJob = torch.load(path, mmap=True, weights_only=False, map_location="cpu")
         return job
     except zipfile.BadZipFile:
         check_code(run_dir / sealed.name, b"", sealed)

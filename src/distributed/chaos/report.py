@@ -39,7 +39,7 @@ class Injury:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsComparison:
     """The final weights against those of the undisturbed run."""
 
     is_identical: bool
@@ -90,7 +90,7 @@ class ChaosReport:
     tolerance: float | None = None
     began_alike: bool = True  # as far as is known
     samples: Samples | None = None
-    weights: Weights | None = None
+    weights: WeightsComparison | None = None
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -141,7 +141,7 @@ class ChaosReport:
             found.append(f"the weights: {self.weights}{hint}")
         return found
 
-    def _is_close(self, weights: Weights) -> bool:
+    def _is_close(self, weights: WeightsComparison) -> bool:
         return not weights.problem and (weights.is_identical or weights.largest <= self.allowed)
 
     def to_dict(self) -> dict[str, Any]:

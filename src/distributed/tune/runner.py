@@ -77,7 +77,7 @@ class TrialResult:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TrialSchedule:
     """Which scheduler, and its numbers; `max_steps` counts reports (epochs of the Trainer)."""
 
     name: Literal["none", "asha", "median", "pbt"] = "none"
@@ -100,7 +100,7 @@ class TuneRequest:
     metric: str = ""  # "": not needed; always set where a scheduler or a search needs it
     mode: Mode = "min"
     search: Literal["random", "grid", "bayes"] = "random"
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: TrialSchedule = field(default_factory=TrialSchedule)
     seed: int = 0
     num_gpus: int | None = None  # devices in all; None: all that are there. Without CUDA: CPU processes
     trials_per_gpu: int = 1  # that share one device

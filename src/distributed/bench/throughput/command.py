@@ -46,11 +46,11 @@ def throughput_command(known: Mapping[str, Contender], drawing: Drawing) -> Call
         json_file: JsonFile = None,
         picture: PictureFile = None,
     ) -> None:
-        from distributed.bench.throughput.benchmark import Request, choose_workloads, measure_throughput
+        from distributed.bench.throughput.benchmark import ThroughputRequest, choose_workloads, measure_throughput
         from distributed.bench.throughput.table import throughput_table
 
         device = _device(processes)
-        request = Request(
+        request = ThroughputRequest(
             workloads=choose_workloads(workload, device, tiny),
             device=device,
             precision=_precision(precision, device),

@@ -57,7 +57,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HangFinding:
     """The whereabouts of one rank whose stacks were requested."""
 
     rank: int
@@ -80,7 +80,9 @@ def deadline_s(slowest_ns: int, timeout_s: float | None, collective_s: float = m
     return min(max(_SHORTEST_S, _STEPS * slowest_s), max(2 * slowest_s, 0.9 * collective_s))
 
 
-def choose(findings: Sequence[Finding], others_may_explain: bool, is_second: bool) -> tuple[int, Whereabouts] | None:
+def choose(
+    findings: Sequence[HangFinding], others_may_explain: bool, is_second: bool
+) -> tuple[int, Whereabouts] | None:
     """The rank that hangs and its whereabouts; None while that cannot be decided.
 
     `others_may_explain`: all may wait for a rank that has no deadline now, or has time left. `is_second`: twice the
@@ -193,7 +195,7 @@ class HangWatch:
             if found is None or rank not in beats or beats[rank].time_ns != beat.time_ns:
                 continue
             explain.discard(rank)
-            answers[rank] = inquiry, Finding(rank, beat.step, found, rank in late_beats)
+            answers[rank] = inquiry, HangFinding(rank, beat.step, found, rank in late_beats)
             if found.kind == "compiling":
                 self._compiling[rank] = (beat.time_ns, now + self._deadline_ns(beat))
         is_second = all(now - beat.time_ns > 2 * self._deadline_ns(beat) for beat in late_beats.values())
