@@ -35,7 +35,7 @@ from distributed.runtime.agent_line import launcher_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.rendezvous import Rendezvous, find_rendezvous
 from distributed.runtime.session import Session
-from distributed.runtime.shutdown import StopRequest, left_to_launcher
+from distributed.runtime.shutdown import StopRequest, defer_signals_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.runtime.world import CollectiveError, abandon_world, leave_world
 from distributed.strategies.base import Strategy
@@ -147,7 +147,7 @@ def run_rank(
             if model_is_stale and line.replaces:
                 raise CannotGoOnError(f"rank {session.rank} lost its world", why=outcome.message)
             held = outcome.held
-            with left_to_launcher():
+            with defer_signals_to_launcher():
                 env = next_world(line, session.env.attempt, outcome.message)
                 session = open_session(job.plan, env, line)
             job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
@@ -207,9 +207,9 @@ def _run_world(
             line.tell(Joined(False, plan.legal_sizes, in_run=True))
             line.on_cut_off(lambda: None)  # an abort would send its peers garbage, and this rank is ended anyway
         check_datasets(plan, session, {"train_loader": job.train, "val_loader": job.evaluation})
-        train, staff, decisions = open_training(job.train, plan, session, strategy.optimizer)
+        train, worker_count, decisions = open_training(job.train, plan, session, strategy.optimizer)
         evaluation, more = open_evaluation(
-            job.evaluation, plan, session, staff, strategy.optimizer, in_step=strategy.lockstep_eval
+            job.evaluation, plan, session, worker_count, strategy.optimizer, lockstep=strategy.lockstep_eval
         )
         plan = plan.with_decisions(*decisions, *more)
         per_epoch = train.steps_per_epoch
@@ -282,7 +282,7 @@ def _come_to_rest(session: Session, line: LauncherLink, failed: Exception) -> No
     """
     if session.gate is None:
         return
-    with left_to_launcher():
+    with defer_signals_to_launcher():
         if not (isinstance(failed, LeftWorld) and session.all_have_ended(_TOGETHER_S)):
             session.close_gate()
             _await_leave(session, line, str(failed))

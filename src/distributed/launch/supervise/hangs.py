@@ -327,9 +327,9 @@ class _StackQuery:
         state = self._kernel.state(self.watched.pid)
         if state in GONE:
             return None
-        told = self._dump.text()
-        halted = self._kernel.describe_halt(self.watched.pid) if state in HALTED or not told else ""
-        return Whereabouts("stopped", halted) if halted else standing(parse_stacks(told), self.beat.collective)
+        stacks = self._dump.text()
+        halted = self._kernel.describe_halt(self.watched.pid) if state in HALTED or not stacks else ""
+        return Whereabouts("stopped", halted) if halted else standing(parse_stacks(stacks), self.beat.collective)
 
     def _worker_is_found(self, now: int) -> bool:
         """Query the workers in sequence, because they write to the same file."""
@@ -338,8 +338,8 @@ class _StackQuery:
             if self._worker is not None:
                 if not self._worker.is_over(now) and now < self._workers_until:
                     return False
-                told = self._worker.text()
-                line = data_line(parse_stacks(told)) if told else self._kernel.describe_halt(self._worker.pid)
+                stacks = self._worker.text()
+                line = data_line(parse_stacks(stacks)) if stacks else self._kernel.describe_halt(self._worker.pid)
                 self._worker = None
                 if line:
                     self._found = Whereabouts("data", f"{line}, in a data loader worker")
