@@ -12,6 +12,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from distributed.core.choices import ChaosKind
+
 CLOSE = 1e-3  # the largest difference of a weight after another number of ranks summed some gradients
 
 _OTHER_RANKS = "another number of ranks adds in another order and draws other dropout: set reproducible=bitwise"
@@ -25,7 +27,7 @@ _OTHER_BEGINNING = (
 class Injury:
     """One fault, and what became of it."""
 
-    kind: str
+    kind: ChaosKind
     time_s: float  # since the start of the disturbed run
     step: int
     attempt: int

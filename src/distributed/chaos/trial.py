@@ -15,6 +15,7 @@ from distributed.chaos.hosts import Hosts, remove_leftovers
 from distributed.chaos.report import ChaosReport, Injury
 from distributed.chaos.runs import ChaosRun, Order
 from distributed.chaos.schedule import Arrival, by_steps, by_time
+from distributed.core.choices import ChaosKind
 from distributed.core.errors import LaunchError, RankFailedError
 from distributed.core.events import (
     AttemptEnded,
@@ -45,7 +46,7 @@ class ChaosRequest:
 
     order: Order
     base: Path
-    kinds: tuple[str, ...]
+    kinds: tuple[ChaosKind, ...]
     save_every: int  # steps
     seed: int = 0
     mtbf_s: float = 15.0

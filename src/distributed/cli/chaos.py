@@ -23,6 +23,7 @@ from distributed.chaos.schedule import parse_span
 from distributed.chaos.trial import ChaosRequest, ChaosScreen, run_trial
 from distributed.cli import options as opt
 from distributed.cli.settings import gather, read_file, read_words
+from distributed.core.choices import ChaosKind
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import ConfigError, PlanError, Problem
 from distributed.core.registry import nearest_hint
@@ -212,7 +213,7 @@ def _prepare(
     )
 
 
-def parse_faults(text: str) -> tuple[tuple[str, ...], list[Problem]]:
+def parse_faults(text: str) -> tuple[tuple[ChaosKind, ...], list[Problem]]:
     """
     >>> parse_faults("kill, hang")
     (('kill', 'hang'), [])
@@ -226,7 +227,8 @@ def parse_faults(text: str) -> tuple[tuple[str, ...], list[Problem]]:
     ]
     if not names:
         problems.append(Problem("--faults names no fault", do=f"choose some of: {', '.join(KINDS)}"))
-    return tuple(name for name in names if name in KINDS), problems
+    known: dict[str, ChaosKind] = {kind: kind for kind in KINDS}
+    return tuple(known[name] for name in names if name in known), problems
 
 
 def _check_settings(given: dict[str, Any]) -> list[Problem]:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from distributed.core.errors import ConfigError, PlanError, Problem
 from distributed.core.registry import Entry, Registry, nearest_hint
@@ -20,7 +20,7 @@ from distributed.tune.results.pictures import write_picture
 from distributed.tune.results.reading import ReadCheck
 from distributed.tune.results.results import Board, write_results
 from distributed.tune.results.screen import SearchScreen
-from distributed.tune.runner import Mode, Runner, TrialResult, TrialSchedule, TuneRequest
+from distributed.tune.runner import Mode, Runner, SchedulerName, SearchName, TrialResult, TrialSchedule, TuneRequest
 from distributed.tune.search import grid_problems, make_search
 from distributed.tune.search_events import SearchEvents
 from distributed.tune.space_reading import SearchSpace, read_space
@@ -32,8 +32,8 @@ RUNNERS = Registry(
         "ray": Entry("distributed.engines.ray.tune_runner:RayRunner", needs="ray", extra="ray"),
     },
 )
-_SEARCHES = ("random", "grid", "bayes")
-_SCHEDULERS = ("none", "asha", "median", "pbt")
+_SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
+_SCHEDULERS: tuple[SchedulerName, ...] = get_args(SchedulerName)
 
 
 class DistributedTuner:
@@ -60,8 +60,8 @@ class DistributedTuner:
         *,
         metric: str | None = None,
         mode: Literal["min", "max"] | None = None,
-        search: Literal["random", "grid", "bayes"] = "random",
-        scheduler: Literal["none", "asha", "median", "pbt"] = "none",
+        search: SearchName = "random",
+        scheduler: SchedulerName = "none",
         max_steps: int | None = None,
         grace_steps: int = 1,
         reduction_factor: float = 4,

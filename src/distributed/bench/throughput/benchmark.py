@@ -21,6 +21,7 @@ from distributed.bench.machine import PEAK_FLOPS, load_average
 from distributed.bench.throughput.contenders import Contender, Contenders
 from distributed.bench.throughput.results import Throughput, ThroughputRow, WorkloadResult, reference
 from distributed.bench.workloads.models import TINY, WORKLOADS, Workload
+from distributed.core.choices import Device
 from distributed.core.errors import ConfigError, Problem
 from distributed.core.registry import nearest_hint
 from distributed.planner.hardware import probe_hardware
@@ -43,7 +44,7 @@ class ThroughputRequest:
     """What the command line asks for."""
 
     workloads: tuple[str, ...]
-    device: str
+    device: Device
     precision: str
     processes: int
     rounds: int

@@ -19,6 +19,7 @@ from typing import Any
 
 from ray import tune
 
+from distributed.core.choices import Device
 from distributed.core.errors import LaunchError
 from distributed.launch.node.processes import RankProcess
 from distributed.observe.trial import TrialNote
@@ -44,7 +45,7 @@ class ActorSettings:
     ticket: str  # by which a trial knows that file
     cwd: str  # the driver's
     modules: tuple[str, ...]  # to import before trials are forked
-    device: str
+    device: Device
     devices: int  # of a trial
 
     def placement(self) -> Placement:

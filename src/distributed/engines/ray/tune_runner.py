@@ -24,6 +24,7 @@ from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 from ray.tune.stopper import Stopper
 
+from distributed.core.choices import Device
 from distributed.core.env import environ_with
 from distributed.core.errors import Problem
 from distributed.engines.ray.cluster import RayCluster, cluster_now, connected
@@ -150,7 +151,7 @@ def _through_the_client(address: str) -> Problem:
     )
 
 
-def _device(cluster: RayCluster) -> str:
+def _device(cluster: RayCluster) -> Device:
     return "cuda" if any(node.gpus for node in cluster.nodes) else "cpu"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from distributed.core.choices import ReplicaStrategy
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError, Problem
@@ -28,7 +29,7 @@ _OF_TORCH = (
 class ProcessLayout:
     """Which processes there are, and how many replicas each of them trains."""
 
-    strategy: str  # "mirrored", "multi_worker", "parameter_server" or "tpu"
+    strategy: ReplicaStrategy
     processes: int  # that train, over all nodes
     replicas: int  # in each of them
     servers: int = 0  # processes that hold the parameters

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from distributed.core.choices import Device, ReplicaStrategy
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import DistributedError, LaunchError, PlanError
 from distributed.core.plan import Plan
@@ -56,9 +57,9 @@ def _gatherer(strategy: Any) -> Any:
 class Setup:
     """What a strategy is made of; a process has one for each, however many fits it makes."""
 
-    kind: str
+    kind: ReplicaStrategy
     replicas: int = 1  # in this process
-    device: str = "cpu"
+    device: Device = "cpu"
     communication: str = field(default="auto", compare=False)  # the first of a process counts: there is one world
     slot: int = field(default=0, compare=False)  # of its GPU, where it sees those of other processes too
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distributed.core.choices import Activity
 from distributed.core.protocol.heartbeat import RECORD, Beat, Phase
 from distributed.launch.node.kernel import GONE, HALTED, Kernel
 from distributed.launch.supervise.flight_recorders import Recorders
@@ -47,7 +48,7 @@ class Stall:
     rank: int
     step: int  # the last finished step of the rank
     where: str
-    kind: str  # "user code", "data", "collective", "stopped" or "unknown"
+    kind: Activity
     late_s: float  # since its last heartbeat
     deadline_s: float
     waiting: tuple[int, ...]  # ranks of this node that wait for it
