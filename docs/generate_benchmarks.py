@@ -32,7 +32,7 @@ Record = dict[str, Any]
 
 
 def render(target: Path = TARGETS[0], results: Path = RESULTS) -> str:
-    """A page with its parts made anew: the README's is short, that of benchmarks/ has every contender and picture."""
+    """A page with its parts generated again: that of benchmarks/ has every contender and picture, the README's few."""
     page = target.read_text(encoding="utf-8")
     before, begun, rest = page.partition(BEGIN)
     _, ended, after = rest.partition(END)

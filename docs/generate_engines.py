@@ -12,7 +12,7 @@ _END = "<!-- The end of what is made. -->"
 
 
 def render() -> str:
-    """The page with its tables made anew."""
+    """The page with its tables generated again."""
     page = TARGET.read_text(encoding="utf-8")
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed import Trainer
 from distributed.bench.machine import describe_machine, describe_versions
-from distributed.bench.workloads.gpt import Gpt, Size
+from distributed.bench.workloads.gpt import Gpt, GptSize
 from distributed.strategies.model.compiled_call import COMPILED
 from distributed.train.capture.compile_trial import CompileTrial
 from distributed.train.meter import Meter
@@ -39,7 +39,7 @@ STEPS = 4000  # more than are ever taken
 
 @dataclass(frozen=True)
 class Case:
-    size: Size
+    size: GptSize
     lengths: int  # how many there are
     warm: int  # steps before the first turn
     turn: int  # steps
@@ -51,8 +51,8 @@ BARE, BARE_COMPILED = "bare", "bare compiled"
 OURS, TRIES, ALWAYS = "ours", "ours compiled", "ours always compiled"
 TARGET = 1.05  # of the better one of those that are always compiled, and never
 CASES = {
-    "gpt": Case(Size(24, 1024, 16, 1024, 32), 1, 24, 10, (BARE_COMPILED, TRIES)),
-    "lengths": Case(Size(4, 256, 4, 256, 16, 1024), 24, 144, 48, (BARE, BARE_COMPILED, OURS, TRIES, ALWAYS)),
+    "gpt": Case(GptSize(24, 1024, 16, 1024, 32), 1, 24, 10, (BARE_COMPILED, TRIES)),
+    "lengths": Case(GptSize(4, 256, 4, 256, 16, 1024), 24, 144, 48, (BARE, BARE_COMPILED, OURS, TRIES, ALWAYS)),
 }
 COMPILED_BY = 16  # steps; the next ones are those of our trial, which nobody else may slow down
 CHOSEN = {"stays compiled": "compiled", "runs as it is written": "as written"}  # by words of the run's
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.blocks:
         case = replace(case, size=replace(case.size, blocks=asked.blocks))
     if asked.device == "cpu":
-        tiny = Size(1, 32, 2, 48, 2, 512)
+        tiny = GptSize(1, 32, 2, 48, 2, 512)
         case = replace(case, size=tiny, device="cpu", warm=60, turn=8)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process, which all compile at once
     shown = ("milliseconds", "ours_compiled_over", "chosen", "ours_compiled_over_the_better")

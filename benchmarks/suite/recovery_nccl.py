@@ -23,12 +23,12 @@ import torch
 from distributed.bench.machine import describe_machine, describe_versions
 from distributed.bench.recovery.benchmark import MOMENT_S, kill_rank
 from distributed.bench.recovery.results import TARGET_P50_S, Recoveries
-from distributed.bench.recovery.runs import SIDES, Run
+from distributed.bench.recovery.runs import SIDES, BenchRun
 from distributed.bench.recovery.workload import PACE_S, SAVE_EVERY
 from distributed.checkpoint.restore.reading import load
 
 
-def kill_often(run: Run, kills: int, rng: random.Random, budget_s: float) -> Recoveries:
+def kill_often(run: BenchRun, kills: int, rng: random.Random, budget_s: float) -> Recoveries:
     """Rank after rank, until there are as many kills or the time is over."""
     deadline, found, made = time.monotonic() + budget_s, [], 0
     while made < kills and time.monotonic() < deadline:
@@ -41,7 +41,7 @@ def kill_often(run: Run, kills: int, rng: random.Random, budget_s: float) -> Rec
     return Recoveries(run.side, made, tuple(found))
 
 
-def newest(run: Run) -> tuple[int, dict[str, torch.Tensor]]:
+def newest(run: BenchRun) -> tuple[int, dict[str, torch.Tensor]]:
     """The step and the weights of a run's last checkpoint."""
     folder = max(Path(run.run_dir, "checkpoints").glob("step-*"))
     return int(folder.name.removeprefix("step-")), load(str(folder), ranks=()).shared["model"]
@@ -66,13 +66,13 @@ def main() -> None:
         sides = [side for side in SIDES if counts[side]]
         found, killed, steps = [], {}, 0
         for side in sides:
-            with Run(side, asked.ranks, f"{folder}/{side}", device=asked.device) as run:
+            with BenchRun(side, asked.ranks, f"{folder}/{side}", device=asked.device) as run:
                 found.append(kill_often(run, counts[side], random.Random(asked.seed), asked.budget_s))
                 if side == "ours":
                     run.end()
                     steps, killed = newest(run)
         settings = [f"max_steps={steps}"]
-        with Run("ours", asked.ranks, f"{folder}/calm", device=asked.device, settings=settings, pace_s=0.0) as run:
+        with BenchRun("ours", asked.ranks, f"{folder}/calm", device=asked.device, settings=settings, pace_s=0.0) as run:
             run.wait()
             calm_steps, calm = newest(run)
         is_same = calm_steps == steps and all(torch.equal(calm[name], tensor) for name, tensor in killed.items())

@@ -33,14 +33,14 @@ from torch.utils.data import TensorDataset
 
 from distributed import Trainer
 from distributed.bench.machine import describe_machine, describe_versions
-from distributed.bench.workloads.gpt import Gpt, Size
+from distributed.bench.workloads.gpt import Gpt, GptSize
 from distributed.runtime.torch_compat import dump_nccl_trace, dump_trace_json
 from distributed.strategies.replicated import Replicated
 from distributed.strategies.sharded import Sharded
 from distributed.testing import run_ranks
 from distributed.train.capture.capture import StepCapture
 
-SIZES = {"cuda": Size(4, 256, 4, 256, 8, 4096), "cpu": Size(2, 64, 2, 32, 4, 256)}
+SIZES = {"cuda": GptSize(4, 256, 4, 256, 8, 4096), "cpu": GptSize(2, 64, 2, 32, 4, 256)}
 GROUP, GROUPS = 2, 12  # steps that are timed together; groups
 WARM, WARM_CAPTURED = 24, 160  # steps before the first that is timed
 RECORDED = "8192"  # collectives that torch keeps, of all steps that are counted

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from distributed.bench.machine import PEAK_FLOPS, describe_machine, describe_versions
-from distributed.bench.workloads.gpt import SIZES, Gpt, Size, flops_per_token
+from distributed.bench.workloads.gpt import SIZES, Gpt, GptSize, flops_per_token
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
 from distributed.data.loading.loader import Microbatch
@@ -131,12 +131,12 @@ def _measure(
     return times, losses, peaks
 
 
-def _batch(size: Size, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(size: GptSize, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(0, size.vocabulary, (size.batch, size.length), generator=torch.Generator().manual_seed(1))
     return ids.to(device), ids.roll(-1, 1).to(device)
 
 
-def _make(size: Size, device: torch.device) -> Gpt:
+def _make(size: GptSize, device: torch.device) -> Gpt:
     torch.manual_seed(0)
     with device:
         return Gpt(size)
@@ -147,7 +147,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=parameters[0].device.type == "cuda")
 
 
-def _bare(size: Size, device: torch.device) -> Step:
+def _bare(size: GptSize, device: torch.device) -> Step:
     model = _make(size, device)
     if device.type == "cuda":
         model.compile()
@@ -165,7 +165,7 @@ def _bare(size: Size, device: torch.device) -> Step:
     return step
 
 
-def _ours(size: Size, device: torch.device, how: dict[str, Any], *, compiled: bool = False) -> Step:
+def _ours(size: GptSize, device: torch.device, how: dict[str, Any], *, compiled: bool = False) -> Step:
     """One step of the strategy that a run of one rank has."""
     settings = {"batch_size": size.batch, "mixed_precision": "bf16", "num_gpus": 1, "device": device.type, **how}
     config = DistributedConfig(**settings)

@@ -4,7 +4,7 @@ It shows, each in one place: settings in one object, warm-up and cosine decay, m
 accumulation, checkpoints and resuming, TensorBoard, MLflow, a metric of one's own, and seeds.
 
     python ddp_training.py --num-gpus 2 --run-dir runs/first
-    python ddp_training.py --num-gpus 2 --run-dir runs/first --epochs 12 --resume        goes on where that one ended
+    python ddp_training.py --num-gpus 2 --run-dir runs/first --epochs 12 --resume        continues where that one ended
     distributed train --script ddp_training.py --num-gpus 2 epochs=3 -- --batch-size 16  settings of one run, by name
 """
 

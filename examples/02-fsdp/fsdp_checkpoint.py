@@ -3,7 +3,7 @@
     python fsdp_checkpoint.py
     python fsdp_checkpoint.py --folder runs/portable --steps 20 --more 20
 
-A checkpoint holds whole tensors by name, in whatever pieces the ranks wrote them. So the run goes on with other shards,
+A checkpoint holds whole tensors by name, in whatever pieces the ranks wrote them. So the run resumes with other shards,
 with none, with cut layers or in one process, and the losses agree to the last digits of fp32. The script starts worlds
 of several sizes one after the other, so it is not for `distributed train`.
 """
@@ -29,7 +29,7 @@ WAYS = {
     "one process": {"num_gpus": 1},
 }
 
-parser = argparse.ArgumentParser(description="Train on one mesh and go on with others.")
+parser = argparse.ArgumentParser(description="Train on one mesh and resume on others.")
 parser.add_argument("--folder", help="where the runs are kept; by default nowhere")
 parser.add_argument("--steps", type=int, default=10, help="before the checkpoint")
 parser.add_argument("--more", type=int, default=10, help="after it")

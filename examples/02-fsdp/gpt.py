@@ -70,7 +70,7 @@ def load_text(length: int = 64) -> tuple[TensorDataset, TensorDataset]:
 
 @torch.no_grad()
 def sample_text(model: GPT, prompt: str, count: int, *, seed: int = 0) -> str:
-    """Let a model that is whole go on with a text."""
+    """Let a model that is whole continue a text."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.tensor([list(prompt.encode())])
     for _ in range(count):

@@ -3,7 +3,7 @@
     python ray_data.py --num-gpus 2
 
 The dataset is computed once, in its own order, and kept in Ray's object store. The ranks read their rows from there in
-the order of each epoch: every row once, also when the run is killed and goes on with another number of ranks.
+the order of each epoch: every row once, also when the run is killed and resumes with another number of ranks.
 """
 
 import argparse

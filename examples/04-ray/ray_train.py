@@ -32,7 +32,7 @@ def main():
         num_gpus=arguments.num_gpus,
         epochs=arguments.epochs,
         learning_rate=3e-3,
-        checkpoint_frequency=1,  # epochs: what a run goes on from when a rank or a node dies
+        checkpoint_frequency=1,  # epochs: what a run resumes from when a rank or a node dies
         run_dir=arguments.run_dir,
         resume_from_checkpoint=arguments.resume,
     )

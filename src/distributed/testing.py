@@ -15,6 +15,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from distributed.core.choices import Device
 from distributed.core.env import inherited_environ, worker_env
 from distributed.launch.local import LocalLauncher
 from distributed.launch.node.warm_parent import ALWAYS, WarmParent
@@ -65,7 +66,7 @@ _POOL = _Pool()
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu", warm: bool = True
+    function: Callable[..., Any], world_size: int, *args: Any, device: Device = "cpu", warm: bool = True
 ) -> list[Any]:
     """Call `function(*args)` on every rank of a new world of real processes; returns their results in order of rank.
 

@@ -1,4 +1,4 @@
-"""The root of one rank: a Job and this rank's place become a session, a strategy and a loop."""
+"""The root of one rank: a RankJob and this rank's place become a session, a strategy and a loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from distributed.runtime.agent_line import launcher_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.rendezvous import Rendezvous, find_rendezvous
 from distributed.runtime.session import Session
-from distributed.runtime.shutdown import StopRequest, left_to_launcher
+from distributed.runtime.shutdown import StopRequest, defer_signals_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.runtime.world import CollectiveError, abandon_world, leave_world
 from distributed.strategies.base import Strategy
@@ -55,7 +55,7 @@ PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code 
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """Plan, task and data of one rank."""
 
     plan: Plan
@@ -119,7 +119,7 @@ def next_world(line: LauncherLink, attempt: int, message: str) -> WorkerEnv:
 
 
 def run_rank(
-    job: Job, session: Session, *, shows_progress: bool, line: LauncherLink | None = None, gives_back: bool = True
+    job: RankJob, session: Session, *, shows_progress: bool, line: LauncherLink | None = None, gives_back: bool = True
 ) -> History:
     """Train this rank's part; what it returns is the same on every rank.
 
@@ -147,7 +147,7 @@ def run_rank(
             if model_is_stale and line.replaces:
                 raise CannotGoOnError(f"rank {session.rank} lost its world", why=outcome.message)
             held = outcome.held
-            with left_to_launcher():
+            with defer_signals_to_launcher():
                 env = next_world(line, session.env.attempt, outcome.message)
                 session = open_session(job.plan, env, line)
             job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
@@ -169,7 +169,7 @@ class WorldLost:
 
 
 def _run_world(
-    job: Job,
+    job: RankJob,
     session: Session,
     *,
     held: SurvivorState | None,
@@ -207,9 +207,9 @@ def _run_world(
             line.tell(Joined(False, plan.legal_sizes, in_run=True))
             line.on_cut_off(lambda: None)  # an abort would send its peers garbage, and this rank is ended anyway
         check_datasets(plan, session, {"train_loader": job.train, "val_loader": job.evaluation})
-        train, staff, decisions = open_training(job.train, plan, session, strategy.optimizer)
+        train, worker_count, decisions = open_training(job.train, plan, session, strategy.optimizer)
         evaluation, more = open_evaluation(
-            job.evaluation, plan, session, staff, strategy.optimizer, in_step=strategy.lockstep_eval
+            job.evaluation, plan, session, worker_count, strategy.optimizer, lockstep=strategy.lockstep_eval
         )
         plan = plan.with_decisions(*decisions, *more)
         per_epoch = train.steps_per_epoch
@@ -282,7 +282,7 @@ def _come_to_rest(session: Session, line: LauncherLink, failed: Exception) -> No
     """
     if session.gate is None:
         return
-    with left_to_launcher():
+    with defer_signals_to_launcher():
         if not (isinstance(failed, LeftWorld) and session.all_have_ended(_TOGETHER_S)):
             session.close_gate()
             _await_leave(session, line, str(failed))
@@ -375,7 +375,7 @@ def line_for(plan: Plan, *, is_first: bool = True) -> LauncherLink | None:
     return line
 
 
-def load_job(run_dir: Path, sealed: Sealed) -> Job:
+def load_job(run_dir: Path, sealed: Sealed) -> RankJob:
     """The job that the launcher wrote: a pickle, and refused unless it is that very file."""
     handle = open_sealed(run_dir, sealed)
     try:
@@ -384,7 +384,7 @@ def load_job(run_dir: Path, sealed: Sealed) -> Job:
             check_code(run_dir / sealed.name, b"".join(map(archive.read, names)), sealed)
         opened = f"/proc/self/fd/{handle}"  # the file that was checked, even if its name now belongs to another
         path = opened if os.path.exists(opened) else run_dir / sealed.name
-        job: Job = torch.load(path, mmap=True, weights_only=False, map_location="cpu")
+        job: RankJob = torch.load(path, mmap=True, weights_only=False, map_location="cpu")
         return job
     except zipfile.BadZipFile:
         check_code(run_dir / sealed.name, b"", sealed)

@@ -209,12 +209,12 @@ def watch_ourselves():
 
     def watched_send(self, name, *args):
         sent = send_from(self, name, *args)
-        if name == "handover":
+        if name == "survivor state":
             come_to("taking over")
         return sent
 
     def watched_hand_over(*args):
-        come_to("before the handover")
+        come_to("before survivor state is sent")
         return hand_over(*args)
 
     world.meet, session.Session.send_from, worker.hand_over = watched_meet, watched_send, watched_hand_over

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distributed.bench.recovery.runs import SIDES, Run, Step, find_recovery
+from distributed.bench.recovery.runs import SIDES, BenchRun, TimedStep, find_recovery
 from distributed.core.errors import LaunchError
 
 pytestmark = [
@@ -82,18 +82,18 @@ def test_stopped_bench_recovery_leaves_no_process_or_file(tmp_path: Path, number
 
 def test_step_of_the_old_world_after_kill_is_no_recovery() -> None:
     """Rank 1 is killed at 10; rank 0 still ends step 3, which both take again after a state of step 2."""
-    killed = [Step(1, 1, 21), Step(5, 2, 21)]
-    survivor = [Step(1, 1, 20), Step(5, 2, 20), Step(11, 3, 20)]
+    killed = [TimedStep(1, 1, 21), TimedStep(5, 2, 21)]
+    survivor = [TimedStep(1, 1, 20), TimedStep(5, 2, 20), TimedStep(11, 3, 20)]
     assert find_recovery([survivor, killed], rank=1, pid=21, killed_ns=10) is None
-    again = [Step(500, 3, 22), Step(600, 4, 22)]
+    again = [TimedStep(500, 3, 22), TimedStep(600, 4, 22)]
     assert find_recovery([survivor, [*killed, *again]], rank=1, pid=21, killed_ns=10) is None, "it has not come back"
-    back = [Step(510, 3, 20), Step(610, 4, 20)]
+    back = [TimedStep(510, 3, 20), TimedStep(610, 4, 20)]
     found = find_recovery([[*survivor, *back], [*killed, *again]], rank=1, pid=21, killed_ns=10)
     assert found is not None
     assert found.seconds == pytest.approx(500e-9)
 
 
 def test_run_that_cannot_start_raises_with_its_output(tmp_path: Path) -> None:
-    with Run("ours", 2, str(tmp_path / "x"), settings=["no_such_setting=1"]) as run:
+    with BenchRun("ours", 2, str(tmp_path / "x"), settings=["no_such_setting=1"]) as run:
         with pytest.raises(LaunchError, match="no_such_setting"):
             run.first_step_s()

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from benchmarks.suite.throughput import CONTENDERS
-from distributed.bench.throughput.benchmark import Request, choose_workloads, measure_throughput
+from distributed.bench.throughput.benchmark import ThroughputRequest, choose_workloads, measure_throughput
 from distributed.bench.throughput.contenders import WITHOUT_PEERS, find_contenders
 from distributed.bench.throughput.job import WorkloadJob
 from distributed.bench.throughput.ours import looks
-from distributed.bench.throughput.results import Row, WorkloadResult, compare
+from distributed.bench.throughput.results import ThroughputRow, WorkloadResult, compare
 from distributed.core.errors import ConfigError
 from distributed.core.registry import load_target
 
@@ -71,7 +71,7 @@ def test_bench_log_names_contender_of_each_round(bench: Bench) -> None:
 
 
 def test_results_are_yielded_after_each_contender() -> None:
-    request = Request(("mlp",), "cpu", "fp32", processes=1, rounds=1, steps=5, tiny=True)
+    request = ThroughputRequest(("mlp",), "cpu", "fp32", processes=1, rounds=1, steps=5, tiny=True)
     told: list[str] = []
     found = measure_throughput(request, find_contenders(["bare"], "cpu"), lambda text, done, in_all: told.append(text))
     try:
@@ -104,7 +104,7 @@ def test_throughput_chart_has_a_bar_for_each_contender(bench: Bench) -> None:
 
 
 def test_losses_agree_is_false_for_a_deviating_contender() -> None:
-    row = Row(
+    row = ThroughputRow(
         "bare",
         units_per_second=10.0,
         low=9.0,
@@ -125,7 +125,7 @@ def test_losses_agree_is_false_for_a_deviating_contender() -> None:
 
 
 def test_peer_ratio_is_that_of_the_reported_medians() -> None:
-    row = Row(
+    row = ThroughputRow(
         "ours",
         units_per_second=10.0,
         low=9.0,
@@ -156,7 +156,7 @@ def test_peer_ratio_is_that_of_the_reported_medians() -> None:
 
 
 def test_rates_within_their_spread_have_no_winner() -> None:
-    ours = Row(
+    ours = ThroughputRow(
         "ours",
         units_per_second=10.2,
         low=9.0,

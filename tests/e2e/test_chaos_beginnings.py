@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from distributed import Trainer
-from distributed.chaos.report import ChaosReport, Injury, Weights
+from distributed.chaos.report import ChaosReport, Injury, WeightsComparison
 from distributed.chaos.verdict import began_alike
 
 
@@ -34,7 +34,10 @@ def test_runs_that_differ_before_first_fault_began_unlike(tmp_path: Path) -> Non
 
 
 def test_report_of_unlike_starts_suggests_manual_seed() -> None:
-    injuries, weights = [Injury("kill", 1.0, 10, 0, recovered_s=2.0, broke=True)], Weights(False, 4, 1, 0.1, "model/w")
+    injuries, weights = (
+        [Injury("kill", 1.0, 10, 0, recovered_s=2.0, broke=True)],
+        WeightsComparison(False, 4, 1, 0.1, "model/w"),
+    )
     report = ChaosReport("train.py", 0, 100, 10.0, disturbed_s=20.0, injuries=injuries, weights=weights)
     assert not any("manual_seed" in text for text in report.failures)
     report.began_alike = False

@@ -83,7 +83,7 @@ def test_a_rank_is_killed_while_ranks_meet_and_save(tmp_path: Path, undisturbed:
         fault("training", rank=1, step=3),
         fault("start", rank=1, attempt=2),  # the one that takes its place, before it comes to the loop
         fault("training", rank=0, step=6),
-        fault("before the handover", rank=0, attempt=4),
+        fault("before survivor state is sent", rank=0, attempt=4),
         fault("training", rank=1, step=9),
         fault("taking over", rank=1, attempt=6),
         fault("copied", rank=1, attempt=7),

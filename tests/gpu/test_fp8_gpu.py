@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from distributed import PyTorchDDPTrainer
-from distributed.bench.workloads.gpt import Gpt, Size
+from distributed.bench.workloads.gpt import Gpt, GptSize
 from distributed.bench.workloads.models import text_rows
 from distributed.core.env import WorkerEnv
 from distributed.core.plan import BatchPlan, OptimizerPlan, Plan, PrecisionPlan
@@ -26,7 +26,7 @@ from distributed.train.task import Task
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FP8, reason="no CUDA device that multiplies in 8 bits")]
 
-SIZE = Size(2, 256, 4, 128, 16, 512)
+SIZE = GptSize(2, 256, 4, 128, 16, 512)
 STEPS, TOLERANCE = 200, 0.02  # of bf16's loss in the end
 
 

@@ -18,7 +18,7 @@ from distributed.core.protocol.heartbeat import Phase, read_beat
 from distributed.core.run_dir import AttemptDir
 from distributed.launch.node.kernel import Kernel
 from distributed.launch.ports import free_port
-from distributed.launch.supervise.hangs import Finding, HangWatch, Watched, choose, deadline_s
+from distributed.launch.supervise.hangs import HangFinding, HangWatch, Watched, choose, deadline_s
 from distributed.launch.supervise.stacks import Whereabouts, data_line, parse_stacks, standing
 from distributed.runtime.heartbeat import Heartbeat
 
@@ -211,36 +211,39 @@ UNKNOWN = Whereabouts("unknown", "?")
 COMPILES = Whereabouts("compiling", "compiling")
 
 
-def blamed(*findings: Finding, others=False, second=False):
+def blamed(*findings: HangFinding, others=False, second=False):
     return choose(findings, others, second)
 
 
 def test_rank_not_waiting_in_a_collective_is_blamed():
-    assert blamed(Finding(0, 9, WAITS), Finding(1, 9, USER), Finding(2, 9, WAITS)) == (1, USER)
-    assert blamed(Finding(0, 9, WAITS), Finding(1, 9, UNKNOWN)) == (1, UNKNOWN)
+    assert blamed(HangFinding(0, 9, WAITS), HangFinding(1, 9, USER), HangFinding(2, 9, WAITS)) == (1, USER)
+    assert blamed(HangFinding(0, 9, WAITS), HangFinding(1, 9, UNKNOWN)) == (1, UNKNOWN)
 
 
 def test_stopped_rank_is_blamed_before_the_rank_behind():
-    assert blamed(Finding(0, 9, USER), Finding(1, 9, DATA), Finding(2, 9, STOPPED)) == (2, STOPPED)
-    assert blamed(Finding(0, 9, USER), Finding(1, 9, DATA), Finding(2, 9, UNKNOWN)) == (1, DATA)
-    assert blamed(Finding(0, 10, USER), Finding(1, 9, UNKNOWN)) == (1, UNKNOWN)
+    assert blamed(HangFinding(0, 9, USER), HangFinding(1, 9, DATA), HangFinding(2, 9, STOPPED)) == (2, STOPPED)
+    assert blamed(HangFinding(0, 9, USER), HangFinding(1, 9, DATA), HangFinding(2, 9, UNKNOWN)) == (1, DATA)
+    assert blamed(HangFinding(0, 10, USER), HangFinding(1, 9, UNKNOWN)) == (1, UNKNOWN)
 
 
 def test_no_rank_is_blamed_while_a_peer_compiles_or_is_not_late():
-    assert blamed(Finding(0, 9, WAITS), others=True, second=True) is None
-    assert blamed(Finding(0, 9, WAITS), Finding(1, 9, COMPILES), second=True) is None
-    assert blamed(Finding(0, 9, WAITS), Finding(1, 9, USER, is_late=False), second=True) is None
+    assert blamed(HangFinding(0, 9, WAITS), others=True, second=True) is None
+    assert blamed(HangFinding(0, 9, WAITS), HangFinding(1, 9, COMPILES), second=True) is None
+    assert blamed(HangFinding(0, 9, WAITS), HangFinding(1, 9, USER, is_late=False), second=True) is None
 
 
 def test_when_all_wait_the_rank_behind_is_blamed_or_none_yet():
     other = Whereabouts("collective", "the collective 'b'")
-    assert blamed(Finding(0, 9, WAITS), Finding(1, 8, WAITS)) == (1, WAITS)
-    assert blamed(Finding(0, 9, WAITS), Finding(1, 9, other)) == (
+    assert blamed(HangFinding(0, 9, WAITS), HangFinding(1, 8, WAITS)) == (1, WAITS)
+    assert blamed(HangFinding(0, 9, WAITS), HangFinding(1, 9, other)) == (
         0,
         Whereabouts("collective", "rank 0 in 'a', rank 1 in 'b'"),
     )
-    assert blamed(Finding(0, 9, WAITS), Finding(1, 9, WAITS)) is None
-    assert blamed(Finding(0, 9, WAITS), Finding(1, 9, WAITS), second=True) == (0, Whereabouts("unknown", WAITS.where))
+    assert blamed(HangFinding(0, 9, WAITS), HangFinding(1, 9, WAITS)) is None
+    assert blamed(HangFinding(0, 9, WAITS), HangFinding(1, 9, WAITS), second=True) == (
+        0,
+        Whereabouts("unknown", WAITS.where),
+    )
 
 
 def test_hang_deadline_is_20_times_the_slowest_step():

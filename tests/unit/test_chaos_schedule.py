@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from distributed.chaos.faults import KINDS, damage_newest
-from distributed.chaos.report import CLOSE, ChaosReport, Injury, Samples, Weights
+from distributed.chaos.report import CLOSE, ChaosReport, Injury, Samples, WeightsComparison
 from distributed.chaos.schedule import by_steps, by_time, parse_span
 from distributed.chaos.verdict import compare_samples
 from distributed.data.checks.ledger import Ledger
@@ -53,7 +53,7 @@ def test_invalid_time_span_is_not_parsed(text):
 def report(**changes: object) -> ChaosReport:
     sound = ChaosReport("train.py", 0, steps=100, undisturbed_s=10.0, disturbed_s=20.0, reached=100, finished=True)
     sound.injuries = [Injury("kill", 1.0, 10, 0, recovered_s=2.0, broke=True)]
-    sound.samples, sound.weights = Samples(800, 0, 0), Weights(True, 4)
+    sound.samples, sound.weights = Samples(800, 0, 0), WeightsComparison(True, 4)
     for name, value in changes.items():
         setattr(sound, name, value)
     return sound
@@ -72,11 +72,11 @@ def test_chaos_report_of_equal_runs_passes():
         {"samples": Samples(799, 1, 0)},
         {"samples": Samples(801, 0, 1)},
         {"samples": None},
-        {"weights": Weights(False, 4, 1, 1e-9, "model/w")},
-        {"weights": Weights(False, 4, problem="damaged"), "tolerance": 1.0},
-        {"weights": Weights(False, 4, 1, float("nan"), "model/w"), "tolerance": 1.0},
-        {"weights": Weights(False, 4, 1, 2 * CLOSE, "model/w"), "was_resized": True},
-        {"weights": Weights(False, 4, 1, CLOSE / 2, "model/w"), "was_resized": True, "is_bitwise": True},
+        {"weights": WeightsComparison(False, 4, 1, 1e-9, "model/w")},
+        {"weights": WeightsComparison(False, 4, problem="damaged"), "tolerance": 1.0},
+        {"weights": WeightsComparison(False, 4, 1, float("nan"), "model/w"), "tolerance": 1.0},
+        {"weights": WeightsComparison(False, 4, 1, 2 * CLOSE, "model/w"), "was_resized": True},
+        {"weights": WeightsComparison(False, 4, 1, CLOSE / 2, "model/w"), "was_resized": True, "is_bitwise": True},
         {"injuries": [Injury("hang", 1.0, 10, 0, recovered_s=2.0, wrong=["no rank was named"])]},
     ],
 )
@@ -86,7 +86,7 @@ def test_chaos_report_fails_on_any_deviation(changes):
 
 
 def test_close_weights_pass_only_with_tolerance_or_after_resize():
-    off = Weights(False, 4, 1, CLOSE / 2, "model/w")
+    off = WeightsComparison(False, 4, 1, CLOSE / 2, "model/w")
     assert report(weights=off, was_resized=True).failures == []
     assert report(weights=off, tolerance=CLOSE).failures == []
     assert report(weights=off).failures

@@ -94,14 +94,14 @@ def test_row_loader_steps_equal_a_data_loaders(
             assert loader.indices == sampled.indices == loader.sample_indices(epoch, number)
 
 
-@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"sampler": Backwards()}])
-def test_row_evaluation_equals_a_data_loaders(in_step: bool, options: dict[str, Any]) -> None:
+def test_row_evaluation_equals_a_data_loaders(lockstep: bool, options: dict[str, Any]) -> None:
     source = read_source(DataLoader(subset(), batch_size=4, **options), "val_loader")
     for ranks in (1, 3, 5):
         for rank in range(ranks):
-            mine = list(RowEvalLoader(source, rows_of(source), 4, rank, ranks, in_step=in_step))
-            theirs = list(EvalLoader(source, 4, rank, ranks, in_step=in_step))
+            mine = list(RowEvalLoader(source, rows_of(source), 4, rank, ranks, lockstep=lockstep))
+            theirs = list(EvalLoader(source, 4, rank, ranks, lockstep=lockstep))
             assert [size for _, size in mine] == [size for _, size in theirs]
             assert all(same(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=True))
 
@@ -198,7 +198,7 @@ def test_loader_kind_follows_data_and_plan() -> None:
         type(open_training(source, p, session).loader) for source, p in ((rows, plan), (pairs, plan), (rows, bitwise))
     ]
     assert kinds == [RowLoader, TrainLoader, VirtualRankLoader]
-    evaluations = [open_evaluation(source, plan, session, None, in_step=False) for source in (rows, pairs, None)]
+    evaluations = [open_evaluation(source, plan, session, None, lockstep=False) for source in (rows, pairs, None)]
     assert [type(found.loader) for found in evaluations] == [RowEvalLoader, EvalLoader, type(None)]
 
 

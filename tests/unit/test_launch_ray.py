@@ -27,7 +27,7 @@ from distributed.engines.ray.cluster import PlacementRequest, RayCluster, RayNod
 from distributed.engines.ray.follow import Following
 from distributed.engines.ray.launcher import RayLauncher, RayRun, placement_of
 from distributed.engines.ray.process_owner import RayProcessOwner
-from distributed.engines.ray.verdict import AttemptEnd, RunGivenUpError, Verdict
+from distributed.engines.ray.verdict import AttemptEnd, RayVerdict, RunGivenUpError
 from distributed.engines.ray.worker import END_AT_ONCE, RankEndedError, RankOrder, become_rank
 from distributed.launch.node.log_mirror import LogMirror
 from distributed.launch.node.stop_signals import Stopped
@@ -118,7 +118,7 @@ def placed(run_dir: Path, attempt: int) -> AttemptDir:
 
 
 def blamed(attempt: AttemptDir, exceptions: dict[int, Exception]) -> AttemptEnd:
-    return Verdict("x", str(attempt.path.parent.parent), None, 0)._blame(attempt, exceptions)
+    return RayVerdict("x", str(attempt.path.parent.parent), None, 0)._blame(attempt, exceptions)
 
 
 def test_rank_with_its_own_error_is_blamed_before_collateral(attempt: AttemptDir) -> None:
@@ -166,7 +166,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     return kept
 
 
-def world_fails(verdict: Verdict, text: str = "actor died") -> None:
+def world_fails(verdict: RayVerdict, text: str = "actor died") -> None:
     """Workers that Ray starts end before there is a rank, and it asks about them twice."""
     verdict.before_worker_group_start(None)
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_worlds_that_fail_without_ranks_use_up_restarts(
 ) -> None:
     monkeypatch.setattr("distributed.engines.ray.verdict._GRACE_S", 0.0)
     before = placed(tmp_path, 3)  # of an earlier launch
-    verdict = Verdict("x", str(tmp_path), 2, first_attempt=4)
+    verdict = RayVerdict("x", str(tmp_path), 2, first_attempt=4)
     world_fails(verdict)
     world_fails(verdict)
     with pytest.raises(RunGivenUpError, match="3 faults in a row"):

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from distributed.bench.workloads.gpt import SIZES, Gpt, Size
+from distributed.bench.workloads.gpt import SIZES, Gpt, GptSize
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError
@@ -116,7 +116,7 @@ def test_float8_operands_are_saved_in_8_bits() -> None:
 
 def gpt() -> Gpt:
     torch.manual_seed(0)
-    return Gpt(Size(3, 64, 2, 32, 4, 256))
+    return Gpt(GptSize(3, 64, 2, 32, 4, 256))
 
 
 def gradients(model: nn.Module, *, autocast: bool = True) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -239,7 +239,7 @@ def test_float8_training_reaches_the_loss_of_bf16() -> None:
     ends = {}
     for precision in ("bf16", "fp8"):
         torch.manual_seed(0)
-        model = Gpt(Size(1, 32, 2, 16, 8, 64))
+        model = Gpt(GptSize(1, 32, 2, 16, 8, 64))
         if precision == "fp8":
             use_float8(model, **SMALL)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distributed.core.errors import PlanError
-from distributed.strategies.pipeline.interception import Interception, Leave
+from distributed.strategies.pipeline.interception import Interception, StageEnd
 from distributed.strategies.pipeline.stages import balance, cut, find_sides
 from distributed.strategies.placement import Layout
 
@@ -170,7 +170,7 @@ def test_two_stages_in_sequence_match_the_whole_model() -> None:
         model.load_state_dict(whole.state_dict())
     parts = [stage_of(first, 0)[0], stage_of(last, 1)[0]]
     ids = torch.arange(6)
-    with parts[0].at(0, None), pytest.raises(Leave) as left:
+    with parts[0].at(0, None), pytest.raises(StageEnd) as left:
         first(ids)
     with parts[1].at(1, left.value.hidden):
         found = last(ids)

@@ -13,7 +13,7 @@ from distributed.data.loading.loader import Microbatch
 from distributed.data.loading.rows import RowBatch
 from distributed.strategies.base import StepOutput
 from distributed.train.capture.captured import NotCapturable, shape_of
-from distributed.train.capture.checks import Change, differs, hooks_of
+from distributed.train.capture.checks import TensorUpdate, differs, hooks_of
 from distributed.train.capture.proofs import FACTOR, FIRST, Proofs, about_unseen, frozen
 from distributed.train.capture.rates import Rates
 
@@ -40,7 +40,7 @@ def test_hooks_that_prevent_capture_are_found(where: str) -> None:
     assert hooks_of(model, optimizer).startswith("a hook of the ")
 
 
-def outcome(act: Callable[[list[torch.Tensor]], None]) -> tuple[StepOutput, list[Change]]:
+def outcome(act: Callable[[list[torch.Tensor]], None]) -> tuple[StepOutput, list[TensorUpdate]]:
     """Of one step of AdamW, whose counters change by one and whose weights hardly do."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 64))
@@ -53,7 +53,7 @@ def outcome(act: Callable[[list[torch.Tensor]], None]) -> tuple[StepOutput, list
     weight.grad = torch.randn(64, 64)
     act([weight])
     optimizer.step()
-    return StepOutput(1.0), [Change(now.detach() - was, was) for now, was in zip(held, before, strict=True)]
+    return StepOutput(1.0), [TensorUpdate(now.detach() - was, was) for now, was in zip(held, before, strict=True)]
 
 
 def test_step_with_negated_gradient_differs() -> None:
@@ -77,14 +77,14 @@ def test_tensors_that_eager_steps_do_not_repeat_prove_nothing() -> None:
     torch.manual_seed(0)
     steady, was = torch.randn(8), torch.ones(64)
 
-    def changes(first: torch.Tensor) -> list[Change]:
-        return [Change(first, was[:8]), Change(1e-3 * torch.randn(64), was)]
+    def changes(first: torch.Tensor) -> list[TensorUpdate]:
+        return [TensorUpdate(first, was[:8]), TensorUpdate(1e-3 * torch.randn(64), was)]
 
     captured, eager, again = changes(steady), changes(steady), changes(steady)
     assert "changes 1 of 2 tensors" in differs(StepOutput(1.0), captured, StepOutput(1.0), eager, "fp32")
     assert differs(StepOutput(1.0), captured, StepOutput(1.0), eager, "fp32", again=again) == ""
     assert "changes 1 of 2" in differs(StepOutput(1.0), changes(-steady), StepOutput(1.0), eager, "fp32", again=again)
-    far = [captured[0], Change(10 * captured[1].by, was)]
+    far = [captured[0], TensorUpdate(10 * captured[1].by, was)]
     assert differs(StepOutput(1.0), far, StepOutput(1.0), eager, "fp32", again=again) != ""
     assert "its loss is" in differs(StepOutput(1.1), captured, StepOutput(1.0), eager, "fp32", again=again)
 

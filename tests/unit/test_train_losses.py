@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distributed.core.errors import TaskError
-from distributed.strategies.base import Outcome, Trial
+from distributed.strategies.base import LossTrial, Outcome
 from distributed.train.loss.probe import know_by_value, try_function
 from distributed.train.loss.rules import Rule, rules_for
 from distributed.train.loss.torch_losses import adds_up, entropy_of, is_even
@@ -168,8 +168,8 @@ def test_weighting_of_a_models_own_loss_is_found_by_value(kind: str, dtype: torc
     assert all(other.refuted)
 
 
-def alone(matters: bool = True) -> Trial:
-    return Trial(lambda votes: votes, matters, nn.Linear(1, 1), None, is_joint=False, is_rough=False)
+def alone(matters: bool = True) -> LossTrial:
+    return LossTrial(lambda votes: votes, matters, nn.Linear(1, 1), None, is_joint=False, is_rough=False)
 
 
 def test_ignored_target_refuses_a_step_of_several_parts() -> None:
@@ -267,7 +267,7 @@ def test_mean_over_several_rows_per_sample_is_weighted_by_rows(kind: str) -> Non
         assert float(outcome.weight) == rows * per_row  # type: ignore[arg-type]
 
 
-def halved_elsewhere() -> Trial:
+def halved_elsewhere() -> LossTrial:
     """With another rank, whose samples have half as many elements each, and not one row a sample."""
 
     def agree(votes: torch.Tensor) -> torch.Tensor:

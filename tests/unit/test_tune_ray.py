@@ -6,7 +6,7 @@ import pytest
 
 from distributed.core.errors import LaunchError
 from distributed.engines.ray.cluster import RayCluster, RayNode
-from distributed.engines.ray.tune_actor import Host, _Place
+from distributed.engines.ray.tune_actor import ActorSettings, _Place
 from distributed.engines.ray.tune_runner import cluster_obstacles, cluster_slots
 from distributed.tune.runner import TuneRequest
 from distributed.tune.space import Space
@@ -60,7 +60,7 @@ def test_autoscaling_cluster_counts_at_its_maximum():
 def test_ray_place_that_cannot_start_trials_raises_and_closes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place = _Place(
-        Host(
+        ActorSettings(
             str(tmp_path / "gone"),
             function=str(tmp_path),
             ticket="",

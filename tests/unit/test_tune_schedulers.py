@@ -15,7 +15,7 @@ from distributed.tune.journal import Heading, Journal, read_journal
 from distributed.tune.results.pictures import draw, write_picture
 from distributed.tune.results.reading import ReadCheck
 from distributed.tune.results.results import Board, best_config, to_csv
-from distributed.tune.runner import Exploit, Report, Schedule, TrialResult, TrialSpec, TuneRequest
+from distributed.tune.runner import Exploit, Report, TrialResult, TrialSchedule, TrialSpec, TuneRequest
 from distributed.tune.schedulers import GoOn, Halving, MedianStopping, Population, Stop, Take, Yield, perturbed
 from distributed.tune.search import make_search
 from distributed.tune.search_dir import SearchDir
@@ -49,14 +49,14 @@ def run_against(scheduler, curves):
 
 
 def test_halving_stops_the_worst_trials_at_each_rung():
-    halving = Halving(Schedule("asha", max_steps=9, reduction_factor=3), "loss", "min")
+    halving = Halving(TrialSchedule("asha", max_steps=9, reduction_factor=3), "loss", "min")
     curves = {"good": [1.0] * 9, "bad": [3.0] * 9, "later": [2.0, 2.0, 0.5, *[0.5] * 6], "best": [0.1] * 9}
     spent = run_against(halving, curves)
     assert spent == {"good": 9, "bad": 1, "later": 1, "best": 9}
 
 
 def test_halving_with_factor_3_continues_a_third():
-    halving = Halving(Schedule("asha", max_steps=9, reduction_factor=3), "loss", "max")
+    halving = Halving(TrialSchedule("asha", max_steps=9, reduction_factor=3), "loss", "max")
     spent = run_against(halving, {f"t{n}": [float(n)] * 9 for n in random.Random(0).sample(range(27), 27)})
     assert sum(steps == 9 for steps in spent.values()) <= 5
     assert spent["t26"] == 9
@@ -64,19 +64,19 @@ def test_halving_with_factor_3_continues_a_third():
 
 
 def test_halving_respects_grace_steps_and_stops_nan():
-    halving = Halving(Schedule("asha", grace_steps=4), "loss", "min")
+    halving = Halving(TrialSchedule("asha", grace_steps=4), "loss", "min")
     spent = run_against(halving, {"a": [1.0] * 6, "b": [2.0] * 6, "c": [math.nan] * 6})
     assert spent == {"a": 6, "b": 4, "c": 4}
 
 
 def test_median_rule_stops_trials_that_stay_below_the_median():
-    rule = MedianStopping(Schedule("median", grace_steps=2), "loss", "min")
+    rule = MedianStopping(TrialSchedule("median", grace_steps=2), "loss", "min")
     curves = {"a": [1.0] * 5, "b": [2.0] * 5, "c": [3.0] * 5, "bad": [4.0] * 5, "turns": [4.0, 1.5, 1.0, 1.0, 1.0]}
     assert run_against(rule, curves) == {"a": 5, "b": 5, "c": 5, "bad": 2, "turns": 5}
 
 
 def test_worst_of_population_takes_the_best_with_new_parameters():
-    population = Population(Schedule("pbt", perturb_every=2), "loss", "min", SPACE, seed=0)
+    population = Population(TrialSchedule("pbt", perturb_every=2), "loss", "min", SPACE, seed=0)
     params = {"lr": 0.1, "layers": 4, "kind": "b", "seed": 0}
     for trial in ("a", "b", "c", "d"):
         population.began(trial, params | {"lr": 0.01 if trial == "a" else 0.5})
@@ -92,7 +92,7 @@ def test_worst_of_population_takes_the_best_with_new_parameters():
 
 
 def test_population_compares_trials_at_the_same_step():
-    population = Population(Schedule("pbt", perturb_every=2), "loss", "min", SPACE, seed=0)
+    population = Population(TrialSchedule("pbt", perturb_every=2), "loss", "min", SPACE, seed=0)
     for trial in ("ahead", "behind"):
         population.began(trial, {"lr": 0.1, "layers": 4, "kind": "b", "seed": 0})
     for step, loss in enumerate((9.0, 8.0, 2.0, 1.0), 1):
@@ -104,13 +104,13 @@ def test_population_compares_trials_at_the_same_step():
 def test_perturbing_moves_every_parameter_within_its_domain():
     params = {"lr": 0.9, "layers": 1, "kind": "c", "seed": 0}
     for seed in range(50):
-        moved = perturbed(params, SPACE, Schedule(resample_probability=0.0), random.Random(seed))
+        moved = perturbed(params, SPACE, TrialSchedule(resample_probability=0.0), random.Random(seed))
         assert moved["lr"] in (pytest.approx(0.72), 1.0)
         assert moved["layers"] in (1, 2)
         assert moved["kind"] in ("b", "c")
         assert moved["seed"] == 0
     drawn = {
-        perturbed(params, SPACE, Schedule(resample_probability=1.0), random.Random(n))["layers"] for n in range(80)
+        perturbed(params, SPACE, TrialSchedule(resample_probability=1.0), random.Random(n))["layers"] for n in range(80)
     }
     assert drawn == set(range(1, 9))
 
@@ -316,7 +316,7 @@ def say(lifecycle, trial, step, loss, folder):
 
 def test_takeover_without_later_training_does_not_count(tmp_path):
     heard = Heard()
-    asked = request(run_dir=str(tmp_path), num_samples=2, schedule=Schedule("pbt", perturb_every=1, quantile=0.5))
+    asked = request(run_dir=str(tmp_path), num_samples=2, schedule=TrialSchedule("pbt", perturb_every=1, quantile=0.5))
     lifecycle = TrialLifecycle(asked, heard)
     good, bad = lifecycle.next(), lifecycle.next()
     drawn = dict(bad.params)
@@ -335,7 +335,7 @@ def test_takeover_without_later_training_does_not_count(tmp_path):
 
 def test_population_trials_alternate_unless_about_to_end(tmp_path):
     lifecycle = TrialLifecycle(
-        request(run_dir=str(tmp_path), num_samples=2, schedule=Schedule("pbt", perturb_every=1)), Heard()
+        request(run_dir=str(tmp_path), num_samples=2, schedule=TrialSchedule("pbt", perturb_every=1)), Heard()
     )
     first = lifecycle.next()
     assert not say(lifecycle, first, 1, 1.0, tmp_path / "first" / "000001")  # the other one waits

@@ -18,7 +18,7 @@ from distributed.core.events import EpochEnded, RunStarted
 from distributed.observe.trial import TrialNote, TrialObserver
 from distributed.tune.journal import Heading, Journal, read_journal
 from distributed.tune.population import take_over
-from distributed.tune.runner import Report, Schedule, TrialResult, TrialSpec, TuneRequest
+from distributed.tune.runner import Report, TrialResult, TrialSchedule, TrialSpec, TuneRequest
 from distributed.tune.schedulers import MedianStopping, Population, Take, Yield
 from distributed.tune.search import make_search
 from distributed.tune.session import TrialSession
@@ -104,7 +104,7 @@ def test_dynamo_is_preloaded_only_for_scripts_with_an_optimizer(tmp_path):
 
 
 def test_median_rule_skips_trials_without_a_value_at_that_step():
-    rule = MedianStopping(Schedule("median"), "loss", "min")
+    rule = MedianStopping(TrialSchedule("median"), "loss", "min")
     for name in ("a", "b", "c", "d"):
         for step in (1, 2, 3):
             rule.decide(report(name, step))
@@ -114,7 +114,9 @@ def test_median_rule_skips_trials_without_a_value_at_that_step():
 
 
 def test_failed_trainer_trial_resumes_at_its_checkpoint_step(tmp_path):
-    lifecycle = TrialLifecycle(request(tmp_path, num_samples=1, max_failures=1, schedule=Schedule("median")), Heard())
+    lifecycle = TrialLifecycle(
+        request(tmp_path, num_samples=1, max_failures=1, schedule=TrialSchedule("median")), Heard()
+    )
     trial = lifecycle.next()
     for step in (1, 2, 3):
         epoch(lifecycle, trial, step)
@@ -150,7 +152,7 @@ def test_bayesian_search_learns_only_from_finished_trials(tmp_path):
 
 
 def test_save_of_the_old_process_after_a_takeover_is_ignored(tmp_path):
-    schedule = Schedule("pbt", perturb_every=1, quantile=0.5)
+    schedule = TrialSchedule("pbt", perturb_every=1, quantile=0.5)
     lifecycle = TrialLifecycle(request(tmp_path, schedule=schedule), Heard())
     good, bad = lifecycle.next(), lifecycle.next()
     source = write_store(Path(good.directory, "run", "checkpoints"), 4, 1)
@@ -186,7 +188,7 @@ def test_takeover_of_a_missing_checkpoint_changes_nothing(tmp_path, monkeypatch)
 
 def test_interrupt_keeps_the_decided_status_of_ending_trials(tmp_path):
     heard = Heard()
-    lifecycle = TrialLifecycle(request(tmp_path, num_samples=4, schedule=Schedule(max_steps=2)), heard)
+    lifecycle = TrialLifecycle(request(tmp_path, num_samples=4, schedule=TrialSchedule(max_steps=2)), heard)
     trials = [lifecycle.next() for _ in range(4)]
     for trial in trials:
         epoch(lifecycle, trial, 1)
@@ -200,14 +202,14 @@ def test_interrupt_keeps_the_decided_status_of_ending_trials(tmp_path):
 def test_resumed_search_does_not_rerun_trials_at_max_steps(tmp_path):
     heard = Heard()
     known = (past(tmp_path, "0000", "running", 2), past(tmp_path, "0001", "interrupted", 1))
-    lifecycle = TrialLifecycle(request(tmp_path, schedule=Schedule(max_steps=2), past=known), heard)
+    lifecycle = TrialLifecycle(request(tmp_path, schedule=TrialSchedule(max_steps=2), past=known), heard)
     assert [(end.id, end.status) for end in heard.ends] == [("0000", "done")]
     assert lifecycle.next().id == "0001"
     assert lifecycle.next() is None
 
 
 def test_population_ranks_only_running_trials():
-    population = Population(Schedule("pbt", perturb_every=1), "loss", "min", SPACE, seed=0)
+    population = Population(TrialSchedule("pbt", perturb_every=1), "loss", "min", SPACE, seed=0)
     for name, loss in (("over", 0.0), ("good", 1.0), ("bad", 2.0)):
         population.began(name, {"x": 0.5})
         population.decide(report(name, 1, loss))
@@ -218,7 +220,7 @@ def test_population_ranks_only_running_trials():
 
 
 def test_population_larger_than_its_slots_waits_for_all_trials():
-    population = Population(Schedule("pbt", perturb_every=1), "loss", "min", SPACE, seed=0)
+    population = Population(TrialSchedule("pbt", perturb_every=1), "loss", "min", SPACE, seed=0)
     names = ["a", "b", "c", "d"]
     for name in names:
         population.began(name, {"x": 0.5})

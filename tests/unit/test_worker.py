@@ -25,7 +25,7 @@ from distributed.data.source import Source
 from distributed.runtime.session import Session
 from distributed.runtime.world import CollectiveError
 from distributed.train.task import Task
-from distributed.worker import Job, line_for, open_session, run_rank
+from distributed.worker import RankJob, line_for, open_session, run_rank
 
 SAMPLES, BATCH, EPOCHS = 14, 2, 2
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -134,7 +134,7 @@ def train(
     session = opened(open_session(made, env, line))
     try:
         history = run_rank(
-            Job(made, Task(model, nn.CrossEntropyLoss()), Source(data, shuffle=True), None),
+            RankJob(made, Task(model, nn.CrossEntropyLoss()), Source(data, shuffle=True), None),
             session,
             shows_progress=False,
             line=line,

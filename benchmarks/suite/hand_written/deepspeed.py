@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from benchmarks.suite.overhead.workload import BATCH
-from distributed.bench.workloads.job import Job
+from distributed.bench.workloads.job import BenchJob
 from distributed.engines.deepspeed.ops import import_deepspeed
 
 
-def train(job: Job) -> nn.Module:
+def train(job: BenchJob) -> nn.Module:
     deepspeed = import_deepspeed("cpu")
     model = job.make_model()
     config = {

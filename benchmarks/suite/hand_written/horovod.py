@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from distributed.bench.workloads.hand_written import batches, run
-from distributed.bench.workloads.job import Job
+from distributed.bench.workloads.job import BenchJob
 from distributed.core.env import worker_env
 from distributed.engines.horovod.ring import import_horovod, join_ring
 from distributed.runtime.session import Session
@@ -13,7 +13,7 @@ from distributed.runtime.session import Session
 _PLAIN = {"controller": "gloo", "cycle_ms": None, "timeline": ""}
 
 
-def train(job: Job) -> nn.Module:
+def train(job: BenchJob) -> nn.Module:
     hvd = import_horovod()
     env = worker_env()
     assert env is not None

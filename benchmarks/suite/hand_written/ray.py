@@ -6,10 +6,10 @@ from ray.train.torch import prepare_model
 from torch import nn
 
 from distributed.bench.workloads.hand_written import batches, run
-from distributed.bench.workloads.job import Job
+from distributed.bench.workloads.job import BenchJob
 
 
-def train(job: Job) -> nn.Module:
+def train(job: BenchJob) -> nn.Module:
     module = job.make_model()
     model = prepare_model(module, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     run(job, model, job.make_optimizer(model.parameters()), batches(job))

@@ -6,10 +6,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
-from distributed.bench.workloads.job import Job
+from distributed.bench.workloads.job import BenchJob
 
 
-def train(job: Job) -> nn.Module:
+def train(job: BenchJob) -> nn.Module:
     options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     precision = "no" if job.precision == "fp32" else "bf16"
     is_cpu = job.device.type == "cpu"

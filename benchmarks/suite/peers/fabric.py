@@ -8,10 +8,10 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
-from distributed.bench.workloads.job import Job
+from distributed.bench.workloads.job import BenchJob
 
 
-def train(job: Job) -> nn.Module:
+def train(job: BenchJob) -> nn.Module:
     backend = "gloo" if job.device.type == "cpu" else "nccl"
     ddp = DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
     precision: Any = "32-true" if job.precision == "fp32" else "bf16-mixed"

@@ -13,11 +13,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from distributed.bench.workloads.job import Job
+from distributed.bench.workloads.job import BenchJob
 
 
 class _Module(LightningModule):
-    def __init__(self, job: Job, logs: bool) -> None:
+    def __init__(self, job: BenchJob, logs: bool) -> None:
         super().__init__()
         self.model, self.logs = job.make_model(), logs
         self.job = job
@@ -33,18 +33,18 @@ class _Module(LightningModule):
         return self.job.make_optimizer(self.model.parameters())
 
 
-def train(job: Job) -> nn.Module:
+def train(job: BenchJob) -> nn.Module:
     # TensorBoard's own switch: where TensorFlow is installed, each rank would import all of it.
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     logger = TensorBoardLogger if find_spec("tensorboard") else CSVLogger
     return _fit(job, logs=True, logger=logger(job.scratch))
 
 
-def train_silent(job: Job) -> nn.Module:
+def train_silent(job: BenchJob) -> nn.Module:
     return _fit(job, logs=False, logger=False)
 
 
-def _fit(job: Job, *, logs: bool, logger: Any) -> nn.Module:
+def _fit(job: BenchJob, *, logs: bool, logger: Any) -> nn.Module:
     backend = "gloo" if job.device.type == "cpu" else "nccl"
     ddp = DDPStrategy(process_group_backend=backend, gradient_as_bucket_view=True)
     precision: Any = "32-true" if job.precision == "fp32" else "bf16-mixed"

@@ -13,13 +13,13 @@ from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader
 
-from distributed.bench.recovery.workload import BATCH, Rows, make_model
+from distributed.bench.recovery.workload import BATCH, PacedRows, make_model
 
 
 def train(config: dict[str, Any]) -> None:
     model = prepare_model(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = prepare_data_loader(DataLoader(Rows(), batch_size=BATCH, shuffle=True))
+    loader = prepare_data_loader(DataLoader(PacedRows(), batch_size=BATCH, shuffle=True))
     inputs, labels = next(iter(loader))
     nn.CrossEntropyLoss()(model(inputs), labels).backward()
     optimizer.step()

@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from distributed.bench.recovery.workload import BATCH, Rows, make_model
+from distributed.bench.recovery.workload import BATCH, PacedRows, make_model
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows, loss_fn = Rows(), nn.CrossEntropyLoss()
+    rows, loss_fn = PacedRows(), nn.CrossEntropyLoss()
     sampler: DistributedSampler[Any] = DistributedSampler(rows)
     inputs, labels = next(iter(DataLoader(rows, batch_size=BATCH, sampler=sampler)))
     loss_fn(model(inputs), labels).backward()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from distributed import Trainer
-from distributed.bench.recovery.workload import BATCH, Rows, make_model
+from distributed.bench.recovery.workload import BATCH, PacedRows, make_model
 
 
 def main() -> None:
     trainer = Trainer(
         make_model(), loss_fn=nn.CrossEntropyLoss(), batch_size=BATCH, max_steps=1, log_every_n_steps=1, progress=False
     )
-    trainer.fit(Rows())
+    trainer.fit(PacedRows())
 
 
 if __name__ == "__main__":

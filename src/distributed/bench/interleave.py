@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from statistics import quantiles
 from typing import Any, TextIO
 
+from distributed.core.choices import Device
 from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import LaunchError
 from distributed.core.run_dir import RunDir
@@ -64,7 +65,7 @@ class WaitingRanks:
         command: Sequence[str],
         folder: str,
         engine: str = "pytorch-ddp",
-        device: str = "cpu",
+        device: Device = "cpu",
         shared_gpus: int = 0,
         preload: tuple[str, ...] = (),
     ) -> None:

@@ -17,6 +17,7 @@ import psutil
 from distributed.chaos.disk import SmallDisk
 from distributed.chaos.hosts import Hosts
 from distributed.chaos.view import RunView
+from distributed.core.choices import ChaosKind
 from distributed.core.events import Warned
 from distributed.core.protocol.heartbeat import Phase
 
@@ -190,7 +191,7 @@ def partition(scene: Scene, numbers: random.Random, harm: Harm) -> Iterator[None
         scene.hosts.heal(number)
 
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[ChaosKind, Kind] = {
     "kill": Kind(kill),
     "hang": Kind(hang),
     "slow": Kind(slow, breaks=False),

@@ -12,6 +12,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from distributed.core.choices import ChaosKind
+
 CLOSE = 1e-3  # the largest difference of a weight after another number of ranks summed some gradients
 
 _OTHER_RANKS = "another number of ranks adds in another order and draws other dropout: set reproducible=bitwise"
@@ -25,7 +27,7 @@ _OTHER_BEGINNING = (
 class Injury:
     """One fault, and what became of it."""
 
-    kind: str
+    kind: ChaosKind
     time_s: float  # since the start of the disturbed run
     step: int
     attempt: int
@@ -39,7 +41,7 @@ class Injury:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsComparison:
     """The final weights against those of the undisturbed run."""
 
     is_identical: bool
@@ -90,7 +92,7 @@ class ChaosReport:
     tolerance: float | None = None
     began_alike: bool = True  # as far as is known
     samples: Samples | None = None
-    weights: Weights | None = None
+    weights: WeightsComparison | None = None
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -141,7 +143,7 @@ class ChaosReport:
             found.append(f"the weights: {self.weights}{hint}")
         return found
 
-    def _is_close(self, weights: Weights) -> bool:
+    def _is_close(self, weights: WeightsComparison) -> bool:
         return not weights.problem and (weights.is_identical or weights.largest <= self.allowed)
 
     def to_dict(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Order:
         return [*head, *size, *config, *words, *(["--", *self.arguments] if self.arguments else [])]
 
 
-class Run:
+class ChaosRun:
     """One run: started on entering, ended on leaving."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Run:
         self._processes: list[subprocess.Popen[bytes]] = []
         self.logs: list[Path] = []
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> ChaosRun:
         hosts = self._hosts
         argv = self._order.argv(self.run_dir, self._more, hosts[0].address if hosts is not None else "")
         commands = [host.command(argv) for host in _all(hosts)] if hosts is not None else [argv]

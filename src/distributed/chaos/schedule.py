@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from distributed.core.choices import ChaosKind
+
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _MARGIN = 0.05  # of a run's steps, at either end, in which no fault is wanted when they are spread
 
@@ -15,13 +17,13 @@ _MARGIN = 0.05  # of a run's steps, at either end, in which no fault is wanted w
 class Arrival:
     """A fault that is to come: so long after the one before it was recovered, or at a step of the run."""
 
-    kind: str
+    kind: ChaosKind
     seed: int  # of the choices that only the moment allows: which rank, which file
     after_s: float = 0.0
     at_step: int = 0
 
 
-def by_time(kinds: Sequence[str], mtbf_s: float, seed: int) -> Iterator[Arrival]:
+def by_time(kinds: Sequence[ChaosKind], mtbf_s: float, seed: int) -> Iterator[Arrival]:
     """Faults without end, at exponential times with this mean, as of machines that do not age.
 
     >>> faults = by_time(["kill", "hang"], mtbf_s=10.0, seed=0)
@@ -33,7 +35,7 @@ def by_time(kinds: Sequence[str], mtbf_s: float, seed: int) -> Iterator[Arrival]
         yield Arrival(kind, numbers.getrandbits(32), after_s=numbers.expovariate(1.0 / mtbf_s))
 
 
-def by_steps(kinds: Sequence[str], count: int, steps: int, seed: int) -> Iterator[Arrival]:
+def by_steps(kinds: Sequence[ChaosKind], count: int, steps: int, seed: int) -> Iterator[Arrival]:
     """That many faults at random steps of a run that has `steps`.
 
     >>> [arrival.at_step for arrival in by_steps(["kill"], 3, 100, seed=1)]
@@ -46,7 +48,7 @@ def by_steps(kinds: Sequence[str], count: int, steps: int, seed: int) -> Iterato
         yield Arrival(kind, numbers.getrandbits(32), at_step=step)
 
 
-def _dealt(kinds: Sequence[str], numbers: random.Random) -> Iterator[str]:
+def _dealt(kinds: Sequence[ChaosKind], numbers: random.Random) -> Iterator[ChaosKind]:
     """Every kind once in a random order, then again: a short run has as many of them as it can."""
     while True:
         yield from numbers.sample(list(kinds), len(kinds))

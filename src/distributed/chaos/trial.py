@@ -13,8 +13,9 @@ from distributed.chaos.disk import SmallDisk
 from distributed.chaos.faults import KINDS, Harm, Scene
 from distributed.chaos.hosts import Hosts, remove_leftovers
 from distributed.chaos.report import ChaosReport, Injury
-from distributed.chaos.runs import Order, Run
+from distributed.chaos.runs import ChaosRun, Order
 from distributed.chaos.schedule import Arrival, by_steps, by_time
+from distributed.core.choices import ChaosKind
 from distributed.core.errors import LaunchError, RankFailedError
 from distributed.core.events import (
     AttemptEnded,
@@ -40,12 +41,12 @@ _ROOM_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Request:
+class ChaosRequest:
     """What was asked and found sound."""
 
     order: Order
     base: Path
-    kinds: tuple[str, ...]
+    kinds: tuple[ChaosKind, ...]
     save_every: int  # steps
     seed: int = 0
     mtbf_s: float = 15.0
@@ -56,14 +57,14 @@ class Request:
 
 
 @dataclass
-class Screen:
+class ChaosScreen:
     """Receives the lines to show."""
 
     line: Callable[[str], None] = lambda text: None  # something happened
     now: Callable[[str], None] = lambda text: None  # how things are
 
 
-def run_trial(request: Request, screen: Screen) -> ChaosReport:
+def run_trial(request: ChaosRequest, screen: ChaosScreen) -> ChaosReport:
     """Both runs, and their comparison. Raises only when there is nothing to compare."""
     from distributed.chaos.verdict import (
         began_alike,
@@ -87,7 +88,7 @@ def run_trial(request: Request, screen: Screen) -> ChaosReport:
         if deadline is None:
             deadline = max(_SHORTEST_HANG_S, _STEPS_OF_HANG * report.step_s)
         more = _own(checkpoints[1]) | {"hang_timeout_s": f"{deadline:.3g}"}
-        with Run(request.order, folders[1], more, hosts) as run:
+        with ChaosRun(request.order, folders[1], more, hosts) as run:
             ranks, every = request.order.num_gpus, request.save_every
             scene = Scene(
                 run.view,
@@ -108,9 +109,9 @@ def run_trial(request: Request, screen: Screen) -> ChaosReport:
     return report
 
 
-def _run_undisturbed(request: Request, hosts: Hosts | None, screen: Screen) -> ChaosReport:
+def _run_undisturbed(request: ChaosRequest, hosts: Hosts | None, screen: ChaosScreen) -> ChaosReport:
     run_dir, begun = request.base / UNDISTURBED, time.monotonic()
-    with Run(request.order, run_dir, _own(RunDir(run_dir).checkpoints), hosts) as run:
+    with ChaosRun(request.order, run_dir, _own(RunDir(run_dir).checkpoints), hosts) as run:
         while not run.has_ended:
             run.view.refresh()
             screen.now(f"undisturbed: step {run.view.step}, {time.monotonic() - begun:.0f} s")
@@ -146,7 +147,7 @@ def _own(checkpoints: Path) -> dict[str, str]:
     return {"checkpoint_dir": str(checkpoints)}
 
 
-def _schedule(request: Request, steps: int) -> Iterator[Arrival]:
+def _schedule(request: ChaosRequest, steps: int) -> Iterator[Arrival]:
     if request.count is not None:
         return by_steps(request.kinds, request.count, steps, request.seed)
     return by_time(request.kinds, request.mtbf_s, request.seed)
@@ -156,11 +157,11 @@ def _schedule(request: Request, steps: int) -> Iterator[Arrival]:
 class _Disturbance:
     """The disturbed run: one fault after another, each only once the last one was recovered."""
 
-    run: Run
+    run: ChaosRun
     scene: Scene
     schedule: Iterator[Arrival]
     report: ChaosReport
-    screen: Screen
+    screen: ChaosScreen
     deadline_s: float
 
     _begun: float = field(default_factory=time.monotonic)

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
-from distributed.chaos.report import Samples, Weights
+from distributed.chaos.report import Samples, WeightsComparison
 from distributed.checkpoint.exchange.catalog import open_all, open_one
 from distributed.checkpoint.exchange.diff import compare_tensors
 from distributed.checkpoint.exchange.named_tensors import Leaf, TensorReader, leaf_tree, walk
@@ -22,17 +22,17 @@ from distributed.data.checks.ledger import read_ledger
 _SAME_LOSS = 1e-4  # kernels that are not deterministic differ by less within a few steps
 
 
-def compare_weights(undisturbed: Path, disturbed: Path, step: int) -> Weights:
+def compare_weights(undisturbed: Path, disturbed: Path, step: int) -> WeightsComparison:
     """The model in the checkpoints of the last step, whose every byte is read. Both are checkpoint_dirs."""
     try:
         a, b = (open_one(str(folder / step_name(step))) for folder in (undisturbed, disturbed))
         problems = verify(b.path).problems
         if problems:
-            return Weights(False, 0, problem=f"{b.path} is damaged: {problems[0]}")
+            return WeightsComparison(False, 0, problem=f"{b.path} is damaged: {problems[0]}")
         in_a, in_b = (_model(opened.manifest) for opened in (a, b))
         if in_a.keys() != in_b.keys():
             only = sorted(in_a.keys() ^ in_b.keys())
-            return Weights(False, len(in_a), problem=f"only one of the runs has {', '.join(only[:3])}")
+            return WeightsComparison(False, len(in_a), problem=f"only one of the runs has {', '.join(only[:3])}")
         readers = TensorReader(a.storage, a.manifest), TensorReader(b.storage, b.manifest)
         changes = []
         for name in in_a:
@@ -40,12 +40,12 @@ def compare_weights(undisturbed: Path, disturbed: Path, step: int) -> Weights:
                 found = compare_tensors(name, readers[0].tensor(in_a[name]), readers[1].tensor(in_b[name]))
                 changes += [found] if found is not None else []
     except CheckpointError as failed:
-        return Weights(False, 0, problem=failed.problems[0].what)
+        return WeightsComparison(False, 0, problem=failed.problems[0].what)
     if not changes:
-        return Weights(True, len(in_a))
+        return WeightsComparison(True, len(in_a))
     worst = max(changes, key=lambda change: math.inf if math.isnan(change.largest) else change.largest)
     first = first_difference(undisturbed, disturbed)
-    return Weights(False, len(in_a), len(changes), worst.largest, worst.name, first)
+    return WeightsComparison(False, len(in_a), len(changes), worst.largest, worst.name, first)
 
 
 def first_difference(undisturbed: Path, disturbed: Path) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
@@ -10,6 +10,7 @@ from distributed.bench.output import JsonFile, PictureFile, progress, show
 from distributed.bench.pictures import draw
 from distributed.bench.throughput.command import throughput_command
 from distributed.bench.throughput.contenders import WITHOUT_PEERS
+from distributed.core.choices import Device
 from distributed.core.errors import ConfigError
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -134,11 +135,14 @@ def checkpoint(
             why="what reproducible='bitwise' costs is measured by the repository's benchmark suite",
             do=f"in a checkout of the repository: {SUITE} bitwise",
         )
+    if device not in get_args(Device):
+        raise ConfigError(f"--device {device}", why="the state lies on a CPU or a GPU", do="--device cpu or cuda")
+    place: Device = "cuda" if device == "cuda" else "cpu"
     with progress() as notify:
         if processes > 1:
-            found = measure_sharded(processes, mebibytes=mebibytes, rounds=rounds, device=device, notify=notify)
+            found = measure_sharded(processes, mebibytes=mebibytes, rounds=rounds, device=place, notify=notify)
         else:
-            found = measure_checkpoint(mebibytes=mebibytes, rounds=rounds, device=device, notify=notify)
+            found = measure_checkpoint(mebibytes=mebibytes, rounds=rounds, device=place, notify=notify)
     show(checkpoint_table(found), found.to_dict(), json_file, picture)
 
 

@@ -20,9 +20,10 @@ from distributed.chaos.hosts import Hosts
 from distributed.chaos.report import table
 from distributed.chaos.runs import Order
 from distributed.chaos.schedule import parse_span
-from distributed.chaos.trial import Request, Screen, run_trial
+from distributed.chaos.trial import ChaosRequest, ChaosScreen, run_trial
 from distributed.cli import options as opt
 from distributed.cli.settings import gather, read_file, read_words
+from distributed.core.choices import ChaosKind
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import ConfigError, PlanError, Problem
 from distributed.core.registry import nearest_hint
@@ -151,7 +152,7 @@ def _prepare(
     nodes: int,
     tolerance: float | None,
     run_dir: str | None,
-) -> Request:
+) -> ChaosRequest:
     """Everything that can be checked without starting anything, and all that is wrong in one error."""
     problems = check_script(script)
     options = {"num_gpus": str(num_gpus) if num_gpus else None, "max_steps": str(steps) if steps else None}
@@ -198,7 +199,7 @@ def _prepare(
     own = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     own = {name: value for name, value in own.items() if name not in ("num_gpus", "max_steps")}
     settings = {name: value for name, value in ours.items() if name == "max_steps" or not given.given(name)}
-    return Request(
+    return ChaosRequest(
         order=Order(script, arguments, config_path, {**settings, **own}, gpus, nodes),
         base=base,
         kinds=kinds,
@@ -212,7 +213,7 @@ def _prepare(
     )
 
 
-def parse_faults(text: str) -> tuple[tuple[str, ...], list[Problem]]:
+def parse_faults(text: str) -> tuple[tuple[ChaosKind, ...], list[Problem]]:
     """
     >>> parse_faults("kill, hang")
     (('kill', 'hang'), [])
@@ -226,7 +227,8 @@ def parse_faults(text: str) -> tuple[tuple[str, ...], list[Problem]]:
     ]
     if not names:
         problems.append(Problem("--faults names no fault", do=f"choose some of: {', '.join(KINDS)}"))
-    return tuple(name for name in names if name in KINDS), problems
+    known: dict[str, ChaosKind] = {kind: kind for kind in KINDS}
+    return tuple(known[name] for name in names if name in known), problems
 
 
 def _check_settings(given: dict[str, Any]) -> list[Problem]:
@@ -269,13 +271,13 @@ def _check_machine(kinds: tuple[str, ...], nodes: int) -> list[Problem]:
 
 
 @contextmanager
-def _screen(console: Console) -> Iterator[Screen]:
+def _screen(console: Console) -> Iterator[ChaosScreen]:
     """A line for each event; on a terminal, one more that says how things are."""
     if not console.is_terminal:
-        yield Screen(line=lambda text: console.print(text, markup=False))
+        yield ChaosScreen(line=lambda text: console.print(text, markup=False))
         return
     with console.status("starting") as status:
-        yield Screen(line=lambda text: console.print(text, markup=False), now=lambda text: status.update(text))
+        yield ChaosScreen(line=lambda text: console.print(text, markup=False), now=lambda text: status.update(text))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import distributed
+from distributed.core.choices import FindingState
 from distributed.core.engines.engine import ENGINES, matrix
 from distributed.core.env import inherited_environ
 from distributed.core.registry import DISTRIBUTION, is_installed
@@ -47,7 +48,7 @@ class Finding:
 
     name: str
     value: str
-    state: str = "ok"
+    state: FindingState = "ok"
     do: str = ""
 
 
@@ -126,7 +127,7 @@ def _ask_torch() -> tuple[dict[str, Any], str]:
     return facts, ""
 
 
-def _state(available: bool) -> str:
+def _state(available: bool) -> FindingState:
     return "ok" if available else "missing"
 
 

@@ -20,7 +20,7 @@ class _Section(NamedTuple):
     dtype: torch.dtype
 
 
-class Flat:
+class FlatBlock:
     """One block and its tensors as views."""
 
     def __init__(self, block: torch.Tensor, sections: Sequence[_Section], places: Sequence[_Place]) -> None:
@@ -53,11 +53,11 @@ class Flat:
         if missing:
             foreach_add_(missing, 0)
 
-    def add(self, other: Flat) -> None:
+    def add(self, other: FlatBlock) -> None:
         for own, others in zip(self._typed, other._typed, strict=True):
             own.add_(others)
 
-    def add_range(self, other: Flat, start: int, stop: int) -> None:
+    def add_range(self, other: FlatBlock, start: int, stop: int) -> None:
         """Add the bytes from `start` to `stop`, both of them aligned, each in its dtype."""
         for section in self._sections:
             low, high = max(start, section.start), min(stop, section.stop)
@@ -101,9 +101,9 @@ class FlatLayout:
             self._sections.append(_Section(start, end, dtype))
         self.nbytes = end
 
-    def new(self) -> Flat:
+    def new(self) -> FlatBlock:
         block = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device)
-        return Flat(block, self._sections, self._places)
+        return FlatBlock(block, self._sections, self._places)
 
 
 def align(count: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from distributed.comm.layout import Flat, FlatLayout, align
+from distributed.comm.layout import FlatBlock, FlatLayout, align
 from distributed.runtime.session import Session
 from distributed.runtime.world import CollectiveError
 
@@ -33,8 +33,8 @@ class TreeSum:
     def __init__(self, name: str, layout: FlatLayout, session: Session) -> None:
         self._name, self._layout, self._session = name, layout, session
         self._stages = session.device.type == "cuda" and session.world_size > 1 and dist.get_backend() == "gloo"
-        self._free: list[Flat] = []
-        self._levels: list[Flat] = []  # sums of ever fewer leaves, all powers of two
+        self._free: list[FlatBlock] = []
+        self._levels: list[FlatBlock] = []  # sums of ever fewer leaves, all powers of two
         self._count = 0
 
     def add(self, values: Sequence[torch.Tensor | None] | None) -> None:
@@ -75,7 +75,7 @@ class TreeSum:
             self._free.append(scratch)
         return flat.views
 
-    def _swap_all(self, flat: Flat, scratch: Flat) -> None:
+    def _swap_all(self, flat: FlatBlock, scratch: FlatBlock) -> None:
         """Recursive doubling: at each level both of a pair send everything. log2(W) messages."""
         distance = 1
         while distance < self._session.world_size:
@@ -83,7 +83,7 @@ class TreeSum:
             flat.add(scratch)
             distance *= 2
 
-    def _swap_halves(self, flat: Flat, scratch: Flat) -> None:
+    def _swap_halves(self, flat: FlatBlock, scratch: FlatBlock) -> None:
         """Recursive halving, then doubling: each of a pair adds one half, and the sums travel back.
 
         2·log2(W) messages, but of 2·(W-1)/W of the bytes altogether, as in a ring. Every element is still added in
@@ -118,7 +118,7 @@ class TreeSum:
         if self._stages:
             incoming.copy_(into)
 
-    def _take(self) -> Flat:
+    def _take(self) -> FlatBlock:
         return self._free.pop() if self._free else self._layout.new()
 
 

@@ -1,4 +1,4 @@
-"""What settings and plans choose among, as types: mypy refuses a comparison with a value that none of them has."""
+"""What settings, plans and reports choose among, as types: mypy refuses comparisons with values that none has."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ Recompute = Literal["", "full", "selective"]
 CompileMode = Literal["", "auto", "default", "reduce-overhead", "max-autotune"]  # "": torch's own
 Switch = Literal["off", "auto", "on"]  # auto: decided, and reported, when the run has begun
 FrequencyUnit = Literal["epochs", "steps", "minutes"]
+ModelKind = Literal["torch", "keras"]  # whose models an engine trains
+ReplicaStrategy = Literal["mirrored", "multi_worker", "parameter_server", "tpu"]  # TensorFlow's
+NodeNews = Literal["failed", "stopping", "regroup", "lost", "cut off", "done"]  # of another node; see News
+Activity = Literal["compiling", "collective", "data", "user code", "stopped", "unknown"]  # of a rank
+RunStatus = Literal["done", "interrupted"]  # a failed run ends with RankFailed
+FindingState = Literal["ok", "missing", "broken"]  # missing: something optional; broken: nothing can be trained
+ChaosKind = Literal["kill", "hang", "slow", "partition", "corrupt", "diskfull"]  # of a fault on purpose

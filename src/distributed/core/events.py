@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
+from distributed.core.choices import Device, RunStatus
 from distributed.core.secrets import mask, mask_text
 
 
@@ -27,7 +28,7 @@ class Event:
 class RunStarted(Event):
     run_dir: str
     world_size: int
-    device: str
+    device: Device
     backend: str
     epochs: int
     steps_per_epoch: int | None  # None: a stream whose length is not known
@@ -173,7 +174,7 @@ class RunReported(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    status: str  # "done" or "interrupted"; a failed run ends with RankFailed
+    status: RunStatus
     step: int
     seconds: float
     samples_per_second: float

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from distributed.core.engines.engine import Engine
 from distributed.core.registry import load_target
-from distributed.launch.node.log_mirror import Screen
+from distributed.launch.node.log_mirror import MirrorScreen
 from distributed.launch.request import LaunchRequest
 from distributed.launch.supervise.supervisor import RestartLimits
 
@@ -45,7 +45,7 @@ class Launcher(Protocol):
     def submit(
         self,
         request: LaunchRequest,
-        screen: Screen | None = None,
+        screen: MirrorScreen | None = None,
         *,
         limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
@@ -55,7 +55,7 @@ class Launcher(Protocol):
     def run(
         self,
         request: LaunchRequest,
-        screen: Screen | None = None,
+        screen: MirrorScreen | None = None,
         *,
         limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,

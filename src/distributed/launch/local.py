@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from distributed.core.env import JOIN_TOKEN, WorkerEnv, gpu_names, inherited_environ
 from distributed.core.run_dir import RunDir
 from distributed.launch.base import Launcher
-from distributed.launch.node.log_mirror import LogMirror, Screen
+from distributed.launch.node.log_mirror import LogMirror, MirrorScreen
 from distributed.launch.node.rank_group import RankGroup
 from distributed.launch.node.shared_gpus import on_shared_gpu
 from distributed.launch.node.warm_parent import ALWAYS, WarmParent, preloads
@@ -117,7 +117,7 @@ class LocalLauncher(Launcher):
     def run(
         self,
         request: LaunchRequest,
-        screen: Screen | None = None,
+        screen: MirrorScreen | None = None,
         *,
         nodes: Nodes | None = None,
         first: Round | None = None,
@@ -130,7 +130,7 @@ class LocalLauncher(Launcher):
     def submit(
         self,
         request: LaunchRequest,
-        screen: Screen | None = None,
+        screen: MirrorScreen | None = None,
         *,
         nodes: Nodes | None = None,
         first: Round | None = None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from distributed.core.choices import Device
 from distributed.core.config import DistributedConfig
 from distributed.core.engines.engine import ENGINES
 from distributed.core.registry import load_target
@@ -50,7 +51,7 @@ class LaunchRequest:
     threads_per_rank: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)  # for every rank, beside what this process has
     attempt: int = 0
-    device: str = "cpu"
+    device: Device = "cpu"
     shares_gpus: bool = False  # whether several ranks use the same GPU
     gpus: int = 0  # of this node, where several ranks share them
     warm: bool = False  # fork the ranks from one process that has done the imports

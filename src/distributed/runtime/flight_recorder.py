@@ -48,9 +48,9 @@ def with_ranks(config: Mapping[str, Mapping[str, Any]], known: Mapping[str, Sequ
     {'0': {'desc': 'default_pg', 'ranks': '[0, 1]'}}
     """
     found = {}
-    for name, told in config.items():
-        is_known = any(character.isdigit() for character in str(told.get("ranks", "")))
-        found[name] = {**told} if is_known else {**told, "ranks": str(list(known.get(name, ())))}
+    for name, group in config.items():
+        is_known = any(character.isdigit() for character in str(group.get("ranks", "")))
+        found[name] = {**group} if is_known else {**group, "ranks": str(list(known.get(name, ())))}
     return found
 
 

@@ -23,7 +23,7 @@ _AHEAD = 2  # ranks that synchronize after every step are at most one step apart
 
 
 @contextmanager
-def left_to_launcher() -> Iterator[None]:
+def defer_signals_to_launcher() -> Iterator[None]:
     """Between two worlds a rank cannot save: a signal that reaches it there is ignored. Its launcher gets the same one,
     and passes it on when there is a world again."""
     is_main = threading.current_thread() is threading.main_thread()

@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
     fitted: Any = None  # the loss function, if it was chosen by the target
 
 
-class Trial(NamedTuple):
+class LossTrial(NamedTuple):
     """The tools by which a task finds what its loss is a mean over, before a world's first backward pass."""
 
     agree: Callable[[torch.Tensor], torch.Tensor]  # the sum over all ranks; every rank calls it
@@ -87,7 +87,7 @@ class StepTask(Protocol):
 
     def run(self, model: nn.Module, batch: Any) -> Outcome: ...
 
-    def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: Trial) -> Outcome | None:
+    def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: LossTrial) -> Outcome | None:
         """The first outcome of a world, with the weight that all ranks agree on; every rank must call it."""
 
     def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]: ...

@@ -16,7 +16,7 @@ from distributed.runtime.session import Session
 from distributed.runtime.step_gate import StepGate
 from distributed.runtime.tensor_shard import Box
 from distributed.runtime.torch_compat import foreach_norm, has_global_step_hooks, preserved_versions
-from distributed.strategies.base import MetricSum, Outcome, StateTree, StepTask, Trial
+from distributed.strategies.base import LossTrial, MetricSum, Outcome, StateTree, StepTask
 from distributed.strategies.checks.elementwise import has_step_hooks, refuse_closure
 from distributed.strategies.checks.layers import check_layers
 from distributed.strategies.checks.parameter_hooks import ParameterHooks, hooked_parameters
@@ -209,9 +209,9 @@ class OneRankStep:
         assert settled is not None
         return settled
 
-    def _trial(self) -> Trial:
+    def _trial(self) -> LossTrial:
         device, total = self._session.device, self._session.sum
-        return Trial(
+        return LossTrial(
             agree=lambda votes: total("what the loss is a mean over", votes.to(device)).cpu(),
             matters=self._has_shares,
             module=self.module,

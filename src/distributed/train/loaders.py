@@ -92,7 +92,7 @@ def open_evaluation(
     worker_count: WorkerCount | None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    in_step: bool,
+    lockstep: bool,
 ) -> Evaluation:
     """`worker_count`: what was found to be best for training, whose data has its place already."""
     if source is None:
@@ -101,7 +101,7 @@ def open_evaluation(
     size = source.batch_size or plan.batch.per_device
     rows = None if source.is_stream else _rows(source, plan, session.device, optimizer)
     if rows is not None:
-        by_rows = RowEvalLoader(source, rows, size, rank, ranks, in_step=in_step, share=share_from_first(session))
+        by_rows = RowEvalLoader(source, rows, size, rank, ranks, lockstep=lockstep, share=share_from_first(session))
         return Evaluation(by_rows, _row_decisions(rows, "evaluation"))
     loader = EvalLoader(
         _with_worker_count(source, plan, worker_count if can_choose(source) else None),
@@ -110,7 +110,7 @@ def open_evaluation(
         ranks,
         split=plan.iterable_split,
         pin_memory=session.device.type == "cuda",
-        in_step=in_step,
+        lockstep=lockstep,
         batch_seed=None if plan.workers is None else plan.seed,
         share=share_from_first(session),
     )

@@ -221,7 +221,7 @@ class RunState:
         self._data.load_state(shared.get("data", {}))
         # The same on all ranks, so that others can resume with them; what was not read yet is each rank's own.
         self._meter.load_state({"epoch": shared.get("totals", {}), "losses": [], "samples": []})
-        if "meter" in shared:  # of a handover; each rank's own in a checkpoint
+        if "meter" in shared:  # of survivor state; each rank's own in a checkpoint
             self._meter.load_state(shared["meter"])
 
     def _check(self, restored: Restored) -> None:

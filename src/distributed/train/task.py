@@ -11,7 +11,7 @@ from torch import nn
 
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
-from distributed.strategies.base import MetricSum, Outcome, Trial
+from distributed.strategies.base import LossTrial, MetricSum, Outcome
 from distributed.train.given_schedulers import check_scheduler
 from distributed.train.loss.probe import logits_of
 from distributed.train.loss.state import LossState, holder_of, load_loss, refuse_trained_loss, state_of
@@ -109,7 +109,7 @@ class Task:
             return _with_weight(loss, outputs, target)
         return self._weights.of(Outcome(loss, outputs, target, fitted=None if self.loss_fn else loss_fn), loss_fn)
 
-    def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: Trial) -> Outcome | None:
+    def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: LossTrial) -> Outcome | None:
         if outcome is not None and outcome.loss.numel() != 1:
             raise TaskError(
                 f"the loss has the shape {list(outcome.loss.shape)}",

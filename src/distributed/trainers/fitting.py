@@ -35,7 +35,7 @@ from distributed.trainers.agreement import check_alike
 from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, record_run, refuse
 from distributed.trainers.payload import write_payload
 from distributed.trainers.trained_model import UntrainedTask, load_trained_state
-from distributed.worker import Job, line_for, meet, open_session, run_rank
+from distributed.worker import RankJob, line_for, meet, open_session, run_rank
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
 
@@ -78,8 +78,8 @@ class FitRequest:
         plan = plan.with_decisions(first=self.notes)
         return plan if world is None else plan.for_world(world.world_size, world.num_nodes)
 
-    def job(self, plan: Plan) -> Job:
-        return Job(plan, replace(self.task, loss_weighting=plan.loss_weighting), self.train, self.evaluation)
+    def job(self, plan: Plan) -> RankJob:
+        return RankJob(plan, replace(self.task, loss_weighting=plan.loss_weighting), self.train, self.evaluation)
 
 
 def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
@@ -162,7 +162,7 @@ def fit_alone(request: FitRequest) -> History:
         return run_rank(request.job(plan), session, shows_progress=plan.observe.progress)
 
 
-def _launch(job: Job, config: DistributedConfig, launch: LaunchRequest) -> History:
+def _launch(job: RankJob, config: DistributedConfig, launch: LaunchRequest) -> History:
     """Send the job to new processes, wait for them, and take home what they trained."""
     history = launch_job(job.plan, config, launch, ".pt", partial(write_payload, job))
     load_trained_state(job.task, job.plan, history.checkpoint)

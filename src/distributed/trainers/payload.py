@@ -22,7 +22,7 @@ from distributed.core.errors import Problem, TaskError
 from distributed.trainers import carried_hooks, parametrized
 from distributed.trainers.carried_hooks import has_hooks
 from distributed.trainers.parametrized import is_parametrized
-from distributed.worker import PICKLE, Job
+from distributed.worker import PICKLE, RankJob
 
 _MAPPED_BYTES = 1 << 16  # arrays from this size on travel as tensors, which the ranks map
 
@@ -58,7 +58,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.numpy()
 
 
-def write_payload(job: Job, path: Path) -> Sealed:
+def write_payload(job: RankJob, path: Path) -> Sealed:
     """Write the job, or say which attribute of it cannot be sent. The caller closes the sealed file."""
     handle = create_private(path)
     try:
@@ -73,7 +73,7 @@ def write_payload(job: Job, path: Path) -> Sealed:
         raise TaskError(_culprits(job) or [Problem("the job cannot be sent to the ranks", why=str(failed))]) from failed
 
 
-def _culprits(job: Job) -> list[Problem]:
+def _culprits(job: RankJob) -> list[Problem]:
     """Which attributes cannot be pickled, each by its path."""
     task = job.task
     parts = {

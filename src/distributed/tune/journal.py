@@ -15,7 +15,7 @@ from typing import Any
 
 from distributed.core.atomic import FILE_MODE, make_private
 from distributed.core.errors import ConfigError, DistributedError
-from distributed.tune.runner import Exploit, Report, TrialResult, TrialSpec
+from distributed.tune.runner import Exploit, Mode, Report, SchedulerName, SearchName, TrialResult, TrialSpec
 from distributed.tune.search_dir import SearchDir
 
 
@@ -25,9 +25,9 @@ class Heading:
 
     space: Mapping[str, Any]
     metric: str
-    mode: str
-    search: str
-    scheduler: str
+    mode: Mode
+    search: SearchName
+    scheduler: SchedulerName
     seed: int
     num_samples: int
     engine: str = "local"

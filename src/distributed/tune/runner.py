@@ -17,6 +17,8 @@ from distributed.tune.space import Space
 
 Params = Mapping[str, Any]  # plain values only: what JSON can hold
 Mode = Literal["min", "max"]
+SearchName = Literal["random", "grid", "bayes"]
+SchedulerName = Literal["none", "asha", "median", "pbt"]
 Status = Literal["pending", "running", "done", "stopped", "failed", "interrupted"]
 OVER: frozenset[Status] = frozenset({"done", "stopped", "failed"})  # a resumed tune does not run these again
 
@@ -77,10 +79,10 @@ class TrialResult:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TrialSchedule:
     """Which scheduler, and its numbers; `max_steps` counts reports (epochs of the Trainer)."""
 
-    name: Literal["none", "asha", "median", "pbt"] = "none"
+    name: SchedulerName = "none"
     max_steps: int | None = None  # a trial ends after that many reports; None: when train_fn does
     grace_steps: int = 1  # no trial is stopped before it has reported so often
     reduction_factor: float = 4  # asha: of that many trials at a rung, one continues
@@ -99,8 +101,8 @@ class TuneRequest:
     run_dir: str
     metric: str = ""  # "": not needed; always set where a scheduler or a search needs it
     mode: Mode = "min"
-    search: Literal["random", "grid", "bayes"] = "random"
-    schedule: Schedule = field(default_factory=Schedule)
+    search: SearchName = "random"
+    schedule: TrialSchedule = field(default_factory=TrialSchedule)
     seed: int = 0
     num_gpus: int | None = None  # devices in all; None: all that are there. Without CUDA: CPU processes
     trials_per_gpu: int = 1  # that share one device

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from distributed.tune.runner import Mode, Params, Report, Schedule, TuneRequest
+from distributed.tune.runner import Mode, Params, Report, TrialSchedule, TuneRequest
 from distributed.tune.space import Choice, Constant, Domain, Float, Grid, Int, Space
 
 _FEWEST = 3  # trials that a median is taken of
@@ -89,7 +89,7 @@ class Halving(NoScheduler):
     have reached the rung before it, so the first one always continues. A value that is not a number is the worst.
     """
 
-    def __init__(self, schedule: Schedule, metric: str, mode: Mode) -> None:
+    def __init__(self, schedule: TrialSchedule, metric: str, mode: Mode) -> None:
         self._schedule, self._metric = schedule, metric
         self._sign = 1 if mode == "min" else -1
         self._rungs: dict[int, dict[str, float]] = {}
@@ -122,7 +122,7 @@ class Halving(NoScheduler):
 class MedianStopping(NoScheduler):
     """A trial stops when its best value so far is worse than the median of the others' means up to the same step."""
 
-    def __init__(self, schedule: Schedule, metric: str, mode: Mode) -> None:
+    def __init__(self, schedule: TrialSchedule, metric: str, mode: Mode) -> None:
         self._schedule, self._metric = schedule, metric
         self._sign = 1 if mode == "min" else -1
         self._costs: dict[str, dict[int, float]] = {}
@@ -158,7 +158,7 @@ class Population:
     the best of few.
     """
 
-    def __init__(self, schedule: Schedule, metric: str, mode: Mode, space: Space, seed: int) -> None:
+    def __init__(self, schedule: TrialSchedule, metric: str, mode: Mode, space: Space, seed: int) -> None:
         self._schedule, self._metric, self._space = schedule, metric, space
         self._sign = 1 if mode == "min" else -1
         self._random = random.Random(f"{seed}/population")
@@ -205,11 +205,11 @@ class Population:
         return sorted(stood, key=lambda trial: (stood[trial], trial))
 
 
-def perturbed(params: Params, space: Space, schedule: Schedule, rng: random.Random) -> dict[str, Any]:
+def perturbed(params: Params, space: Space, schedule: TrialSchedule, rng: random.Random) -> dict[str, Any]:
     """Parameters near these: each is resampled, or moved to a neighbour. Numbers move by a fifth, up or down.
 
     >>> rng = random.Random(1)
-    >>> perturbed({"lr": 0.1}, Space({"lr": Float(0.01, 1.0)}), Schedule(resample_probability=0), rng)
+    >>> perturbed({"lr": 0.1}, Space({"lr": Float(0.01, 1.0)}), TrialSchedule(resample_probability=0), rng)
     {'lr': 0.08}
     """
     return {

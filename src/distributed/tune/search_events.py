@@ -7,14 +7,14 @@ from distributed.core.registry import nearest_hint
 from distributed.tune.journal import Journal
 from distributed.tune.results.reading import ReadCheck
 from distributed.tune.results.results import Board
-from distributed.tune.results.screen import Screen
+from distributed.tune.results.screen import SearchScreen
 from distributed.tune.runner import Exploit, Report, TrialResult, TrialSpec
 
 
 class SearchEvents:
     """The Watcher that a tuner gives to its runner."""
 
-    def __init__(self, journal: Journal, board: Board, reading: ReadCheck, screen: Screen) -> None:
+    def __init__(self, journal: Journal, board: Board, reading: ReadCheck, screen: SearchScreen) -> None:
         self._journal, self._board, self._reading, self._screen = journal, board, reading, screen
 
     def started(self, trial: TrialSpec) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from distributed.core.errors import ConfigError, PlanError, Problem
 from distributed.core.registry import Entry, Registry, nearest_hint
@@ -19,8 +19,8 @@ from distributed.tune.journal import Heading, Journal, Past, holds_search, read_
 from distributed.tune.results.pictures import write_picture
 from distributed.tune.results.reading import ReadCheck
 from distributed.tune.results.results import Board, write_results
-from distributed.tune.results.screen import Screen
-from distributed.tune.runner import Mode, Runner, Schedule, TrialResult, TuneRequest
+from distributed.tune.results.screen import SearchScreen
+from distributed.tune.runner import Mode, Runner, SchedulerName, SearchName, TrialResult, TrialSchedule, TuneRequest
 from distributed.tune.search import grid_problems, make_search
 from distributed.tune.search_events import SearchEvents
 from distributed.tune.space_reading import SearchSpace, read_space
@@ -32,8 +32,8 @@ RUNNERS = Registry(
         "ray": Entry("distributed.engines.ray.tune_runner:RayRunner", needs="ray", extra="ray"),
     },
 )
-_SEARCHES = ("random", "grid", "bayes")
-_SCHEDULERS = ("none", "asha", "median", "pbt")
+_SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
+_SCHEDULERS: tuple[SchedulerName, ...] = get_args(SchedulerName)
 
 
 class DistributedTuner:
@@ -60,8 +60,8 @@ class DistributedTuner:
         *,
         metric: str | None = None,
         mode: Literal["min", "max"] | None = None,
-        search: Literal["random", "grid", "bayes"] = "random",
-        scheduler: Literal["none", "asha", "median", "pbt"] = "none",
+        search: SearchName = "random",
+        scheduler: SchedulerName = "none",
         max_steps: int | None = None,
         grace_steps: int = 1,
         reduction_factor: float = 4,
@@ -111,7 +111,7 @@ class DistributedTuner:
             metric=metric or "",
             mode=mode or "min",
             search=search,
-            schedule=Schedule(
+            schedule=TrialSchedule(
                 scheduler,
                 max_steps=max_steps,
                 grace_steps=grace_steps,
@@ -189,7 +189,7 @@ class DistributedTuner:
         reading = ReadCheck(request.space.domains, request.train_fn)
         reading.read(() if past is None else past.read)
         slots = runner.slots(request)
-        screen = Screen(self._board, _total(request), slots, shows_progress=self._progress)
+        screen = SearchScreen(self._board, _total(request), slots, shows_progress=self._progress)
         if self._progress:
             screen.note(f"trials run on {name}: {reason} [engine]")
             screen.note(f"{slots} at a time [num_gpus, trials_per_gpu]; all is in {request.run_dir}")
@@ -202,7 +202,7 @@ class DistributedTuner:
         if self._progress:
             self._sum_up(screen, reading.never_read())
 
-    def _sum_up(self, screen: Screen, unread: list[str]) -> None:
+    def _sum_up(self, screen: SearchScreen, unread: list[str]) -> None:
         if unread:
             screen.note(f"warning: no trial read {', '.join(unread)}")
         if not hasattr(self._request.train_fn, "script"):  # the command line shows its own

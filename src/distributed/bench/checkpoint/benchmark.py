@@ -18,6 +18,7 @@ from distributed.bench.checkpoint.copying import change, copy_into, copy_plainly
 from distributed.bench.machine import describe_machine, describe_versions, load_average
 from distributed.checkpoint.save.saver import Saver
 from distributed.checkpoint.save.staging import TensorStaging
+from distributed.core.choices import Device
 from distributed.core.env import WorkerEnv
 from distributed.runtime.session import Session
 
@@ -55,7 +56,7 @@ class RankCost:
 class CheckpointCost:
     """Where several ranks hold the state, a row has the slowest of them in each round."""
 
-    device: str
+    device: Device
     state_mib: float  # of all ranks together
     rounds: int
     rows: tuple[Copying, ...]
@@ -101,7 +102,7 @@ class CheckpointCost:
 
 
 def measure_checkpoint(
-    *, mebibytes: int, rounds: int, device: str = "cpu", peers: bool = True, notify: Notify = lambda *_: None
+    *, mebibytes: int, rounds: int, device: Device = "cpu", peers: bool = True, notify: Notify = lambda *_: None
 ) -> CheckpointCost:
     """All ways, interleaved, on the same state, the median of the rounds."""
     place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")

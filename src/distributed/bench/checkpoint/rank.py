@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from distributed.bench.checkpoint.copying import change, copy_into, copy_plainly, empty_like
 from distributed.bench.interleave import answer, answering
-from distributed.bench.workloads.gpt import Gpt, Size
+from distributed.bench.workloads.gpt import Gpt, GptSize
 from distributed.bench.workloads.models import text_rows
 from distributed.checkpoint.format.tree import flatten
 from distributed.checkpoint.restore.rng import rng_state
@@ -40,7 +40,7 @@ _WIDTHS = ((256, 256), (4096, 768), (math.inf, 2048))  # up to a number of MiB: 
 _VOCABULARY, _HEAD, _LENGTH = 8192, 64, 64
 
 
-def make_model(mebibytes: int) -> tuple[nn.Module, Size]:
+def make_model(mebibytes: int) -> tuple[nn.Module, GptSize]:
     """A GPT with about this much state, not made yet: as many tensors as training has, small ones among them.
 
     >>> [(size.width, size.blocks) for _, size in map(make_model, (64, 1024, 10240))]
@@ -50,7 +50,7 @@ def make_model(mebibytes: int) -> tuple[nn.Module, Size]:
     of_block = _STATE_BYTES * (12 * width**2 + 13 * width) / 2**20
     beside = _STATE_BYTES * _VOCABULARY * width / 2**20
     blocks = max(2, round((mebibytes - beside) / of_block))
-    size = Size(blocks, width, width // _HEAD, _LENGTH, 1, _VOCABULARY)
+    size = GptSize(blocks, width, width // _HEAD, _LENGTH, 1, _VOCABULARY)
     with torch.device("meta"):
         return Gpt(size), size
 
@@ -80,7 +80,7 @@ class Rank:
         self._saver = Saver(f"{folder}/ours", self._session, staging, keep_last=1, guard_s=0.0, at=self._note)
         self._saver.prepare(self._strategy.state(), self._own())
 
-    def _first_step(self, size: Size) -> None:
+    def _first_step(self, size: GptSize) -> None:
         """After it the optimizer has its state."""
         ids, labels, _ = text_rows(size.batch, size=size)
         self._strategy.train_step([Microbatch({"ids": ids, "labels": labels}, 1.0, size.batch)])

@@ -9,6 +9,7 @@ from typing import Any
 from distributed.bench.checkpoint.benchmark import CheckpointCost, Copying, Notify, RankCost
 from distributed.bench.interleave import WaitingRanks
 from distributed.bench.machine import load_average
+from distributed.core.choices import Device
 from distributed.core.errors import ConfigError
 from distributed.planner.hardware import probe_hardware
 
@@ -17,7 +18,7 @@ Answers = list[dict[str, Any]]  # by rank
 
 
 def measure_sharded(
-    processes: int, *, mebibytes: int, rounds: int, device: str, notify: Notify = lambda *_: None
+    processes: int, *, mebibytes: int, rounds: int, device: Device, notify: Notify = lambda *_: None
 ) -> CheckpointCost:
     """All ways on N ranks of FSDP, interleaved: a rank copies its own shard, and saves it."""
     gpus = len(probe_hardware().gpus) if device == "cuda" else 0

@@ -10,6 +10,7 @@ from typing import Any
 
 from distributed.bench.interleave import WaitingRanks
 from distributed.bench.machine import describe_machine, describe_versions, load_average
+from distributed.core.choices import Device
 from distributed.planner.hardware import probe_hardware
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "broadcast")
@@ -70,7 +71,7 @@ def measure_collectives(processes: int | None, *, largest_mib: float, rounds: in
     """All sizes of all operations in each round, interleaved."""
     gpus = len(probe_hardware().gpus)
     ranks = processes or max(2, gpus)
-    device = "cuda" if gpus >= ranks else "cpu"
+    device: Device = "cuda" if gpus >= ranks else "cpu"
     turns = [(operation, size) for size in _sizes(int(largest_mib * 2**20)) for operation in OPERATIONS]
     load_before = load_average()
     taken: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}

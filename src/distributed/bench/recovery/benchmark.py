@@ -19,7 +19,7 @@ from distributed.bench.machine import load_average
 from distributed.bench.processes import ended_by_signals
 from distributed.bench.recovery.costs import measure_in_rank, watch_supervisors
 from distributed.bench.recovery.results import HANG_TIMEOUT_S, START_RANKS, Recoveries, RecoveryCost, StallFound
-from distributed.bench.recovery.runs import SIDES, Recovery, Run, Side, find_recovery
+from distributed.bench.recovery.runs import SIDES, BenchRun, Recovery, Side, find_recovery
 from distributed.core.events import RankStalled, parse_event
 from distributed.core.run_dir import RunDir
 
@@ -50,7 +50,7 @@ def measure_recovery(
         supervision = {}
         for side in SIDES:
             tell(f"{side}: the cost of watching")
-            with Run(side, ranks, os.path.join(folder, f"watched-{side}")) as run:
+            with BenchRun(side, ranks, os.path.join(folder, f"watched-{side}")) as run:
                 supervision[side] = watch_supervisors(run, steps)
         in_rank_us = measure_in_rank(folder)
         found = _measure_stalls(folder, stalls, ranks, rng, tell)
@@ -75,7 +75,7 @@ def _measure_starts(folder: str, starts: int, tell: Callable[[str], None]) -> di
     for number in range(starts):
         for side in _interleaved(number):
             tell(f"{side}: start {number + 1} of {starts} with {START_RANKS} ranks")
-            with Run(side, START_RANKS, os.path.join(folder, f"start-{side}-{number}")) as run:
+            with BenchRun(side, START_RANKS, os.path.join(folder, f"start-{side}-{number}")) as run:
                 taken[side].append(run.first_step_s())
     return taken
 
@@ -83,7 +83,7 @@ def _measure_starts(folder: str, starts: int, tell: Callable[[str], None]) -> di
 def _measure_recoveries(
     folder: str, kills: int, ranks: int, rng: random.Random, tell: Callable[[str], None]
 ) -> dict[Side, Recoveries]:
-    runs = {side: Run(side, ranks, os.path.join(folder, f"killed-{side}")) for side in SIDES}
+    runs = {side: BenchRun(side, ranks, os.path.join(folder, f"killed-{side}")) for side in SIDES}
     found: dict[Side, list[Recovery]] = {side: [] for side in SIDES}
     try:
         for run in runs.values():
@@ -96,14 +96,14 @@ def _measure_recoveries(
                     found[side].append(recovery)
                 elif number + 1 < kills:  # it is lost, and the next kill needs another
                     runs[side].close()
-                    runs[side] = Run(side, ranks, os.path.join(folder, f"killed-{side}-{number}"))
+                    runs[side] = BenchRun(side, ranks, os.path.join(folder, f"killed-{side}-{number}"))
     finally:
         for run in runs.values():
             run.close()
     return {side: Recoveries(side, kills, tuple(found[side])) for side in SIDES}
 
 
-def kill_rank(run: Run, rank: int, moment_s: float) -> Recovery | None:
+def kill_rank(run: BenchRun, rank: int, moment_s: float) -> Recovery | None:
     """SIGKILL after some steps and a moment; what followed, or None where its world did not come back."""
     run.await_steps(_STEPS_BETWEEN)
     time.sleep(moment_s)
@@ -118,7 +118,7 @@ def _measure_stalls(
 ) -> tuple[StallFound, ...]:
     found = []
     where = os.path.join(folder, "stuck-ours")
-    with Run("ours", ranks, where, settings=[f"hang_timeout_s={HANG_TIMEOUT_S:g}"]) as run:
+    with BenchRun("ours", ranks, where, settings=[f"hang_timeout_s={HANG_TIMEOUT_S:g}"]) as run:
         for number in range(stalls):
             tell(f"ours: a stuck rank, {number + 1} of {stalls}")
             run.await_steps(_STEPS_BETWEEN)
@@ -129,7 +129,7 @@ def _measure_stalls(
     return tuple(found)
 
 
-def _stop(run: Run, rank: int) -> StallFound | None:
+def _stop(run: BenchRun, rank: int) -> StallFound | None:
     """Stop a rank until it is named, and wait for what replaces it; None when it was not named."""
     pid, stopped_at = run.pid(rank), time.time()
     os.kill(pid, signal.SIGSTOP)
@@ -147,7 +147,7 @@ def _stop(run: Run, rank: int) -> StallFound | None:
     return named
 
 
-def _stalled_after(run: Run, moment: float) -> RankStalled | None:
+def _stalled_after(run: BenchRun, moment: float) -> RankStalled | None:
     try:
         with open(RunDir(run.run_dir).events, encoding="utf-8") as file:
             lines = [line for line in file if "RankStalled" in line and line.endswith("\n")]

@@ -12,7 +12,7 @@ from statistics import median
 import psutil
 import torch
 
-from distributed.bench.recovery.runs import Run
+from distributed.bench.recovery.runs import BenchRun
 from distributed.core.env import WorkerEnv
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
@@ -44,7 +44,7 @@ class Supervision:
         return sum(self.cpu_s.values()) / self.steps * 1e6
 
 
-def watch_supervisors(run: Run, steps: int) -> Supervision:
+def watch_supervisors(run: BenchRun, steps: int) -> Supervision:
     """Let a run make that many steps, and measure what its other processes used meanwhile."""
     run.await_steps(20)
     names = run.supervisors()

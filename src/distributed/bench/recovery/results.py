@@ -61,7 +61,7 @@ class StallFound:
 
 
 @dataclass(frozen=True)
-class Bar:
+class Goal:
     """What we hold ourselves to, and whether it was reached here."""
 
     name: str
@@ -102,36 +102,36 @@ class RecoveryCost:
         return sum(self.in_rank_us.values()) / 1e6 / self.supervision["ours"].step_s
 
     @property
-    def bars(self) -> tuple[Bar, ...]:
+    def bars(self) -> tuple[Goal, ...]:
         ours, faster = self.recoveries["ours"], self.times_faster
         p50, late = percentile(ours.seconds, 0.5), max((stall.late_s for stall in self.stalls), default=None)
         fewest = min(len(found.recoveries) for found in self.recoveries.values())
         part = self.supervision["ours"].part
         unnamed = self.stalls_made - sum(stall.is_right for stall in self.stalls)
         return (
-            Bar("recovery, p50, at most", p50, TARGET_P50_S, "s", p50 is not None and p50 <= TARGET_P50_S),
-            Bar(
+            Goal("recovery, p50, at most", p50, TARGET_P50_S, "s", p50 is not None and p50 <= TARGET_P50_S),
+            Goal(
                 "faster than torchrun, at least", faster, TARGET_TIMES_FASTER, "×", (faster or 0) >= TARGET_TIMES_FASTER
             ),
-            Bar("recoveries of each side, at least", fewest, TARGET_KILLS, "", fewest >= TARGET_KILLS),
-            Bar("kills of ours without recovery", ours.kills - len(ours.recoveries), 0, "", _is_whole(ours)),
-            Bar("start, of torchrun's", self.start_part, TARGET_START, "×", self.start_part <= TARGET_START),
-            Bar("CPU of the supervisors, less than", part, TARGET_SUPERVISION, "%", part < TARGET_SUPERVISION),
-            Bar(
+            Goal("recoveries of each side, at least", fewest, TARGET_KILLS, "", fewest >= TARGET_KILLS),
+            Goal("kills of ours without recovery", ours.kills - len(ours.recoveries), 0, "", _is_whole(ours)),
+            Goal("start, of torchrun's", self.start_part, TARGET_START, "×", self.start_part <= TARGET_START),
+            Goal("CPU of the supervisors, less than", part, TARGET_SUPERVISION, "%", part < TARGET_SUPERVISION),
+            Goal(
                 "a rank's own part of a step, less than",
                 self.in_rank_part,
                 TARGET_SUPERVISION,
                 "%",
                 self.in_rank_part < TARGET_SUPERVISION,
             ),
-            Bar(
+            Goal(
                 "a stuck rank is named after its deadline, at most",
                 late,
                 TARGET_STALL_S,
                 "s",
                 late is not None and late <= TARGET_STALL_S,
             ),
-            Bar("stuck ranks that were not named", unnamed, 0, "", unnamed == 0),
+            Goal("stuck ranks that were not named", unnamed, 0, "", unnamed == 0),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _TAIL_LINES = 15  # of what a run said, in an error
 T = TypeVar("T")
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     time_ns: int  # CLOCK_MONOTONIC
     number: int
     pid: int
@@ -38,17 +38,18 @@ class Recovery(NamedTuple):
     lost_steps: int  # that had been made before, and were made again
 
 
-def find_recovery(logs: Sequence[Sequence[Step]], rank: int, pid: int, killed_ns: int) -> Recovery | None:
+def find_recovery(logs: Sequence[Sequence[TimedStep]], rank: int, pid: int, killed_ns: int) -> Recovery | None:
     """What followed the kill of a rank's process; None while its world is not back.
 
     A survivor may end a step of the old world after the kill. So what counts is the step with which the replacement
     begins, once every rank is beyond it: a rank that made that step twice made it in the new world the second time.
 
-    >>> old = [Step(1, 1, 7), Step(2, 2, 7)]
-    >>> survivor = [Step(1, 1, 8), Step(2, 2, 8), Step(1_000_000_002, 2, 8), Step(1_000_000_003, 3, 8)]
-    >>> find_recovery([[*old, Step(1_000_000_001, 2, 9)], survivor], rank=0, pid=7, killed_ns=2) is None
+    >>> old = [TimedStep(1, 1, 7), TimedStep(2, 2, 7)]
+    >>> marks = (1, 1), (2, 2), (1_000_000_002, 2), (1_000_000_003, 3)
+    >>> survivor = [TimedStep(time_ns, number, 8) for time_ns, number in marks]
+    >>> find_recovery([[*old, TimedStep(1_000_000_001, 2, 9)], survivor], rank=0, pid=7, killed_ns=2) is None
     True
-    >>> new = [Step(1_000_000_001, 2, 9), Step(1_000_000_004, 3, 9)]
+    >>> new = [TimedStep(1_000_000_001, 2, 9), TimedStep(1_000_000_004, 3, 9)]
     >>> find_recovery([[*old, *new], survivor], rank=0, pid=7, killed_ns=2)
     Recovery(seconds=1.0, lost_steps=1)
     """
@@ -66,7 +67,7 @@ def find_recovery(logs: Sequence[Sequence[Step]], rank: int, pid: int, killed_ns
     return Recovery((max(firsts) - killed_ns) / 1e9, max(0, reached - replacement.number + 1))
 
 
-class Run:
+class BenchRun:
     """One command and everything that it starts; leaving it kills all of that."""
 
     def __init__(
@@ -82,7 +83,7 @@ class Run:
         """On `cuda` all ranks share one GPU. `settings` and `pace_s` are of our side alone."""
         self.side, self.ranks, self.folder, self._device, self._pace_s = side, ranks, folder, device, pace_s
         self.run_dir = os.path.join(folder, "run")
-        self.logs: list[list[Step]] = [[] for _ in range(ranks)]
+        self.logs: list[list[TimedStep]] = [[] for _ in range(ranks)]
         self._offsets = [0] * ranks
         os.makedirs(folder)
         script = os.path.join(folder, "train.py")
@@ -104,13 +105,13 @@ class Run:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"]
         return [*command, f"--nproc-per-node={self.ranks}", script, self.folder, self._device]
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> BenchRun:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def read_steps(self) -> list[list[Step]]:
+    def read_steps(self) -> list[list[TimedStep]]:
         """The steps that every rank has logged until now."""
         for rank in range(self.ranks):
             with suppress(FileNotFoundError), open(workload.steps_path(self.folder, rank), "rb") as file:
@@ -118,7 +119,7 @@ class Run:
                 whole = file.read().rpartition(b"\n")[0]
                 if whole:
                     self._offsets[rank] += len(whole) + 1
-                    self.logs[rank] += [Step(*map(int, line.split())) for line in whole.splitlines()]
+                    self.logs[rank] += [TimedStep(*map(int, line.split())) for line in whole.splitlines()]
         return self.logs
 
     def await_steps(self, count: int, timeout_s: float = START_TIMEOUT_S) -> None:

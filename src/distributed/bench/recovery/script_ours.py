@@ -11,7 +11,7 @@ from functools import partial
 from torch import nn
 
 from distributed import Trainer
-from distributed.bench.recovery.workload import BATCH, SAVE_EVERY, Rows, make_model, make_optimizer
+from distributed.bench.recovery.workload import BATCH, SAVE_EVERY, PacedRows, make_model, make_optimizer
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         checkpoint_frequency=f"{SAVE_EVERY} steps",
         capture=False,  # its optimizer logs each step
     )
-    trainer.fit(Rows(*map(float, pace)))
+    trainer.fit(PacedRows(*map(float, pace)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from distributed.bench.recovery.workload import BATCH, SAVE_EVERY, Rows, make_model, make_optimizer
+from distributed.bench.recovery.workload import BATCH, SAVE_EVERY, PacedRows, make_model, make_optimizer
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
-    rows, loss_fn = Rows(), nn.CrossEntropyLoss()
+    rows, loss_fn = PacedRows(), nn.CrossEntropyLoss()
     sampler: DistributedSampler[Any] = DistributedSampler(rows)
     loader = DataLoader(rows, batch_size=BATCH, sampler=sampler)
     for epoch in itertools.count():

@@ -8,7 +8,7 @@ from statistics import median
 from rich.console import Group
 from rich.text import Text
 
-from distributed.bench.recovery.results import HANG_TIMEOUT_S, START_RANKS, Bar, RecoveryCost, percentile
+from distributed.bench.recovery.results import HANG_TIMEOUT_S, START_RANKS, Goal, RecoveryCost, percentile
 from distributed.bench.recovery.runs import SIDES
 from distributed.bench.recovery.workload import SAVE_EVERY
 from distributed.bench.table import make_table
@@ -58,7 +58,7 @@ def _notes(found: RecoveryCost) -> Iterator[str]:
     yield f"load average {found.load_before} before, {found.load_after} after; all of it took {found.seconds:.0f} s"
 
 
-def _of(bar: Bar, value: float | None) -> str:
+def _of(bar: Goal, value: float | None) -> str:
     if value is None:
         return "unknown"
     if bar.unit == "%":

@@ -21,7 +21,7 @@ INPUTS, HIDDEN, CLASSES = 64, 128, 10
 SAMPLES = 128_000
 
 
-class Rows(Dataset[Any]):
+class PacedRows(Dataset[Any]):
     """Labelled rows that are read a batch at a time, and not at once."""
 
     def __init__(self, pace_s: float = PACE_S) -> None:

@@ -28,7 +28,7 @@ Notify = Callable[[str, int, int], None]  # (what is measured, done, in all)
 
 
 @dataclass(frozen=True)
-class Size:
+class ScalingPoint:
     """One number of processes."""
 
     processes: int
@@ -42,7 +42,7 @@ class Size:
 class Scaling:
     """What `distributed bench scaling` found."""
 
-    sizes: tuple[Size, ...]
+    sizes: tuple[ScalingPoint, ...]
     strong: bool
     steps: int  # an epoch
     repeats: int
@@ -105,14 +105,14 @@ def measure_scaling(max_processes: int | None, *, steps: int, repeats: int, stro
     )
 
 
-def summarize(throughputs: dict[int, float], batches: dict[int, int]) -> tuple[Size, ...]:
+def summarize(throughputs: dict[int, float], batches: dict[int, int]) -> tuple[ScalingPoint, ...]:
     """
     >>> [size.efficiency for size in summarize({1: 100.0, 2: 180.0}, {1: 32, 2: 32})]
     [1.0, 0.9]
     """
     alone = throughputs[1]
     return tuple(
-        Size(number, speed, speed / alone, speed / alone / number, batches[number])
+        ScalingPoint(number, speed, speed / alone, speed / alone / number, batches[number])
         for number, speed in throughputs.items()
     )
 

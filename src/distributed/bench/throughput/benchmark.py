@@ -19,8 +19,9 @@ from typing import Any
 from distributed.bench.interleave import WaitingRanks, room_for
 from distributed.bench.machine import PEAK_FLOPS, load_average
 from distributed.bench.throughput.contenders import Contender, Contenders
-from distributed.bench.throughput.results import Row, Throughput, WorkloadResult, reference
+from distributed.bench.throughput.results import Throughput, ThroughputRow, WorkloadResult, reference
 from distributed.bench.workloads.models import TINY, WORKLOADS, Workload
+from distributed.core.choices import Device
 from distributed.core.errors import ConfigError, Problem
 from distributed.core.registry import nearest_hint
 from distributed.planner.hardware import probe_hardware
@@ -39,11 +40,11 @@ Notify = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class ThroughputRequest:
     """What the command line asks for."""
 
     workloads: tuple[str, ...]
-    device: str
+    device: Device
     precision: str
     processes: int
     rounds: int
@@ -64,7 +65,7 @@ def choose_workloads(asked: Sequence[str] | None, device: str, tiny: bool) -> tu
     return tuple(asked or [name for name in usual if name in known])
 
 
-def measure_throughput(request: Request, contenders: Contenders, notify: Notify) -> Iterator[Throughput]:
+def measure_throughput(request: ThroughputRequest, contenders: Contenders, notify: Notify) -> Iterator[Throughput]:
     """After each turn, all that was found until then: who has to stop in the middle keeps the rest."""
     load_before, done = load_average(), tuple[WorkloadResult, ...]()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
@@ -82,7 +83,7 @@ def measure_throughput(request: Request, contenders: Contenders, notify: Notify)
 
 
 def _start(
-    contenders: Mapping[str, Contender], request: Request, folder: str, stack: ExitStack
+    contenders: Mapping[str, Contender], request: ThroughputRequest, folder: str, stack: ExitStack
 ) -> dict[str, WaitingRanks]:
     """All at once: importing takes each of them seconds. On a GPU the first is not kept waiting for the others: it has
     models to compile before anything is timed."""
@@ -109,7 +110,12 @@ class _Contest:
     """One workload: a rehearsal, then rounds for as long as the time goes."""
 
     def __init__(
-        self, name: str, request: Request, contenders: Contenders, ranks: dict[str, WaitingRanks], notify: Notify
+        self,
+        name: str,
+        request: ThroughputRequest,
+        contenders: Contenders,
+        ranks: dict[str, WaitingRanks],
+        notify: Notify,
     ) -> None:
         self._name, self._request, self._ranks, self._notify = name, request, ranks, notify
         self._contenders = contenders
@@ -212,14 +218,14 @@ class _Contest:
             missing=dict(self._missing),
         )
 
-    def _row(self, name: str, rates: list[float], compared: list[float]) -> Row:
+    def _row(self, name: str, rates: list[float], compared: list[float]) -> ThroughputRow:
         rate = median(rates)
         low, _, high = quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else (rate, rate, rate)
         units = self._workload.batch * self._workload.units_per_sample * self._request.processes
         last = self._turns[name][-1]
         ratio = rate / median(compared)
         part = _part_of_peak(rate, self._workload.flops_per_unit, self._request)
-        return Row(
+        return ThroughputRow(
             name,
             units_per_second=rate,
             low=low,
@@ -233,7 +239,7 @@ class _Contest:
         )
 
 
-def _part_of_peak(rate: float, flops_per_unit: float | None, request: Request) -> float | None:
+def _part_of_peak(rate: float, flops_per_unit: float | None, request: ThroughputRequest) -> float | None:
     peak = _peak_flops() if request.device == "cuda" and request.precision != "fp32" else None
     return None if peak is None or flops_per_unit is None else rate * flops_per_unit / (peak * request.processes)
 

@@ -9,6 +9,7 @@ import typer
 
 from distributed.bench.output import Drawing, JsonFile, PictureFile, progress, show, write
 from distributed.bench.throughput.contenders import Contender, find_contenders
+from distributed.core.choices import Device
 from distributed.core.errors import ConfigError
 from distributed.core.registry import nearest_hint
 from distributed.planner.hardware import probe_hardware
@@ -46,11 +47,11 @@ def throughput_command(known: Mapping[str, Contender], drawing: Drawing) -> Call
         json_file: JsonFile = None,
         picture: PictureFile = None,
     ) -> None:
-        from distributed.bench.throughput.benchmark import Request, choose_workloads, measure_throughput
+        from distributed.bench.throughput.benchmark import ThroughputRequest, choose_workloads, measure_throughput
         from distributed.bench.throughput.table import throughput_table
 
         device = _device(processes)
-        request = Request(
+        request = ThroughputRequest(
             workloads=choose_workloads(workload, device, tiny),
             device=device,
             precision=_precision(precision, device),
@@ -69,7 +70,7 @@ def throughput_command(known: Mapping[str, Contender], drawing: Drawing) -> Call
     return throughput
 
 
-def _device(processes: int | None) -> str:
+def _device(processes: int | None) -> Device:
     """A GPU for each process, or CPUs for all."""
     gpus = len(probe_hardware().gpus)
     return "cuda" if gpus and (processes or 1) <= gpus else "cpu"

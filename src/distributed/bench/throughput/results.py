@@ -17,7 +17,7 @@ SURE = 2.0  # errors that lie between two rates which are called different
 
 
 @dataclass(frozen=True)
-class Row:
+class ThroughputRow:
     """One contender's figures for one workload: medians over the rounds, with their quartiles."""
 
     contender: str
@@ -60,7 +60,7 @@ class Over:
         return f"{self.ratio:.3f}{error}, {self.verdict}"
 
 
-def compare(own: Row, other: Row) -> Over:
+def compare(own: ThroughputRow, other: ThroughputRow) -> Over:
     """By the medians that are shown."""
     ratio = own.units_per_second / other.units_per_second
     if min(len(own.rounds), len(other.rounds)) < 2:
@@ -79,14 +79,14 @@ class WorkloadResult:
     warm: int
     rounds: int
     start_loss: float
-    rows: tuple[Row, ...]
+    rows: tuple[ThroughputRow, ...]
     missing: dict[str, str]
 
     @property
     def reference(self) -> str:
         return reference([row.contender for row in self.rows])
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> ThroughputRow | None:
         return next((row for row in self.rows if row.contender == name), None)
 
     @property

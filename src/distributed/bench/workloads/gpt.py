@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class Size:
+class GptSize:
     """Of the model and of a batch."""
 
     blocks: int
@@ -22,14 +22,14 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(2, 64, 2, 32, 4, 256),
-    "124m": Size(12, 768, 12, 1024, 64),
-    "1.3b": Size(24, 2048, 16, 1024, 16),
+    "tiny": GptSize(2, 64, 2, 32, 4, 256),
+    "124m": GptSize(12, 768, 12, 1024, 64),
+    "1.3b": GptSize(24, 2048, 16, 1024, 16),
 }
 
 
 class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: GptSize) -> None:
         super().__init__()
         self.num_heads = size.heads
         self.norm1, self.norm2 = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
@@ -47,7 +47,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Returns its loss; the head is the embedding."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: GptSize) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.length, size.width)
         self.blocks = nn.ModuleList([Block(size) for _ in range(size.blocks)])
@@ -65,6 +65,6 @@ class Gpt(nn.Module):
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-def flops_per_token(model: nn.Module, size: Size) -> float:
+def flops_per_token(model: nn.Module, size: GptSize) -> float:
     """Of forward and backward: six for each parameter, and attention's products."""
     return 6.0 * sum(p.numel() for p in model.parameters()) + 12.0 * size.blocks * size.width * size.length

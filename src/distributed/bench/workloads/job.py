@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 
-class Job(Protocol):
+class BenchJob(Protocol):
     """A training: its model, rows and optimizer, on this rank. A contender returns the trained module."""
 
     @property

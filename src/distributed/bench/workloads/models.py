@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from distributed.bench.workloads.gpt import SIZES, Gpt, Size
+from distributed.bench.workloads.gpt import SIZES, Gpt, GptSize
 from distributed.bench.workloads.networks import Bert, Dlrm, DlrmSize, ResNet, make_convnet, make_mlp
 
 Rows = tuple[torch.Tensor, ...]
@@ -79,14 +79,14 @@ def _chains(count: int, length: int, vocabulary: int) -> torch.Tensor:
     return sequences.T.contiguous()
 
 
-def text_rows(count: int, *, size: Size) -> Rows:
+def text_rows(count: int, *, size: GptSize) -> Rows:
     """The labels twice: the model takes them to compute its loss, and the last of a row is the target."""
     ids = _chains(count, size.length + 1, size.vocabulary)
     labels = ids[:, 1:].contiguous()
     return ids[:, :-1].contiguous(), labels, labels
 
 
-def _masked_rows(count: int, *, size: Size) -> Rows:
+def _masked_rows(count: int, *, size: GptSize) -> Rows:
     """As many masked in each row, so that the head is computed for those alone."""
     ids = _chains(count, size.length, size.vocabulary)
     scores = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1))
@@ -94,7 +94,7 @@ def _masked_rows(count: int, *, size: Size) -> Rows:
     return ids.scatter(1, masked, size.vocabulary - 1), masked, ids.gather(1, masked)
 
 
-def _masked_count(size: Size) -> int:
+def _masked_count(size: GptSize) -> int:
     return int(_MASK * size.length)
 
 
@@ -125,7 +125,7 @@ def adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimize
     return torch.optim.AdamW(parameters, lr=lr, fused=_on_gpu(parameters))
 
 
-def _steady(size: Size) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+def _steady(size: GptSize) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """At some four times this learning rate a loss without a warmup jumps in some trainings and not in others: the last
     digits, or the order of the rows, decide on it, and then losses tell nothing of who has trained rightly."""
     return partial(adamw, lr=0.02 / size.width)
@@ -144,14 +144,14 @@ def _mlp_flops(widths: Sequence[int]) -> float:
     return 6.0 * sum(a * b for a, b in pairwise(widths))
 
 
-def _gpt_flops(size: Size) -> float:
+def _gpt_flops(size: GptSize) -> float:
     """The same as gpt.flops_per_token, without a model to count in."""
     w = size.width
     parameters = (size.vocabulary + size.length + 2) * w + size.blocks * (12 * w * w + 13 * w)
     return 6.0 * parameters + 12.0 * size.blocks * w * size.length
 
 
-def _bert_flops(size: Size) -> float:
+def _bert_flops(size: GptSize) -> float:
     """A token's; of the head, a masked one's share. Embeddings are looked up, not multiplied."""
     w, masked = size.width, _masked_count(size) / size.length
     blocks = size.blocks * (6.0 * 12 * w * w + 12.0 * w * size.length)
@@ -222,7 +222,7 @@ def _resnet(name: str, make: Callable[[], nn.Module], side: int, classes: int, b
     )
 
 
-def _bert(name: str, size: Size, on_cpu: bool = False) -> Workload:
+def _bert(name: str, size: GptSize, on_cpu: bool = False) -> Workload:
     text = f"BERT of {size.blocks} layers of {size.width}, masked words of {size.length}"
     flops = _bert_flops(size)
     return _of_words(
@@ -230,14 +230,14 @@ def _bert(name: str, size: Size, on_cpu: bool = False) -> Workload:
     )
 
 
-def _gpt(name: str, size: Size, on_cpu: bool = False) -> Workload:
+def _gpt(name: str, size: GptSize, on_cpu: bool = False) -> Workload:
     text = f"GPT of {size.blocks} blocks of {size.width}, next words of {size.length}"
     flops = _gpt_flops(size)
     return _of_words(name, size, Gpt, text_rows, loss_fn=None, flops_per_unit=flops, on_cpu=on_cpu, describes=text)
 
 
 def _of_words(
-    name: str, size: Size, model: Callable[[Size], nn.Module], rows: Callable[..., Any], **rest: Any
+    name: str, size: GptSize, model: Callable[[GptSize], nn.Module], rows: Callable[..., Any], **rest: Any
 ) -> Workload:
     """A workload of tokens, whose optimizer is that of its size."""
     return Workload(
@@ -278,7 +278,7 @@ _DLRM = DlrmSize(
     tuple(min(rows, 1_000_000) for rows in (*_LARGE, *_SMALL_TABLES)), 128, (512, 256), (1024, 1024, 512, 256), 32768
 )
 _DLRM_TINY = DlrmSize((50, 20, 7), 8, (16,), (16,), 16)
-_BERT = Size(24, 1024, 16, 512, 64, 30528)
+_BERT = GptSize(24, 1024, 16, 512, 64, 30528)
 _GPT_LARGE = replace(SIZES["1.3b"], length=2048, batch=24)  # the context that GPT-3's 1.3B was trained with
 _RESNET_FLOPS = 3 * 2 * 4.089e9  # an image of 224²: 4.089e9 products and sums in forward, twice that in backward
 
@@ -297,7 +297,7 @@ _SMALL = (
     _mlp("mlp", (16, 32, 4), 16),
     _convnet("convnet", 4, 8),
     _resnet("resnet50", partial(ResNet, (1, 1, 1, 1), 8, 4), 32, 4, 8),
-    _bert("bert-large", Size(2, 32, 2, 32, 4, 64), on_cpu=True),
+    _bert("bert-large", GptSize(2, 32, 2, 32, 4, 64), on_cpu=True),
     _gpt("gpt2-124m", SIZES["tiny"], on_cpu=True),
     _dlrm("dlrm", _DLRM_TINY, on_cpu=True),
 )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from distributed.bench.workloads.gpt import Size
+from distributed.bench.workloads.gpt import GptSize
 
 
 def make_mlp(widths: Sequence[int]) -> nn.Sequential:
@@ -86,7 +86,7 @@ class ResNet(nn.Module):
 class BertLayer(nn.Module):
     """Norms come after the sums, as in BERT. No dropout, so that contenders can be compared number for number."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: GptSize) -> None:
         super().__init__()
         self.num_heads = size.heads
         self.qkv, self.proj = nn.Linear(size.width, 3 * size.width), nn.Linear(size.width, size.width)
@@ -104,7 +104,7 @@ class BertLayer(nn.Module):
 class Bert(nn.Module):
     """Predicts the tokens at the positions that were masked, and only those; the head is the embedding."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: GptSize) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.length, size.width)
         self.norm = nn.LayerNorm(size.width)

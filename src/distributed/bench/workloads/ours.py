@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from distributed.bench.workloads.job import Job
+from distributed.bench.workloads.job import BenchJob
 from distributed.core.history import History
 from distributed.trainers.trainer import Trainer
 
 
-def train(job: Job) -> nn.Module:
+def train(job: BenchJob) -> nn.Module:
     model = job.make_model()
     fit(job, model, nn.CrossEntropyLoss(), {})
     return model
 
 
-def fit(job: Job, model: nn.Module, loss_fn: Any, settings: dict[str, Any]) -> History:
+def fit(job: BenchJob, model: nn.Module, loss_fn: Any, settings: dict[str, Any]) -> History:
     trainer = Trainer(
         model,
         loss_fn=loss_fn,

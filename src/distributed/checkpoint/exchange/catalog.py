@@ -23,7 +23,7 @@ _MOST_BESIDE = 64  # folders that are looked into for a hint
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """One checkpoint of a listing; numbers are None where its manifest cannot be read."""
 
     step: int
@@ -45,7 +45,7 @@ class Row:
 @dataclass(frozen=True)
 class Listing:
     root: str
-    rows: tuple[Row, ...]  # by step
+    rows: tuple[CheckpointRow, ...]  # by step
     stored_bytes: int
     unused_bytes: int | None  # of chunks that no manifest names; None where one cannot be read
 
@@ -63,7 +63,7 @@ def list_checkpoints(url: str) -> Listing:
     """What a checkpoint_dir or run directory holds. Manifests are checked and chunks counted; no chunk is read."""
     storage = find_root(url)
     chunks = {name.rsplit("/", 1)[-1]: entry.size for name, entry in storage.entries(FOLDER).items()}
-    rows: list[Row] = []
+    rows: list[CheckpointRow] = []
     manifests: dict[str, Manifest] = {}
     seen: set[str] = set()
     names = [name for name in storage.children() if step_of(name) is not None]
@@ -72,16 +72,16 @@ def list_checkpoints(url: str) -> Listing:
         try:
             manifest = read_manifest(storage, name)
         except NewerFormat as newer:
-            rows.append(Row(step, path, newer.problems[0].what))
+            rows.append(CheckpointRow(step, path, newer.problems[0].what))
             continue
         except Damaged as bad:
             incomplete = storage.size(manifest_file(name)) is None
-            rows.append(Row(step, path, "incomplete: it has no manifest" if incomplete else _say(bad)))
+            rows.append(CheckpointRow(step, path, "incomplete: it has no manifest" if incomplete else _say(bad)))
             continue
         manifests[path] = manifest
         wrong = sum(chunks.get(digest) != length for digest, length in manifest.chunks.items())
         rows.append(
-            Row(
+            CheckpointRow(
                 step,
                 path=path,
                 status=f"damaged: {wrong} of {len(manifest.chunks)} chunks are missing or cut short" if wrong else "ok",
@@ -163,7 +163,7 @@ def find_root(url: str) -> Storage:
     raise CheckpointError(f"there is no checkpoint at {url}", why=_why_missing(url), do=_hint(url))
 
 
-def _mark(rows: list[Row], newest: Manifest | None) -> tuple[Row, ...]:
+def _mark(rows: list[CheckpointRow], newest: Manifest | None) -> tuple[CheckpointRow, ...]:
     """The best one of the run that saved last, by the metric that it keeps it for."""
     settings = newest.meta.get("settings") if newest is not None else None
     run = run_of(newest.meta) if newest is not None else None

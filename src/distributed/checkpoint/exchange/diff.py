@@ -22,7 +22,7 @@ _SLICE = 2**20  # elements that are compared at once
 
 
 @dataclass(frozen=True)
-class Change:
+class TensorDiff:
     """How the values of a tensor differ."""
 
     name: str
@@ -36,7 +36,7 @@ class Difference:
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     reshaped: tuple[tuple[str, str, str], ...]  # name, what it is in a, in b
-    changed: tuple[Change, ...]
+    changed: tuple[TensorDiff, ...]
     scalars: tuple[tuple[str, Any, Any], ...]  # name, a, b
     equal: int  # tensors
     shared_bytes: int  # in chunks that both have
@@ -80,16 +80,16 @@ def compare(a: Opened, b: Opened, *, progress: Progress = lambda done, total: No
     )
 
 
-def compare_tensors(name: str, one: torch.Tensor, other: torch.Tensor) -> Change | None:
+def compare_tensors(name: str, one: torch.Tensor, other: torch.Tensor) -> TensorDiff | None:
     """None for equal bytes.
 
     >>> compare_tensors("w", torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 3.0]))
-    Change(name='w', elements=3, differing=1, largest=0.5)
+    TensorDiff(name='w', elements=3, differing=1, largest=0.5)
     """
     return compare_runs(name, [(one, other)])
 
 
-def compare_runs(name: str, runs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Change | None:
+def compare_runs(name: str, runs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> TensorDiff | None:
     """The same of a tensor that comes in runs of its elements."""
     is_same, elements, count, largest = True, 0, 0, 0.0
     for one, other in runs:
@@ -105,7 +105,7 @@ def compare_runs(name: str, runs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -
                 count += found
                 worst = float((u[unequal] - v[unequal]).abs().max())  # a nan is the maximum
                 largest = math.nan if math.isnan(worst + largest) else max(largest, worst)
-    return None if is_same else Change(name, elements, count, largest)
+    return None if is_same else TensorDiff(name, elements, count, largest)
 
 
 def _bits(tensor: torch.Tensor) -> torch.dtype:

@@ -42,7 +42,7 @@ _MAX_INDEX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Weights:
+class ImportedWeights:
     """A state dict from elsewhere, and what came with it. Tensors that share memory are tied."""
 
     format: str
@@ -114,7 +114,7 @@ def _refuse_overwriting(storage: Storage, step: int) -> None:
         )
 
 
-def read_weights(source: str, *, key: str | None = None, trust: bool = False) -> Weights:
+def read_weights(source: str, *, key: str | None = None, trust: bool = False) -> ImportedWeights:
     """The state dict that a file or folder holds; `key` says where, `trust` lets DCP's metadata run code."""
     path = Path(source)
     if "://" in source:
@@ -134,7 +134,7 @@ def read_weights(source: str, *, key: str | None = None, trust: bool = False) ->
                 f"the model has {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB of memory free",
                 do="import it on a larger machine",
             )
-        return Weights("dcp", {name: tensor.read() for name, tensor in state.items()}, left_out)
+        return ImportedWeights("dcp", {name: tensor.read() for name, tensor in state.items()}, left_out)
     if is_deepspeed(path):
         if key is not None:
             raise ConfigError("--key has no effect here", why="DeepSpeed saves one state dict", do="leave --key out")
@@ -150,10 +150,10 @@ def read_weights(source: str, *, key: str | None = None, trust: bool = False) ->
         if key is not None:
             raise ConfigError("--key has no effect here", why="safetensors hold one state dict", do="leave --key out")
         tensors = _read_index(safe) if safe.name.endswith(".json") else _read_safetensors(safe)
-        return Weights("safetensors", tensors)
+        return ImportedWeights("safetensors", tensors)
     if path.is_file() and (path.suffix in _TORCH_SUFFIXES or _begins_with(path, b"PK")):
         state, left_out = choose_model(read_pt(path), key, source)
-        return Weights("pt", state, left_out)
+        return ImportedWeights("pt", state, left_out)
     raise CheckpointError(
         f"{source} cannot be imported",
         why="it is no .pt or .safetensors file, and no folder of *.safetensors, of torch's DCP or of DeepSpeed",
@@ -161,14 +161,14 @@ def read_weights(source: str, *, key: str | None = None, trust: bool = False) ->
     )
 
 
-def _deepspeed_weights(source: str) -> Weights:
+def _deepspeed_weights(source: str) -> ImportedWeights:
     found = read_deepspeed(source)
     readers: dict[int, Gathered] = {}
     made: dict[int, torch.Tensor] = {}
     model = placeholders(found.model, readers, made)
     optimizer = None if found.optimizer is None else placeholders(found.optimizer, readers, made)
     note = f"the optimizer's state is left out: {found.why_no_optimizer}" if optimizer is None else ""
-    return Weights(
+    return ImportedWeights(
         "deepspeed",
         tensors=model,
         left_out=found.left_out,
@@ -214,7 +214,7 @@ def _publish(
     step: int,
     tree: TreeSpec,
     *,
-    weights: Weights,
+    weights: ImportedWeights,
     tensors: Mapping[str, torch.Tensor],
     meta: Mapping[str, Any],
     progress: Progress,

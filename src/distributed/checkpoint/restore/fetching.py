@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed.checkpoint.format.manifest import Manifest, Part
 from distributed.checkpoint.format.skeleton import unflatten
-from distributed.checkpoint.restore.gathering import Boxes, Gathering, Memory, Run
+from distributed.checkpoint.restore.gathering import Boxes, ChunkRun, Gathering, Memory
 from distributed.checkpoint.storage.chunks import ChunkStore
 from distributed.core.errors import CheckpointError
 from distributed.runtime.host_memory import free_host_memory
@@ -35,7 +35,7 @@ def fetch_parts(
         {name: Gathering(name, entry, boxes(name, entry.shape), memory) for name, entry in part.tensors.items()}
         for part in parts
     ]
-    runs: dict[str, list[tuple[Gathering, Run]]] = {}
+    runs: dict[str, list[tuple[Gathering, ChunkRun]]] = {}
     everything = [gathering for by_name in wanted for gathering in by_name.values()]
     for gathering in everything:
         for run in gathering.runs:
@@ -51,7 +51,7 @@ def fetch_parts(
 
 
 def _fill(
-    runs: dict[str, list[tuple[Gathering, Run]]], lengths: dict[str, int], chunks: ChunkStore, progress: Progress
+    runs: dict[str, list[tuple[Gathering, ChunkRun]]], lengths: dict[str, int], chunks: ChunkStore, progress: Progress
 ) -> None:
     """Read every chunk once, verify it, and copy from it to wherever its bytes belong."""
 

@@ -31,7 +31,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class ChunkRun:
     """A run of a piece's bytes in a chunk, some of which are wanted."""
 
     ref: Ref
@@ -70,7 +70,7 @@ class Gathering:
         self._tensors = [tensor for tensor, _ in made]
         self._targets = [Target.of(box, flat, self._itemsize) for box, (_, flat) in zip(self._boxes, made, strict=True)]
 
-    def take(self, run: Run, chunk: Any) -> None:
+    def take(self, run: ChunkRun, chunk: Any) -> None:
         """Copy what is wanted of one of the runs out of its chunk."""
         data = np.frombuffer(chunk, np.uint8, run.ref.length, run.ref.offset)
         scatter(data, run.outer, run.start, self._targets)
@@ -82,7 +82,7 @@ class Gathering:
         pieces = tuple(zip(self._wanted, self._tensors, strict=True))
         return self._memory.portion(self._entry.shape, self._entry.dtype, pieces)
 
-    def _find_runs(self) -> Iterator[Run]:
+    def _find_runs(self) -> Iterator[ChunkRun]:
         for piece in self._entry.pieces:
             outer = whole_box(self._shape) if piece.ranges is None else piece.ranges
             common = [overlap(outer, box) for box in self._boxes]
@@ -99,5 +99,5 @@ class Gathering:
                     )
                 stop = start + ref.length // self._itemsize
                 if is_all or touches(outer, start, stop, near):
-                    yield Run(ref, outer, start)
+                    yield ChunkRun(ref, outer, start)
                 start = stop

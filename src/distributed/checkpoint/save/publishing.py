@@ -58,7 +58,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """One save of one rank, independent of the live state."""
 
     number: int
@@ -90,7 +90,7 @@ class Publisher:
     visible_s: float = 60.0  # how long a file that another host wrote may take to show here
     _sequence: int | None = None  # of the last save in this folder, of any run
 
-    def run(self, job: Job) -> Saved | DistributedError:
+    def run(self, job: SaveJob) -> Saved | DistributedError:
         """Store this rank's part, then publish or hear how it ended."""
         try:
             try:
@@ -106,7 +106,7 @@ class Publisher:
             error.__cause__ = None if error is failed else failed  # which shows whether the world or the disk failed
             return error
 
-    def _store_part(self, job: Job) -> None:
+    def _store_part(self, job: SaveJob) -> None:
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="checkpoint-writer") as writers:
             shared = list(writers.map(lambda item: self._store_chunk(item[1], item[2]), job.shared_bytes))
             boxes = list(writers.map(lambda item: self._store_chunk(*item), job.box_bytes))
@@ -140,7 +140,7 @@ class Publisher:
         blocks = [digest_bytes(content[s.offset : s.offset + s.length]) for s in chunk.stretches]
         return StoredChunk(digest, tuple(blocks)), written
 
-    def _publish(self, job: Job) -> Saved:
+    def _publish(self, job: SaveJob) -> Saved:
         ranks = range(self.session.world_size)
         digests = self._await_parts(job)
         parts = [self._read_part(job, rank, digest) for rank, digest in zip(ranks, digests, strict=True)]
@@ -180,7 +180,7 @@ class Publisher:
             is_free = False
         return name if is_free else step_name(step, (self.lineage.run or self.notes.token)[:8])
 
-    def _await_parts(self, job: Job) -> list[str]:
+    def _await_parts(self, job: SaveJob) -> list[str]:
         """The digests of all ranks' parts; ends early when a rank says that it failed."""
 
         def late(missing: list[str]) -> CheckpointError:
@@ -197,7 +197,7 @@ class Publisher:
                 raise _error_from(text)
         return found
 
-    def _read_part(self, job: Job, rank: int, digest: str) -> RankPart:
+    def _read_part(self, job: SaveJob, rank: int, digest: str) -> RankPart:
         name, deadline = self._part_file(job, rank), time.monotonic() + self.visible_s
         while True:
             try:
@@ -214,7 +214,7 @@ class Publisher:
                 )
             self.notes.sleep(0.2)
 
-    def _await_chunks(self, job: Job, lengths: Mapping[str, int], parts: list[RankPart]) -> None:
+    def _await_chunks(self, job: SaveJob, lengths: Mapping[str, int], parts: list[RankPart]) -> None:
         """Until all are visible here. Other ranks have reported them written; a shared disk may show them later."""
         writers = {digest: part.rank for part in parts for digest in part_chunks(part)}
         deadline, pause = time.monotonic() + self.visible_s, 0.02
@@ -240,7 +240,7 @@ class Publisher:
             do="set checkpoint_dir to a disk that all hosts share, or to a URL such as s3://…; for NFS, see actimeo",
         )
 
-    def _tidy(self, job: Job, name: str) -> str:
+    def _tidy(self, job: SaveJob, name: str) -> str:
         """Remove the parts and what retention does not keep. The checkpoint is published: no failure here undoes it."""
         try:
             for rank in range(self.session.world_size):
@@ -250,7 +250,7 @@ class Publisher:
         except CheckpointError as failed:
             return str(failed)
 
-    def _report_failure(self, job: Job, failed: Exception) -> None:
+    def _report_failure(self, job: SaveJob, failed: Exception) -> None:
         error = _explain(job.step, self.session.rank, failed)
         is_taken = isinstance(error, FolderTakenError)
         text = json.dumps({"error": [asdict(problem) for problem in error.problems], "is_taken": is_taken})
@@ -259,7 +259,7 @@ class Publisher:
         else:
             self.notes.leave(f"{job.number}/part-{self.session.rank}", text)
 
-    def _hear(self, job: Job) -> Saved | DistributedError:
+    def _hear(self, job: SaveJob) -> Saved | DistributedError:
         late = CheckpointError(
             f"rank 0 has not published the checkpoint of step {job.step}",
             why="rank 0 failed, or its storage is slow",
@@ -271,7 +271,7 @@ class Publisher:
         document = json.loads(text)
         return Saved(**document["saved"]) if "saved" in document else _error_from(text)
 
-    def _part_file(self, job: Job, rank: int) -> str:
+    def _part_file(self, job: SaveJob, rank: int) -> str:
         return f"{PARTS}/{self.notes.token}/{step_name(job.step)}-{job.number}-rank-{rank}.json"
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from distributed.checkpoint.format.manifest import manifest_file, step_name, step_of
 from distributed.checkpoint.format.parsing import MAX_TEXT_BYTES, Damaged, NewerFormat, parse_manifest
 from distributed.checkpoint.storage.chunks import FOLDER
-from distributed.checkpoint.storage.files import Entry, NotThere, Storage
+from distributed.checkpoint.storage.files import FileEntry, NotThere, Storage
 from distributed.checkpoint.storage.lineage import run_of, sequence_of
 from distributed.core.errors import ConfigError
 
@@ -119,7 +119,7 @@ class Collector:
     guard_s: float = 3600.0  # how long a chunk without a manifest may belong to a save of another process
     at: Callable[[str], None] = lambda point: None
     run: str = ""  # whose checkpoints may be removed
-    _read: dict[str, tuple[Entry, Known]] = field(default_factory=dict)
+    _read: dict[str, tuple[FileEntry, Known]] = field(default_factory=dict)
 
     def collect(self, newest: str = "") -> Collected:
         """`newest` is what was written just now, and stays."""
@@ -136,12 +136,14 @@ class Collector:
         """Of all checkpoints here that can be read, of any run."""
         return max((known.sequence for known in self._manifests()[0].values()), default=0)
 
-    def _remove_chunks(self, gone: list[str], known: dict[str, Known], written: dict[str, Entry]) -> tuple[int, int]:
+    def _remove_chunks(
+        self, gone: list[str], known: dict[str, Known], written: dict[str, FileEntry]
+    ) -> tuple[int, int]:
         now = max((entry.modified for entry in written.values()), default=0.0)  # by the storage's clock
         living = {chunk for name, item in known.items() if name not in gone for chunk in item.chunks}
         # A chunk that was written or used again after its last checkpoint was published belongs to a save in flight.
         dead = {chunk: written[name].modified for name in gone for chunk in known[name].chunks if chunk not in living}
-        doomed: dict[str, Entry] = {}
+        doomed: dict[str, FileEntry] = {}
         for name, entry in self.storage.entries(FOLDER).items():
             digest = name.rsplit("/", 1)[-1]
             orphan = digest not in living and now - entry.modified >= self.guard_s
@@ -161,10 +163,10 @@ class Collector:
         self.storage.sweep(self.guard_s)
         return len(doomed), sum(entry.size for entry in doomed.values())
 
-    def _manifests(self) -> tuple[dict[str, Known], dict[str, Entry], list[str]]:
+    def _manifests(self) -> tuple[dict[str, Known], dict[str, FileEntry], list[str]]:
         """By name: what is known, when it was written; and the names of those that cannot be read."""
         known: dict[str, Known] = {}
-        written: dict[str, Entry] = {}
+        written: dict[str, FileEntry] = {}
         unreadable: list[str] = []
         for name in self.storage.children():
             step = step_of(name)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from distributed.checkpoint.format.layout import ChunkPlan, share
 from distributed.checkpoint.format.tree_spec import TreeSpec
-from distributed.checkpoint.save.publishing import Bytes, Job, Publisher, Saved
+from distributed.checkpoint.save.publishing import Bytes, Publisher, Saved, SaveJob
 from distributed.checkpoint.save.retention import Collector, Retention
 from distributed.checkpoint.storage.chunks import ChunkStore
 from distributed.checkpoint.storage.files import Storage
@@ -137,7 +137,7 @@ class Saver:
         own_copied = self._staging.copy((*mine.plan, *mine.box_plan), own_tensors)
         frozen = json.loads(json.dumps(dict(meta or {})))
         shared_bytes = [(places[id(chunk)], chunk, data) for chunk, data in copied]
-        job = Job(
+        job = SaveJob(
             self._count,
             step=step,
             shared=whole,
@@ -192,5 +192,5 @@ class Saver:
         self.last_saved = replace(outcome, stall_s=self._stall_s)
         self._on_saved(self.last_saved)
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: SaveJob) -> None:
         self._outcome = self._publisher.run(job)

@@ -19,7 +19,7 @@ class NotThere(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """What a listing has of one file."""
 
     size: int
@@ -37,7 +37,7 @@ class Storage(Protocol):
 
     def size(self, name: str) -> int | None: ...
 
-    def entries(self, prefix: str = "") -> dict[str, Entry]: ...
+    def entries(self, prefix: str = "") -> dict[str, FileEntry]: ...
 
     def list(self, prefix: str = "") -> Names: ...
 

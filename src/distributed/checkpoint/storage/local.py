@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed.checkpoint.storage.files import Entry, Names, NotThere, check_name
+from distributed.checkpoint.storage.files import FileEntry, Names, NotThere, check_name
 from distributed.core.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"\..+\.tmp")
@@ -67,9 +67,9 @@ class LocalStorage:
         except OSError as failed:
             raise self._explain("look at", name, failed) from failed
 
-    def entries(self, prefix: str = "") -> dict[str, Entry]:
+    def entries(self, prefix: str = "") -> dict[str, FileEntry]:
         top = self._path(prefix) if prefix else self.root
-        found: dict[str, Entry] = {}
+        found: dict[str, FileEntry] = {}
         for folder, _, files in os.walk(top):
             for file in files:
                 path = os.path.join(folder, file)
@@ -79,7 +79,7 @@ class LocalStorage:
                 except OSError:  # deleted meanwhile, or a link that leads nowhere
                     continue
                 if not _TEMPORARY.fullmatch(file):
-                    found[name] = Entry(known.st_size, known.st_mtime)
+                    found[name] = FileEntry(known.st_size, known.st_mtime)
         return found
 
     def list(self, prefix: str = "") -> Names:

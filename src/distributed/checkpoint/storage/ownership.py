@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.checkpoint.storage.files import Entry, NotThere, Storage
+from distributed.checkpoint.storage.files import FileEntry, NotThere, Storage
 from distributed.checkpoint.storage.remote import RemoteStorage
 from distributed.core.errors import CheckpointError
 from distributed.core.locks import REQUEUE_S, STALE_S, InUse, Lock, LockFile, LockPlace, Owner, Seen, ask_to_stop
@@ -98,6 +98,6 @@ class LockObject:
     def remove(self) -> None:
         self.storage.delete(LOCK)
 
-    def _entry(self) -> Entry:
+    def _entry(self) -> FileEntry:
         found = self.storage.entries(LOCK)
-        return found.get(LOCK, Entry(0, time.time()))
+        return found.get(LOCK, FileEntry(0, time.time()))

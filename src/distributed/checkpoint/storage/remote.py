@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from distributed.checkpoint.storage.files import Entry, Names, NotThere, check_name
+from distributed.checkpoint.storage.files import FileEntry, Names, NotThere, check_name
 from distributed.core.errors import CheckpointError, MissingExtraError
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class RemoteStorage:
         except NotThere:
             return None
 
-    def entries(self, prefix: str = "") -> dict[str, Entry]:
+    def entries(self, prefix: str = "") -> dict[str, FileEntry]:
         top = self._path(prefix) if prefix else self._base
 
         def find() -> dict[str, Any]:
@@ -108,7 +108,7 @@ class RemoteStorage:
 
         found = self._try("list", prefix or "the files", find)
         skip = len(self._base) + 1
-        return {path[skip:]: Entry(int(info.get("size") or 0), _modified(info)) for path, info in found.items()}
+        return {path[skip:]: FileEntry(int(info.get("size") or 0), _modified(info)) for path, info in found.items()}
 
     def list(self, prefix: str = "") -> Names:
         return sorted(self.entries(prefix))

@@ -6,13 +6,13 @@ import os
 import re
 import uuid
 
-from distributed.checkpoint.storage.files import Entry, NotThere, Storage, check_name
+from distributed.checkpoint.storage.files import FileEntry, NotThere, Storage, check_name
 from distributed.checkpoint.storage.local import LocalStorage
 from distributed.checkpoint.storage.remote import RemoteStorage
 from distributed.core.errors import CheckpointError
 
 __all__ = [
-    "Entry",
+    "FileEntry",
     "LocalStorage",
     "NotThere",
     "RemoteStorage",

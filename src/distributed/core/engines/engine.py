@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributed.core.choices import Shard
+from distributed.core.choices import Device, ModelKind, Shard
 from distributed.core.engines.features import ASKED, HAD, EngineRequest, Feature
 from distributed.core.registry import Entry, Registry, load_target
 
@@ -21,7 +21,7 @@ class Support:
     """An engine's word for a feature."""
 
     note: str = ""  # what a reader of the matrix should know
-    device: str = ""  # the only kind of device where it holds; "": any
+    device: Device | None = None  # the only kind of device where it holds; None: any
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Engine(Entry):
     can: Mapping[str, Support] = field(default_factory=dict)
     features: Mapping[str, Feature] = field(default_factory=dict)  # that no other engine has
     claims: Callable[[EngineRequest], str] = lambda wanted: ""  # why backend='auto' is this one; "": it is not
-    models: str = "torch"  # whose models it trains: "torch" or "keras"
+    models: ModelKind = "torch"
     bitwise: str = ""  # what trains under reproducible='bitwise'
     shards: Shard = "none"  # what is sharded over data-parallel ranks by default
     offloads: tuple[str, ...] = ()  # the kinds of sharding under which it can keep state in host memory
@@ -144,7 +144,7 @@ def refused(name: str, wanted: EngineRequest, device: str) -> Iterator[tuple[str
 
 
 def _holds(engine: Engine, feature: str, device: str) -> bool:
-    return feature in engine.can and engine.can[feature].device in ("", device)
+    return feature in engine.can and engine.can[feature].device in (None, device)
 
 
 def matrix() -> list[tuple[str, dict[str, str]]]:

@@ -341,18 +341,18 @@ class EvalLoader:
         *,
         split: str = "share",
         pin_memory: bool = False,
-        in_step: bool = False,
+        lockstep: bool = False,
         batch_seed: int | None = None,
         share: Share = make_here,
     ) -> None:
-        """`in_step`: as many batches on every rank; those that have fewer end with stand-ins of size 0. With a
+        """`lockstep`: as many batches on every rank; those that have fewer end with stand-ins of size 0. With a
         `batch_seed`, what a batch draws does not hang on who reads it. A sampler is drawn from once, for all
         evaluations, and `share` is how the ranks get what one of them drew."""
         own = source.own_sampler
         self._drawn = None if own is None else DrawnOrders(own, 0, share)
         self.read_digest = 0  # of what was read of a stream in the evaluation that came last
         self._source, self._batch_size, self._rank, self._ranks = source, batch_size, rank, ranks
-        self._in_step, self._batch_seed = in_step, batch_seed
+        self._lockstep, self._batch_seed = lockstep, batch_seed
         self._splits_itself, self._pin_memory = split == "dataset", pin_memory
 
     @property
@@ -369,7 +369,7 @@ class EvalLoader:
         start, stop = share(length, self._ranks, self._rank)
         spans = [(i, min(i + self._batch_size, stop)) for i in range(start, stop, self._batch_size)]
         sizes = [stop - start for start, stop in spans]
-        if self._in_step and length:
+        if self._lockstep and length:
             most = -(-share(length, self._ranks, 0)[1] // self._batch_size)  # the first rank has the most
             spans, sizes = spans + [(0, 1)] * (most - len(spans)), sizes + [0] * (most - len(spans))
         yield from zip(self._read(order, spans), sizes, strict=True)
@@ -392,7 +392,7 @@ class EvalLoader:
         self.read_digest = 0
         for batch in self._stream_batches():
             self.read_digest = total_digest(self.read_digest, batch.digest)
-            if batch.size or self._in_step:
+            if batch.size or self._lockstep:
                 yield batch.batch, batch.size
 
     def _stream_batches(self) -> Iterable[StreamBatch]:

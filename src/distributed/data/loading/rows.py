@@ -163,10 +163,10 @@ class RowEvalLoader(EvalLoader):
         rank: int,
         ranks: int,
         *,
-        in_step: bool,
+        lockstep: bool,
         share: Share = make_here,
     ) -> None:
-        super().__init__(source, batch_size, rank, ranks, in_step=in_step, share=share)
+        super().__init__(source, batch_size, rank, ranks, lockstep=lockstep, share=share)
         self._rows = rows
 
     def _read(self, order: Order, spans: list[tuple[int, int]]) -> Iterator[Any]:

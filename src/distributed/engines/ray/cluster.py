@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from distributed.core.choices import Device
 from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import LaunchError, Problem
 
@@ -66,7 +67,7 @@ class RayCluster:
 class PlacementRequest:
     """The ranks of a run: `fewest` must have a place now."""
 
-    device: str
+    device: Device
     fewest: int
     most: int
     num_nodes: int = 1

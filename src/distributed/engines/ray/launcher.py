@@ -25,11 +25,11 @@ from distributed.engines.ray.cluster import PlacementRequest, RayCluster, connec
 from distributed.engines.ray.follow import Following
 from distributed.engines.ray.names import NAMESPACE, stop_key
 from distributed.engines.ray.trial import TuneScreen, holds_ranks, is_ray_trial
-from distributed.engines.ray.verdict import Verdict
+from distributed.engines.ray.verdict import RayVerdict
 from distributed.engines.ray.worker import END_AT_ONCE, PlacedRanks, RankOrder, become_rank
 from distributed.launch.base import Launcher
 from distributed.launch.local import LocalLauncher
-from distributed.launch.node.log_mirror import LogMirror, Screen
+from distributed.launch.node.log_mirror import LogMirror, MirrorScreen
 from distributed.launch.node.stop_signals import Stopped, Stops
 from distributed.launch.request import LaunchRequest
 from distributed.launch.supervise.policy import MAX_RESTARTS
@@ -56,7 +56,7 @@ class RayLauncher(Launcher):
     def run(
         self,
         request: LaunchRequest,
-        screen: Screen | None = None,
+        screen: MirrorScreen | None = None,
         *,
         limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
@@ -79,7 +79,7 @@ class RayLauncher(Launcher):
     def submit(
         self,
         request: LaunchRequest,
-        screen: Screen | None = None,
+        screen: MirrorScreen | None = None,
         *,
         limits: RestartLimits | None = None,
         on_stop: Callable[[int], None] | None = None,
@@ -251,7 +251,7 @@ class RayRun:
             threads=request.threads_per_rank,
             env=dict(request.env),
         )
-        verdict = Verdict(self._run, self._run_dir, self._limits.max_restarts, request.attempt)
+        verdict = RayVerdict(self._run, self._run_dir, self._limits.max_restarts, request.attempt)
         return DataParallelTrainer(
             become_rank,
             train_loop_config=asdict(order),

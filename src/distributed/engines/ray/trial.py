@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from distributed.core.env import trial_in_env
 from distributed.core.events import EpochEnded, EventTail
 from distributed.core.run_dir import RunDir
-from distributed.launch.node.log_mirror import Screen
+from distributed.launch.node.log_mirror import MirrorScreen
 from distributed.launch.request import LaunchRequest
 
 
@@ -42,7 +42,7 @@ class TuneScreen:
     """A screen that also reports to Ray Tune, from the thread of the trial: where Tune ends it, `refresh` does not
     return, and the run ends with it."""
 
-    screen: Screen | None
+    screen: MirrorScreen | None
     run_dir: str
 
     def __post_init__(self) -> None:

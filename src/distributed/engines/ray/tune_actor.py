@@ -19,6 +19,7 @@ from typing import Any
 
 from ray import tune
 
+from distributed.core.choices import Device
 from distributed.core.errors import LaunchError
 from distributed.launch.node.processes import RankProcess
 from distributed.observe.trial import TrialNote
@@ -36,7 +37,7 @@ _KILL_S = 5.0  # then, from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True)
-class Host:
+class ActorSettings:
     """What every actor of a search is given: plain values."""
 
     run_dir: str
@@ -44,7 +45,7 @@ class Host:
     ticket: str  # by which a trial knows that file
     cwd: str  # the driver's
     modules: tuple[str, ...]  # to import before trials are forked
-    device: str
+    device: Device
     devices: int  # of a trial
 
     def placement(self) -> Placement:
@@ -75,7 +76,7 @@ class PlacedTrial(tune.Trainable):  # type: ignore[misc]
     """A step of it is a trial's messages up to its next report, or to its end; or nothing, for a second."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        host = Host(**config["host"])
+        host = ActorSettings(**config["host"])
         host.check()
         self._place = _Place(host)
         self._has_begun = False
@@ -104,7 +105,7 @@ class PlacedTrial(tune.Trainable):  # type: ignore[misc]
 class _Place:
     """Starts processes and holds each at its reports. One thread waits for them and answers."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ActorSettings) -> None:
         self._host = host
         self._orders: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._messages: queue.Queue[list[Message] | BaseException] = queue.Queue()

@@ -24,10 +24,11 @@ from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import Searcher
 from ray.tune.stopper import Stopper
 
+from distributed.core.choices import Device
 from distributed.core.env import environ_with
 from distributed.core.errors import Problem
 from distributed.engines.ray.cluster import RayCluster, cluster_now, connected
-from distributed.engines.ray.tune_actor import GONE, Host, PlacedTrial
+from distributed.engines.ray.tune_actor import GONE, ActorSettings, PlacedTrial
 from distributed.launch.node.stop_signals import Stopped, Stops
 from distributed.planner.hardware import probe_hardware
 from distributed.tune.runner import TuneRequest, Watcher
@@ -150,7 +151,7 @@ def _through_the_client(address: str) -> Problem:
     )
 
 
-def _device(cluster: RayCluster) -> str:
+def _device(cluster: RayCluster) -> Device:
     return "cuda" if any(node.gpus for node in cluster.nodes) else "cpu"
 
 
@@ -178,7 +179,7 @@ class _Search:
         ticket = write_function(request.train_fn, folder).to_text()
         modules = modules_for(request.train_fn)
         run_dir = os.path.abspath(request.run_dir)
-        self._host = Host(
+        self._host = ActorSettings(
             run_dir,
             function=str(folder.absolute()),
             ticket=ticket,

@@ -55,7 +55,7 @@ class AttemptEnd:
         return AttemptEnd(Fault(**raw["fault"]), raw["given_up"], raw["log_path"], record)
 
 
-class Verdict(WorkerGroupCallback):  # type: ignore[misc]
+class RayVerdict(WorkerGroupCallback):  # type: ignore[misc]
     """Asked by Ray's controller after every failure of its workers. Each group of workers is an attempt of the run."""
 
     def __init__(self, run: str, run_dir: str, max_restarts: int | None, first_attempt: int) -> None:

@@ -22,6 +22,7 @@ from ray.experimental import internal_kv
 from ray.train.backend import Backend, BackendConfig
 
 from distributed.core.atomic import write_private
+from distributed.core.choices import Device
 from distributed.core.env import LAUNCHER, WorkerEnv, announce
 from distributed.core.errors import LaunchError
 from distributed.core.run_dir import RunDir
@@ -44,7 +45,7 @@ class RankOrder:
     folder: str  # the driver's working directory
     first_attempt: int
     nominal_ranks: int
-    device: str
+    device: Device
     threads: int | None
     env: Mapping[str, str] = field(default_factory=dict)
 

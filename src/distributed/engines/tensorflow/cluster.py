@@ -14,7 +14,7 @@ from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv, announce, gpu_names, inherited_environ, visible_devices
 from distributed.core.errors import ConfigError
 from distributed.core.plan import Plan
-from distributed.engines.tensorflow.plan import Layout, lay_out
+from distributed.engines.tensorflow.plan import ProcessLayout, lay_out
 from distributed.launch.ports import LOWEST_PORT, PORTS, free_port
 from distributed.launch.request import NodePlace, Role
 
@@ -44,14 +44,14 @@ def roles(config: DistributedConfig, num_nodes: int, devices: int) -> Cluster:
 class Cluster:
     """The tasks of a run and where they listen; computed for every world.
 
-    >>> layout = Layout("multi_worker", processes=2, replicas=1)
+    >>> layout = ProcessLayout("multi_worker", processes=2, replicas=1)
     >>> place = NodePlace(0, 1, 0, 2, "127.0.0.1", 29500, 2, (("127.0.0.1", 2),))
     >>> ports = iter([23456, 23457])
     >>> Cluster(layout, free=lambda: next(ports))(place, "cpu")[1].env["TF_CONFIG"]
     '{"cluster": {"worker": ["127.0.0.1:23456", "127.0.0.1:23457"]}, "task": {"type": "worker", "index": 1}}'
     """
 
-    layout: Layout
+    layout: ProcessLayout
     shared: Mapping[str, str] = field(default_factory=dict)  # variables that are the same for all
     visible: str | None = None  # CUDA_VISIBLE_DEVICES, as it is for all of them
     free: Callable[[], int] = free_port
@@ -101,9 +101,9 @@ class Cluster:
         return {"CUDA_VISIBLE_DEVICES": gpu_names(self.visible, slot + 1)[slot] if trains else ""}
 
 
-def task_of(layout: Layout, rank: int) -> tuple[str, int]:
+def task_of(layout: ProcessLayout, rank: int) -> tuple[str, int]:
     """
-    >>> [task_of(Layout("parameter_server", 2, 1, servers=1, chief=1), rank) for rank in range(4)]
+    >>> [task_of(ProcessLayout("parameter_server", 2, 1, servers=1, chief=1), rank) for rank in range(4)]
     [('chief', 0), ('worker', 0), ('worker', 1), ('ps', 0)]
     """
     if layout.chief and rank == 0:
@@ -112,7 +112,7 @@ def task_of(layout: Layout, rank: int) -> tuple[str, int]:
     return ("worker", worker) if worker < layout.processes else ("ps", worker - layout.processes)
 
 
-def render(layout: Layout, addresses: tuple[str, ...], rank: int) -> str:
+def render(layout: ProcessLayout, addresses: tuple[str, ...], rank: int) -> str:
     """The text of TF_CONFIG for one rank."""
     cluster: dict[str, list[str]] = {}
     for number, address in enumerate(addresses):
@@ -132,7 +132,7 @@ def derived_port(master_port: int, rank: int) -> int:
 
 def announce_in_world(plan: Plan, world: WorkerEnv) -> None:
     """Set TF_CONFIG in a process that mpirun, srun or torchrun started on one host, unless it has one."""
-    layout = Layout(**{known.name: plan.engine[known.name] for known in fields(Layout)})
+    layout = ProcessLayout(**{known.name: plan.engine[known.name] for known in fields(ProcessLayout)})
     needs = layout.strategy in _OF_TASKS and world.world_size > 1
     if not needs or inherited_environ().get("TF_CONFIG"):
         return

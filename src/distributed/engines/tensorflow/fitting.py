@@ -16,7 +16,7 @@ from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
 from distributed.core.run_dir import RunDir
 from distributed.engines.tensorflow.input.sources import check_order, draws_its_own_order, example_of, read_source
-from distributed.engines.tensorflow.job import Job
+from distributed.engines.tensorflow.job import KerasJob
 from distributed.engines.tensorflow.model.layers import batchnorms, finalize, synchronize_batchnorm
 from distributed.engines.tensorflow.model.model import (
     Compiled,
@@ -35,7 +35,7 @@ from distributed.engines.tensorflow.model.variables import name_variables
 from distributed.engines.tensorflow.payload import write_payload
 from distributed.engines.tensorflow.plan import check_world, cut_for, lay_out
 from distributed.engines.tensorflow.run_state import read_arrays
-from distributed.engines.tensorflow.strategy import World, given_world
+from distributed.engines.tensorflow.strategy import KerasWorld, given_world
 from distributed.engines.tensorflow.worker import run_process
 from distributed.launch.preflight import check_port, check_resume, check_run_dir, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
@@ -142,7 +142,7 @@ class Fit:
         world = given_world(self._strategy) if self._strategy is not None else None
         is_ready = self._strategy is not None or plan.engine["tasks"] * plan.engine["replicas"] == 1
         if self.model is not None and is_ready and plan.precision.kind == "fp32":
-            with (world or World(_default_strategy(), range(1))).strategy.scope():
+            with (world or KerasWorld(_default_strategy(), range(1))).strategy.scope():
                 if self._compiled is not None or not is_compiled(self.model):
                     compile_model(self.model, self._compiled or Compiled(), plan)
                 else:
@@ -150,7 +150,7 @@ class Fit:
                 if plan.world_size > 1:
                     synchronize_batchnorm(self.model, plan.replicate.sync_batchnorm)
                 build_state(self.model, example_of(self._train, plan.seed))
-            job = Job(plan, None, self._train, self._evaluation)
+            job = KerasJob(plan, None, self._train, self._evaluation)
             return run_process(job, env, shows_progress=shows_progress, world=world, model=self.model).history
         history, trained = run_process(self._job(plan), env, shows_progress=shows_progress, world=world)
         if self.model is None and is_ready:
@@ -167,13 +167,13 @@ class Fit:
         self._load_trained_state(plan, read_arrays(history.checkpoint))
         return history
 
-    def _job(self, plan: Plan) -> Job:
+    def _job(self, plan: Plan) -> KerasJob:
         if self.model is None:
             compiled = self._compiled.decompose() if self._compiled is not None else None
             parts = Parts("", build=self._build, compiled=compiled)
         else:
             parts = decompose_model(self.model, self._compiled)
-        return Job(plan, parts, self._train, self._evaluation)
+        return KerasJob(plan, parts, self._train, self._evaluation)
 
     def _load_trained_state(self, plan: Plan, trained: Mapping[str, Any]) -> None:
         """The trained state into the user's own model, or into one that the function builds here."""

@@ -1,19 +1,19 @@
-"""Job: all that a process needs in order to train."""
+"""KerasJob: all that a process needs in order to train."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from distributed.core.plan import Plan
-from distributed.engines.tensorflow.input.sources import Source
+from distributed.engines.tensorflow.input.sources import KerasSource
 from distributed.engines.tensorflow.model.model import Parts
 
 
 @dataclass(frozen=True)
-class Job:
+class KerasJob:
     """The plan, the model taken apart, and the data."""
 
     plan: Plan
     model: Parts | None  # None: one that is there is trained as it is
-    train: Source
-    evaluation: Source | None
+    train: KerasSource
+    evaluation: KerasSource | None

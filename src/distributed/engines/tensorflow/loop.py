@@ -11,20 +11,20 @@ from distributed.core.events import Observer, StepEnded
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.protocol.heartbeat import Phase
-from distributed.engines.tensorflow.input.data import Loader, Micro
-from distributed.engines.tensorflow.meter import Meter
+from distributed.engines.tensorflow.input.data import KerasLoader, Micro
+from distributed.engines.tensorflow.meter import KerasMeter
 from distributed.engines.tensorflow.model.layers import finalize
 from distributed.engines.tensorflow.model.rates import Rate
-from distributed.engines.tensorflow.run_state import RunState
+from distributed.engines.tensorflow.run_state import KerasRunState
 from distributed.engines.tensorflow.step import Stepper, StepResult
-from distributed.engines.tensorflow.strategy import World
+from distributed.engines.tensorflow.strategy import KerasWorld
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.signals import StopSignals
 from distributed.train.progress import Due, EpochSteps, record_epoch
 from distributed.train.run_events import RunEvents, nothing_to_resume
 
 
-class Loop:
+class KerasLoop:
     """One run of one process, over all of its replicas."""
 
     def __init__(
@@ -32,10 +32,10 @@ class Loop:
         plan: Plan,
         model: Any,
         stepper: Stepper,
-        world: World,
+        world: KerasWorld,
         *,
-        state: RunState,
-        train: Loader,
+        state: KerasRunState,
+        train: KerasLoader,
         evaluation: Iterable[Micro] | None,
         rate: Rate,
         stop: StopSignals,
@@ -46,7 +46,7 @@ class Loop:
         self._plan, self._model, self._stepper, self._world, self._state = plan, model, stepper, world, state
         self._train, self._evaluation, self._rate, self._stop = train, evaluation, rate, stop
         self._heartbeat, self._events, self._utilization = heartbeat, RunEvents(plan, observer), utilization
-        self._meter = Meter(model, world)
+        self._meter = KerasMeter(model, world)
         self._due = Due(plan)
         self._before: StepResult | None = None  # the step before this one, whose numbers are there without waiting
         self.interrupted = False

@@ -13,11 +13,11 @@ import numpy as np
 from distributed.engines.tensorflow.model.model import array_of
 from distributed.engines.tensorflow.model.variables import metric_variables
 from distributed.engines.tensorflow.step import StepResult
-from distributed.engines.tensorflow.strategy import World
+from distributed.engines.tensorflow.strategy import KerasWorld
 
 
 @dataclass(frozen=True)
-class Reading:
+class KerasReading:
     """Of the steps since the last one; the metrics are Keras's, of the epoch so far."""
 
     loss: float
@@ -27,10 +27,10 @@ class Reading:
     bad: tuple[int, float] | None = None  # the first loss that is not finite: how many steps ago, and its value
 
 
-class Meter:
+class KerasMeter:
     """What was measured since the last look and since the epoch began."""
 
-    def __init__(self, model: Any, world: World) -> None:
+    def __init__(self, model: Any, world: KerasWorld) -> None:
         self._model, self._world = model, world
         self._results: list[tuple[StepResult, int]] = []
         self._loss_sum, self._samples = 0.0, 0
@@ -48,7 +48,7 @@ class Meter:
         self._loss_sum, self._samples = 0.0, 0
         self._model.reset_metrics()
 
-    def read(self) -> Reading:
+    def read(self) -> KerasReading:
         losses = [float(result.loss) for result, _ in self._results]
         counts = [samples for _, samples in self._results]
         norm = float(self._results[-1][0].gradient_norm)
@@ -58,7 +58,7 @@ class Meter:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         bad = next(((len(losses) - 1 - at, loss) for at, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        return Reading(
+        return KerasReading(
             total / samples, samples / seconds if seconds else 0.0, norm if norm >= 0 else None, self._trained(), bad
         )
 

@@ -21,9 +21,9 @@ from distributed.core.plan import Plan
 from distributed.core.protocol.heartbeat import read_beat
 from distributed.core.protocol.rank_protocol import Joined, Resumed
 from distributed.core.run_dir import RunDir
-from distributed.engines.tensorflow.input.data import Micro, Part
+from distributed.engines.tensorflow.input.data import Micro, ReplicaPart
 from distributed.engines.tensorflow.step import Stepper, StepResult
-from distributed.engines.tensorflow.strategy import Setup, World, set_threads
+from distributed.engines.tensorflow.strategy import KerasWorld, Setup, set_threads
 from distributed.runtime.agent_line import AgentLine, agent_line
 from distributed.runtime.heartbeat import Heartbeat
 
@@ -34,7 +34,7 @@ def has_servers(plan: Plan) -> bool:
     return bool(plan.engine["strategy"] == "parameter_server")
 
 
-def enter(plan: Plan, world: WorkerEnv) -> World:
+def enter(plan: Plan, world: WorkerEnv) -> KerasWorld:
     """The strategy as the chief sees it, once all others answer. In any other process this does not return: it answers
     the chief until the launcher ends it, which is when the chief has ended."""
     set_threads(Setup.of(plan), plan.threads_per_rank)
@@ -50,7 +50,7 @@ def join_cluster(world: WorkerEnv) -> Any:
     return tf.distribute.ParameterServerStrategy(resolver)
 
 
-class ChiefWorld(World):
+class ChiefWorld(KerasWorld):
     """A replica is a worker, though TensorFlow counts one, since each updates by itself."""
 
     @property
@@ -133,7 +133,7 @@ class RemoteStepper(Stepper):
                 loss, count = loss + of_part, count + samples
         return loss, count
 
-    def _hand_out(self, part: Part) -> Any:
+    def _hand_out(self, part: ReplicaPart) -> Any:
         while len(self._handed_out) >= self._most:
             self._fetch(self._handed_out.popleft())
         arguments = (_tensors(part), tf.ones(()), tf.constant(float(part.size)), None, self._not_asked)
@@ -184,7 +184,7 @@ class Later:
         return float(self)
 
 
-def _tensors(part: Part) -> Any:
+def _tensors(part: ReplicaPart) -> Any:
     return tf.nest.map_structure(tf.convert_to_tensor, part.batch)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from distributed.core.choices import ReplicaStrategy
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError, Problem
@@ -25,10 +26,10 @@ _OF_TORCH = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProcessLayout:
     """Which processes there are, and how many replicas each of them trains."""
 
-    strategy: str  # "mirrored", "multi_worker", "parameter_server" or "tpu"
+    strategy: ReplicaStrategy
     processes: int  # that train, over all nodes
     replicas: int  # in each of them
     servers: int = 0  # processes that hold the parameters
@@ -40,22 +41,22 @@ class Layout:
         return self.processes + self.servers + self.chief
 
 
-def lay_out(config: DistributedConfig, num_nodes: int, devices: int) -> Layout:
+def lay_out(config: DistributedConfig, num_nodes: int, devices: int) -> ProcessLayout:
     """The processes for that many devices on each of the nodes.
 
     >>> lay_out(DistributedConfig(backend="tensorflow"), num_nodes=1, devices=4)
-    Layout(strategy='mirrored', processes=1, replicas=4, servers=0, chief=0)
+    ProcessLayout(strategy='mirrored', processes=1, replicas=4, servers=0, chief=0)
     >>> lay_out(DistributedConfig(backend="tensorflow"), num_nodes=2, devices=4)
-    Layout(strategy='multi_worker', processes=8, replicas=1, servers=0, chief=0)
+    ProcessLayout(strategy='multi_worker', processes=8, replicas=1, servers=0, chief=0)
     """
     kind = config.tensorflow_strategy
     if kind == "auto":
         kind = "mirrored" if num_nodes == 1 else "multi_worker"
     if kind == "parameter_server":
-        return Layout(kind, num_nodes * devices, 1, config.parameter_servers, chief=1)
+        return ProcessLayout(kind, num_nodes * devices, 1, config.parameter_servers, chief=1)
     if kind == "multi_worker":  # TensorFlow has one replica a process where it trains on CPUs: so everywhere
-        return Layout(kind, num_nodes * devices, 1)
-    return Layout(kind, 1, num_nodes * devices)
+        return ProcessLayout(kind, num_nodes * devices, 1)
+    return ProcessLayout(kind, 1, num_nodes * devices)
 
 
 def processes(config: DistributedConfig, num_nodes: int, devices: int) -> int:
@@ -106,7 +107,7 @@ def check_world(plan: Plan, world: WorkerEnv) -> None:
         )
 
 
-def _why(layout: Layout, plan: Plan) -> Decision:
+def _why(layout: ProcessLayout, plan: Plan) -> Decision:
     if layout.strategy == "mirrored":
         what, why = "MirroredStrategy", f"one process keeps the {layout.replicas} replicas of one machine alike"
     else:
@@ -114,7 +115,7 @@ def _why(layout: Layout, plan: Plan) -> Decision:
     return Decision(what, why, "tensorflow_strategy")
 
 
-def _problems(config: DistributedConfig, layout: Layout, plan: Plan) -> list[Problem]:
+def _problems(config: DistributedConfig, layout: ProcessLayout, plan: Plan) -> list[Problem]:
     found: list[Problem] = []
     if layout.strategy == "mirrored" and plan.num_nodes > 1:
         found.append(
@@ -148,7 +149,7 @@ def _problems(config: DistributedConfig, layout: Layout, plan: Plan) -> list[Pro
     return found
 
 
-def _server_problems(config: DistributedConfig, layout: Layout, plan: Plan) -> list[Problem]:
+def _server_problems(config: DistributedConfig, layout: ProcessLayout, plan: Plan) -> list[Problem]:
     """What does not go together with workers that each update what the servers hold, when they have a gradient."""
     if layout.strategy != "parameter_server":
         return []

@@ -19,11 +19,11 @@ from distributed.core.env import WorkerEnv
 from distributed.core.history import EpochRecord
 from distributed.core.plan import Plan
 from distributed.data.order import derive_seed
-from distributed.engines.tensorflow.input.data import Loader
+from distributed.engines.tensorflow.input.data import KerasLoader
 from distributed.engines.tensorflow.model.model import array_of
 from distributed.engines.tensorflow.model.variables import name_variables, seed_variables
 from distributed.engines.tensorflow.state import Checkpoints
-from distributed.engines.tensorflow.strategy import World
+from distributed.engines.tensorflow.strategy import KerasWorld
 from distributed.train.progress import Progress
 
 
@@ -35,10 +35,12 @@ class RecordedProgress(Progress):
     meter: dict[str, float] = field(default_factory=dict)
 
 
-class RunState:
+class KerasRunState:
     """Everything of this process that a checkpoint holds, and the checkpoints themselves."""
 
-    def __init__(self, plan: Plan, env: WorkerEnv, world: World, model: Any, *, scaler: Any, train: Loader) -> None:
+    def __init__(
+        self, plan: Plan, env: WorkerEnv, world: KerasWorld, model: Any, *, scaler: Any, train: KerasLoader
+    ) -> None:
         self._plan, self._env, self._world, self._train = plan, env, world, train
         self._named = name_variables(model, scaler)
         self._checkpoints: Checkpoints | None = None

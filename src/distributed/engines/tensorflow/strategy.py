@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from distributed.core.choices import Device, ReplicaStrategy
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import DistributedError, LaunchError, PlanError
 from distributed.core.plan import Plan
@@ -17,7 +18,7 @@ _EARLY = "pass a function that builds the model, and leave all work with TensorF
 
 
 @dataclass(frozen=True)
-class World:
+class KerasWorld:
     """A strategy, and the replicas of it that live in this process."""
 
     strategy: Any
@@ -56,9 +57,9 @@ def _gatherer(strategy: Any) -> Any:
 class Setup:
     """What a strategy is made of; a process has one for each, however many fits it makes."""
 
-    kind: str
+    kind: ReplicaStrategy
     replicas: int = 1  # in this process
-    device: str = "cpu"
+    device: Device = "cpu"
     communication: str = field(default="auto", compare=False)  # the first of a process counts: there is one world
     slot: int = field(default=0, compare=False)  # of its GPU, where it sees those of other processes too
 
@@ -68,7 +69,7 @@ class Setup:
         return Setup(engine["strategy"], engine["replicas"], plan.device, engine["communication"], slot)
 
 
-def make_world(plan: Plan, env: WorkerEnv) -> World:
+def make_world(plan: Plan, env: WorkerEnv) -> KerasWorld:
     """The strategy that the plan names; made before TensorFlow has done anything else in this process."""
     setup = Setup.of(plan, env.local_rank)
     set_threads(setup, plan.threads_per_rank * setup.replicas)
@@ -76,8 +77,8 @@ def make_world(plan: Plan, env: WorkerEnv) -> World:
     _check_size(setup, strategy.num_replicas_in_sync, plan.world_size)
     if setup.kind == "multi_worker":
         first = env.rank * setup.replicas
-        return World(strategy, range(first, first + setup.replicas), plan.engine["processes"])
-    return World(strategy, range(plan.world_size))
+        return KerasWorld(strategy, range(first, first + setup.replicas), plan.engine["processes"])
+    return KerasWorld(strategy, range(plan.world_size))
 
 
 def _check_size(setup: Setup, found: int, planned: int) -> None:
@@ -108,7 +109,7 @@ def make_strategy(setup: Setup) -> Any:
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
 
 
-def given_world(strategy: Any) -> World:
+def given_world(strategy: Any) -> KerasWorld:
     """Of a strategy that the user made, all of whose replicas are in this process."""
     of_several = {
         "multi_worker": tf.distribute.MultiWorkerMirroredStrategy,
@@ -121,7 +122,7 @@ def given_world(strategy: Any) -> World:
                 why="it has replicas in other processes, which would each take themselves for the only one",
                 do=f"set tensorflow_strategy={name!r} in place of it, and give the model as a function that builds it",
             )
-    return World(strategy, range(int(strategy.num_replicas_in_sync)))
+    return KerasWorld(strategy, range(int(strategy.num_replicas_in_sync)))
 
 
 def _multi_worker(setup: Setup) -> Any:

@@ -1,4 +1,4 @@
-"""The root of one TensorFlow process: a Job and this process's place become a strategy, a model and a loop."""
+"""The root of one TensorFlow process: a KerasJob and this process's place become a strategy, a model and a loop."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from distributed.core.protocol.rank_protocol import Joined, Resumed
 from distributed.core.protocol.ticket import Ticket
 from distributed.core.run_dir import RunDir
 from distributed.engines.tensorflow.cluster import announce_in_world
-from distributed.engines.tensorflow.input.data import EvalLoader, train_loader
+from distributed.engines.tensorflow.input.data import KerasEvalLoader, train_loader
 from distributed.engines.tensorflow.input.sources import example_of
-from distributed.engines.tensorflow.job import Job
-from distributed.engines.tensorflow.loop import Loop
+from distributed.engines.tensorflow.job import KerasJob
+from distributed.engines.tensorflow.loop import KerasLoop
 from distributed.engines.tensorflow.model.layers import check_layer_losses
 from distributed.engines.tensorflow.model.rates import Rate
 from distributed.engines.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_launcher
 from distributed.engines.tensorflow.payload import Payload
 from distributed.engines.tensorflow.plan import cut_for
-from distributed.engines.tensorflow.run_state import RunState
+from distributed.engines.tensorflow.run_state import KerasRunState
 from distributed.engines.tensorflow.step import Stepper
-from distributed.engines.tensorflow.strategy import World, make_world
+from distributed.engines.tensorflow.strategy import KerasWorld, make_world
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
@@ -49,7 +49,7 @@ class Trained(NamedTuple):
 
 
 def run_process(
-    job: Job, env: WorkerEnv, *, shows_progress: bool, world: World | None = None, model: Any = None
+    job: KerasJob, env: WorkerEnv, *, shows_progress: bool, world: KerasWorld | None = None, model: Any = None
 ) -> Trained:
     """Train this process's replicas. A `model` that is given was built in the scope of this `world`."""
     plan = job.plan
@@ -68,14 +68,14 @@ def run_process(
         stepper = (RemoteStepper if has_servers(plan) else Stepper)(model, world.strategy, plan)
     per_epoch = train.steps_per_epoch
     rate = Rate(stepper.optimizer, plan.schedule, per_epoch, plan.total_steps(per_epoch))
-    state = RunState(plan, env, world, model, scaler=stepper.scaler, train=train)
+    state = KerasRunState(plan, env, world, model, scaler=stepper.scaler, train=train)
     heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), env.rank)
     if has_servers(plan):
         join_launcher(plan.run_dir, env, in_run=True)
     watchers = _Watchers(plan, env, shows_progress)
     try:
         with StopSignals(is_supervised=line is not None) as stop:
-            loop = Loop(
+            loop = KerasLoop(
                 plan,
                 model,
                 stepper,
@@ -110,7 +110,7 @@ def run_process(
         heartbeat.close()
 
 
-def enter_world(plan: Plan, env: WorkerEnv) -> World:
+def enter_world(plan: Plan, env: WorkerEnv) -> KerasWorld:
     """The strategy of the plan, and this process's part in it; a process that only serves stays in here."""
     announce_in_world(plan, env)
     return enter(plan, env) if has_servers(plan) else make_world(plan, env)
@@ -123,7 +123,7 @@ def seed_everything(seed: int) -> None:
     tf.random.set_seed(seed % 2**31)
 
 
-def _report_resumed(line: AgentLine | None, env: WorkerEnv, state: RunState) -> None:
+def _report_resumed(line: AgentLine | None, env: WorkerEnv, state: KerasRunState) -> None:
     if line is not None and env.is_main:
         line.tell(Resumed(env.attempt, state.progress.step, state.source))
 
@@ -133,11 +133,11 @@ def _report_end(line: AgentLine | None) -> None:
         line.tell(Joined(False))
 
 
-def _evaluation(job: Job, world: World) -> EvalLoader | None:
+def _evaluation(job: KerasJob, world: KerasWorld) -> KerasEvalLoader | None:
     if job.evaluation is None:
         return None
     size = job.evaluation.batch_size or job.plan.batch.per_device
-    return EvalLoader(job.evaluation, size, world.size, world.replicas, job.plan.seed)
+    return KerasEvalLoader(job.evaluation, size, world.size, world.replicas, job.plan.seed)
 
 
 class _Watchers:

@@ -33,7 +33,7 @@ class TorchTraces:
         return self._is_inside
 
 
-class Screen(Protocol):
+class MirrorScreen(Protocol):
     """Shows a run to the user."""
 
     def rank_line(self, rank: int, text: str) -> None: ...
@@ -46,7 +46,7 @@ class Screen(Protocol):
 class LogMirror:
     """The ranks' logs on the screen."""
 
-    def __init__(self, screen: Screen | None) -> None:
+    def __init__(self, screen: MirrorScreen | None) -> None:
         self._screen = screen
         self._tails: dict[str, tuple[int, LogTail, TorchTraces]] = {}
         self._refreshed_at = 0.0

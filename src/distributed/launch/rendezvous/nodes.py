@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
+from distributed.core.choices import NodeNews
 from distributed.core.env import StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.launch.ports import free_port
@@ -28,7 +29,7 @@ class News:
 
     node_rank: int  # -1: unknown
     host: str
-    kind: str
+    kind: NodeNews
     message: str = ""
     _: KW_ONLY
     rank: int = -1  # -1: the node itself

@@ -45,7 +45,7 @@ class Terms:
     last_call_s: float  # for more nodes to join, once `fewest` have
 
 
-class Rendezvous(Protocol):
+class RoundCount(Protocol):
     """Counts the nodes that join a round."""
 
     def __call__(self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]) -> tuple[int, int]:
@@ -56,7 +56,7 @@ class Rounds:
     """The rounds of a run, from the side of one node."""
 
     def __init__(
-        self, request: LaunchRequest, rendezvous: Rendezvous, *, first_call_s: float = 30.0, last_call_s: float = 3.0
+        self, request: LaunchRequest, rendezvous: RoundCount, *, first_call_s: float = 30.0, last_call_s: float = 3.0
     ) -> None:
         self._request = request
         self._rendezvous = rendezvous

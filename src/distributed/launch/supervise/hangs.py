@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distributed.core.choices import Activity
 from distributed.core.protocol.heartbeat import RECORD, Beat, Phase
 from distributed.launch.node.kernel import GONE, HALTED, Kernel
 from distributed.launch.supervise.flight_recorders import Recorders
@@ -47,7 +48,7 @@ class Stall:
     rank: int
     step: int  # the last finished step of the rank
     where: str
-    kind: str  # "user code", "data", "collective", "stopped" or "unknown"
+    kind: Activity
     late_s: float  # since its last heartbeat
     deadline_s: float
     waiting: tuple[int, ...]  # ranks of this node that wait for it
@@ -57,7 +58,7 @@ class Stall:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HangFinding:
     """The whereabouts of one rank whose stacks were requested."""
 
     rank: int
@@ -80,7 +81,9 @@ def deadline_s(slowest_ns: int, timeout_s: float | None, collective_s: float = m
     return min(max(_SHORTEST_S, _STEPS * slowest_s), max(2 * slowest_s, 0.9 * collective_s))
 
 
-def choose(findings: Sequence[Finding], others_may_explain: bool, is_second: bool) -> tuple[int, Whereabouts] | None:
+def choose(
+    findings: Sequence[HangFinding], others_may_explain: bool, is_second: bool
+) -> tuple[int, Whereabouts] | None:
     """The rank that hangs and its whereabouts; None while that cannot be decided.
 
     `others_may_explain`: all may wait for a rank that has no deadline now, or has time left. `is_second`: twice the
@@ -193,7 +196,7 @@ class HangWatch:
             if found is None or rank not in beats or beats[rank].time_ns != beat.time_ns:
                 continue
             explain.discard(rank)
-            answers[rank] = inquiry, Finding(rank, beat.step, found, rank in late_beats)
+            answers[rank] = inquiry, HangFinding(rank, beat.step, found, rank in late_beats)
             if found.kind == "compiling":
                 self._compiling[rank] = (beat.time_ns, now + self._deadline_ns(beat))
         is_second = all(now - beat.time_ns > 2 * self._deadline_ns(beat) for beat in late_beats.values())
@@ -325,9 +328,9 @@ class _StackQuery:
         state = self._kernel.state(self.watched.pid)
         if state in GONE:
             return None
-        told = self._dump.text()
-        halted = self._kernel.describe_halt(self.watched.pid) if state in HALTED or not told else ""
-        return Whereabouts("stopped", halted) if halted else standing(parse_stacks(told), self.beat.collective)
+        stacks = self._dump.text()
+        halted = self._kernel.describe_halt(self.watched.pid) if state in HALTED or not stacks else ""
+        return Whereabouts("stopped", halted) if halted else standing(parse_stacks(stacks), self.beat.collective)
 
     def _worker_is_found(self, now: int) -> bool:
         """Query the workers in sequence, because they write to the same file."""
@@ -336,8 +339,8 @@ class _StackQuery:
             if self._worker is not None:
                 if not self._worker.is_over(now) and now < self._workers_until:
                     return False
-                told = self._worker.text()
-                line = data_line(parse_stacks(told)) if told else self._kernel.describe_halt(self._worker.pid)
+                stacks = self._worker.text()
+                line = data_line(parse_stacks(stacks)) if stacks else self._kernel.describe_halt(self._worker.pid)
                 self._worker = None
                 if line:
                     self._found = Whereabouts("data", f"{line}, in a data loader worker")

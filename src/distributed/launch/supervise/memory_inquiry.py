@@ -37,11 +37,11 @@ class MemoryInquiry:
         while self._clock.monotonic() < self._asked_at + self._patience_s and not all(path.exists() for path in paths):
             self._clock.sleep(0.02)
         own = _own(member)
-        told = describe_memory(failure.rank, [share for path in (own, *paths) for share in read_memory(path)])
-        if not told:
+        usage = describe_memory(failure.rank, [share for path in (own, *paths) for share in read_memory(path)])
+        if not usage:
             return failure
         picture = f"picture: {own.with_suffix('.pickle')} (drop it on https://pytorch.org/memory_viz)"
-        return replace(failure, record=replace(record, message=f"{record.message}\n{told}\n{picture}"))
+        return replace(failure, record=replace(record, message=f"{record.message}\n{usage}\n{picture}"))
 
     def _ask(self, failed: RankHandle) -> None:
         others = [member for member in self._members if member is not failed and not member.has_failed]

@@ -148,13 +148,13 @@ def decide(
     hint = _memory_hint(counted)
     if len(counted) > allowed:
         return GiveUp(_spent(len(counted), allowed, max_restarts is None and not uses_trainer) + hint)
-    told = f"fault {len(counted)} of at most {allowed} without a new step{hint}"
+    reason = f"fault {len(counted)} of at most {allowed} without a new step{hint}"
     if _is_the_slots(counted):
         where = f"slot {last.slot} of {last.host} failed {_SLOT_FAULTS} times in a row"
         if gpus - 1 >= min_gpus:
             return Shrink(last.slot, f"{where} without a new step{hint}")
-        return Restart(f"{told}; {where}, but min_gpus={min_gpus} allows no smaller number of slots")
-    return Restart(told)
+        return Restart(f"{reason}; {where}, but min_gpus={min_gpus} allows no smaller number of slots")
+    return Restart(reason)
 
 
 def _since_progress(faults: Sequence[Fault]) -> list[Fault]:

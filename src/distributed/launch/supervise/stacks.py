@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from distributed.core.choices import Activity
 from distributed.core.engines.engine import ENGINES
 
 _HEADER = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[.*\])? \(most recent call first\):$")
@@ -89,9 +90,9 @@ class Thread:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a process is; `kind` is "compiling", "collective", "data", "user code" or "unknown"."""
+    """Where a process is."""
 
-    kind: str
+    kind: Activity
     where: str
     needs_worker: bool = False  # the line that matters is in a worker of a data loader
 

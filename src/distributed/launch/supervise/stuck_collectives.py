@@ -60,7 +60,7 @@ def read_calls(record: Mapping[str, Any]) -> tuple[Call, ...]:
     """The calls in a rank's flight recorder; none for collectives in which the host itself waits."""
     if record.get("backend") != "nccl":
         return ()
-    members = {name: _ranks(told) for name, told in record.get("pg_config", {}).items()}
+    members = {name: _ranks(group) for name, group in record.get("pg_config", {}).items()}
     calls: list[Call] = []
     for entry in record.get("entries", []):
         call = _read_call(entry, members.get(entry["process_group"][0], ()))
@@ -187,8 +187,8 @@ def _kind(call: Call) -> tuple[str, tuple[str, ...]]:
     return call.name, call.sizes if call.name in _SAME_ON_ALL else ()
 
 
-def _ranks(told: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(int(rank) for rank in re.findall(r"\d+", str(told.get("ranks", ""))))
+def _ranks(group: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in re.findall(r"\d+", str(group.get("ranks", ""))))
 
 
 def _sizes(entry: Mapping[str, Any]) -> tuple[str, ...]:

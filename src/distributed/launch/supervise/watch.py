@@ -109,8 +109,8 @@ class Watch:
         if failure is not None:
             self._failed_at = self._failed_at or self.clock.monotonic()
             if self._is_root_cause(failure):
-                told = self._memory.tell(failure)
-                return Broken(self._fault(failure, told), ending=told)
+                reported = self._memory.tell(failure)
+                return Broken(self._fault(failure, reported), ending=reported)
         news = self._next_news()
         if news is not None and news.kind == "stopping":
             self.stops.request(news.signal)
@@ -169,8 +169,8 @@ class Watch:
         lost = any(member.broke == self.round.attempt for member in self.rank_group.members)
         if not self.round.restarts:
             return not self.is_draining and not lost and self.failure() is None
-        is_told = self._resumed is not None or self.round.place.node_rank != 0
-        return self.is_running and is_told and not self.is_draining and not lost and self.failure() is None
+        is_reported = self._resumed is not None or self.round.place.node_rank != 0
+        return self.is_running and is_reported and not self.is_draining and not lost and self.failure() is None
 
     @property
     def step(self) -> int:
@@ -260,12 +260,12 @@ class Watch:
             return self.clock.monotonic() > self._failed_at + self.timings.root_cause_s
         return self.clock.monotonic() > self._failed_at + self.timings.collateral_s
 
-    def _fault(self, failure: Ending, told: Ending) -> Fault:
+    def _fault(self, failure: Ending, reported: Ending) -> Fault:
         member = next(member for member in self.rank_group.members if member.ending is failure)
         step = self.step if member.joined is not None else -1
         host, alone = socket.gethostname(), failure.is_collateral and not failure.cannot_go_on
         is_after = member.joined is not None and member.joined.is_done
-        return classify(told, step, host, slot=member.slot, hung=member.hung, is_alone=alone, is_after=is_after)
+        return classify(reported, step, host, slot=member.slot, hung=member.hung, is_alone=alone, is_after=is_after)
 
     def _lost_without_cause(self, lost: RankHandle) -> Broken | None:
         """The outcome if ranks report a broken world and no rank of this node failed: a node or the network did."""

@@ -24,7 +24,7 @@ from distributed.strategies.pipeline.stages import find_sides, side_of
 from distributed.strategies.placement import Layout
 
 
-class Leave(BaseException):
+class StageEnd(BaseException):
     """Ends a forward where the next stage begins; not an Exception, so that no user's code catches it."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
@@ -207,7 +207,7 @@ class Interception:
         if at >= stop:
             if not now.inside:
                 raise _not_a_chain(path)
-            raise Leave(hidden)
+            raise StageEnd(hidden)
         if now.inside:
             raise _not_a_chain(path)
         if at < first - 1:

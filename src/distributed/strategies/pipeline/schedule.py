@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
 from distributed.core.errors import DistributedError, PlanError
 from distributed.runtime.session import Session
 from distributed.strategies.base import Outcome
-from distributed.strategies.pipeline.interception import Interception, Leave, signature
+from distributed.strategies.pipeline.interception import Interception, StageEnd, signature
 from distributed.strategies.pipeline.stages import cut
 from distributed.strategies.placement import Layout, local
 
@@ -59,7 +59,7 @@ class Stage(nn.Module):
         with parts.at(self.index, received[0].clone() if received else None):
             try:
                 outcome = work.run(parts.module, work.batches[at])
-            except Leave as leave:
+            except StageEnd as leave:
                 return work.check(self.index, _sendable(leave.hidden))
         if self.index != parts.last:
             raise PlanError(

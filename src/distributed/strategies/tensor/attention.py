@@ -16,7 +16,7 @@ from distributed.core.errors import PlanError
 from distributed.strategies.tensor.collectives import copy_to
 from distributed.strategies.tensor.modules import HEAD_SIZES, Heads
 from distributed.strategies.tensor.region import Region
-from distributed.strategies.tensor.trials import SHAPE_ERRORS, Cuts, Trial, agree, trying
+from distributed.strategies.tensor.trials import SHAPE_ERRORS, Cuts, CutTrial, agree, trying
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class HeadShare:
 
     def _find_manner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Manner:
         region = self._region
-        trial = Trial(self._module, region, self._cuts, args, kwargs, only_first=True)
+        trial = CutTrial(self._module, region, self._cuts, args, kwargs, only_first=True)
         whole = trial.random_weights(shifted=False)
         share = trial.share_of(whole)
         with region.whole():

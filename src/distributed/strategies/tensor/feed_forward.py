@@ -13,7 +13,7 @@ from distributed.strategies.model.blocks import main_stack
 from distributed.strategies.model.paths import is_inside, join, parent_of
 from distributed.strategies.tensor.names import COLUMNS, Style
 from distributed.strategies.tensor.region import Region
-from distributed.strategies.tensor.trials import SHAPE_ERRORS, Cuts, Trial, agree, trying
+from distributed.strategies.tensor.trials import SHAPE_ERRORS, Cuts, CutTrial, agree, trying
 
 
 def find_holders(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, str]:
@@ -87,7 +87,7 @@ class WidthShare:
 
     def _find_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         region = self._region
-        trial = Trial(self._module, region, self._cuts, args, kwargs, only_first=self._has_heads)
+        trial = CutTrial(self._module, region, self._cuts, args, kwargs, only_first=self._has_heads)
         whole = trial.random_weights(shifted=not self._has_heads)
         with region.whole():
             expected = trial.outputs(whole, self._run)

@@ -48,7 +48,7 @@ def _unrecorded() -> AbstractContextManager[object]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class CutTrial:
     """The first call of a cut module, made again with other weights; nothing of it lasts."""
 
     module: nn.Module

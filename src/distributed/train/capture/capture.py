@@ -20,7 +20,7 @@ from distributed.runtime.world import CollectiveError
 from distributed.strategies.base import Capturable, StepOutput
 from distributed.train.capture.agreement import Agreement
 from distributed.train.capture.captured import CapturedStep, NotCapturable
-from distributed.train.capture.checks import Before, Change, differs, hooks_of, watched
+from distributed.train.capture.checks import Before, TensorUpdate, differs, hooks_of, watched
 from distributed.train.capture.proofs import about_unseen, frozen
 from distributed.train.capture.rates import Rates
 from distributed.train.checks.reachable import Look, changes, look
@@ -268,7 +268,7 @@ class StepCapture:
 
     def _replayed(
         self, graph: CapturedStep, microbatches: Sequence[Microbatch], before: Before
-    ) -> tuple[StepOutput, list[Change]]:
+    ) -> tuple[StepOutput, list[TensorUpdate]]:
         """What a graph makes of a step, which is then taken back."""
         try:
             return graph.replay(microbatches), before.changes()

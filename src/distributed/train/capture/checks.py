@@ -123,26 +123,26 @@ class Before:
         return len(now) != len(self._tensors) or any(a is not b for a, b in zip(now, self._tensors, strict=True))
 
     @torch.no_grad()
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[TensorUpdate]:
         """What the step did to each tensor in floating point."""
         pairs = zip(self._tensors, self._values, strict=True)
         now, before = zip(*((tensor, was) for tensor, was in pairs if tensor.is_floating_point()), strict=True)
-        return [Change(by.float(), was) for by, was in zip(foreach_sub(now, before), before, strict=True)]
+        return [TensorUpdate(by.float(), was) for by, was in zip(foreach_sub(now, before), before, strict=True)]
 
 
-class Change(NamedTuple):
+class TensorUpdate(NamedTuple):
     by: torch.Tensor
     before: torch.Tensor
 
 
 def differs(
     captured: StepOutput,
-    made: Sequence[Change],
+    made: Sequence[TensorUpdate],
     eager: StepOutput,
-    expected: Sequence[Change],
+    expected: Sequence[TensorUpdate],
     kind: Precision,
     *,
-    again: Sequence[Change] | None = None,
+    again: Sequence[TensorUpdate] | None = None,
 ) -> str:
     """What is not the same in two outcomes of one step; "": they agree to the tolerances, each tensor by itself.
 
@@ -169,7 +169,7 @@ def differs(
     return ""
 
 
-def _distances(some: Sequence[Change], others: Sequence[Change]) -> torch.Tensor:
+def _distances(some: Sequence[TensorUpdate], others: Sequence[TensorUpdate]) -> torch.Tensor:
     return _norms(foreach_sub([change.by for change in some], [change.by for change in others]))
 
 

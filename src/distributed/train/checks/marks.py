@@ -33,7 +33,7 @@ class Drawn(NamedTuple):
     state: bytes
 
 
-class Held(NamedTuple):
+class TensorMark(NamedTuple):
     """Of a tensor: which it is, where it lies, how often it was written to, and what its bits add up to."""
 
     identity: int
@@ -82,16 +82,16 @@ class Marker:
         return _digest(value.tobytes())
 
     @torch.no_grad()
-    def _tensor(self, value: torch.Tensor) -> Held:
+    def _tensor(self, value: torch.Tensor) -> TensorMark:
         identity, needs_grad = id(value), value.requires_grad
         place = version = 0
         with suppress(RuntimeError, NotImplementedError):  # it has no memory of its own
             place = value.data_ptr()
         if identity in self._own:
-            return Held(identity, place, needs_grad)
+            return TensorMark(identity, place, needs_grad)
         with suppress(RuntimeError):  # one of inference has no versions
             version = value._version
-        return Held(identity, place, needs_grad, version, self._total(value) if place else None)
+        return TensorMark(identity, place, needs_grad, version, self._total(value) if place else None)
 
     def _total(self, value: torch.Tensor) -> torch.Tensor | None:
         """Also what is written past torch's count of versions, through `.data`, changes it. Waits for no device."""
@@ -111,7 +111,7 @@ class Marker:
 
 def same(was: Any, now: Any) -> bool:
     """Whether two marks are of one value."""
-    if not (isinstance(was, Held) and isinstance(now, Held)):
+    if not (isinstance(was, TensorMark) and isinstance(now, TensorMark)):
         return bool(was == now)
     if was[:4] != now[:4] or (was.total is None) != (now.total is None):
         return False

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from distributed.core.env import inherited_environ
-from distributed.train.checks.marks import Drawn, Held, Marker, TooLarge, iterator_mark, same
+from distributed.train.checks.marks import Drawn, Marker, TensorMark, TooLarge, iterator_mark, same
 
 OBJECTS = 200_000  # that a look walks at most
 _LIBRARIES = frozenset(  # whose classes and functions keep nothing between steps; their objects are walked
@@ -93,11 +93,11 @@ def changes(before: Look, after: Look) -> list[str]:
 def _reason(path: str, was: Any, now: Any) -> str:
     if isinstance(was, Drawn) and isinstance(now, Drawn):
         return f"it draws from the generator {path}, on the host"
-    if isinstance(was, Held) and isinstance(now, Held) and was[:2] == now[:2]:
+    if isinstance(was, TensorMark) and isinstance(now, TensorMark) and was[:2] == now[:2]:
         if was.needs_grad != now.needs_grad:
             return f"it changes whether {path} requires a gradient"
         return f"it changes the tensor {path} in place, which is no buffer: register_buffer would make it one"
-    if isinstance(was, Held) or isinstance(now, Held):
+    if isinstance(was, TensorMark) or isinstance(now, TensorMark):
         return f"it puts another tensor in the place of {path}"
     return f"it counts in Python: {path} changes"
 
@@ -137,7 +137,7 @@ class _Walk:
             return
         if mark is not None:
             self._marks[path] = mark
-            if not isinstance(mark, Held | Drawn) and type(value).__dictoffset__ == 0:
+            if not isinstance(mark, TensorMark | Drawn) and type(value).__dictoffset__ == 0:
                 return  # a plain value
         if id(value) in self._seen:
             return

@@ -21,7 +21,7 @@ from distributed.core.protocol.failure import is_collateral
 from distributed.runtime.torch_compat import tree_flatten, tree_map, tree_unflatten
 from distributed.strategies.base import Outcome
 from distributed.train.checks.reachable import changes, look
-from distributed.train.loss.rules import Evidence, Mark, Part, Rule, compare, marks_of
+from distributed.train.loss.rules import Evidence, LossPart, Mark, Rule, compare, marks_of
 
 _ROWS = 4  # samples that a loss is tried on
 _HOST_BYTES = 2 << 30  # of outputs that are copied for it
@@ -137,7 +137,7 @@ def try_model(
     if not all(outcome.is_own for outcome in (first, second, *outcomes)):
         return None
     pairs = zip(outcomes, halves, strict=True)
-    parts = [Part(float(outcome.loss), len(rows), outcome.target) for outcome, rows in pairs]
+    parts = [LossPart(float(outcome.loss), len(rows), outcome.target) for outcome, rows in pairs]
     tolerance = _ROUGH if is_rough else _EXACT.get(first.loss.dtype, _ROUGH)
     whole = float(first.loss)
     if not abs(whole - float(second.loss)) <= tolerance * abs(whole) / 10:  # it draws random numbers
@@ -171,7 +171,7 @@ def _refuted(loss_fn: Callable[..., Any], outputs: Any, target: Any, rules: Sequ
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 whole = [float(tried(given, aimed)) for _ in range(2)]
                 parts = [
-                    Part(float(tried(*_slice((given, aimed), row, row + 1))), 1, _slice(aimed, row, row + 1))
+                    LossPart(float(tried(*_slice((given, aimed), row, row + 1))), 1, _slice(aimed, row, row + 1))
                     for row in range(rows)
                 ]
         except Exception:  # noqa: BLE001 - the user's loss, on a batch that is not the user's

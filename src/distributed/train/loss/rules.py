@@ -58,7 +58,7 @@ def marks_of(rules: Sequence[Rule]) -> list[Mark]:
     return [*dict.fromkeys(rule.ignored for rule in rules if rule.kind == "targets"), *FLOAT_MARKS]
 
 
-class Part(NamedTuple):
+class LossPart(NamedTuple):
     """Of a batch: the loss of some samples."""
 
     loss: float
@@ -74,7 +74,9 @@ class Evidence(NamedTuple):
     is_by_value: bool = False  # it shows nothing about marks that the batch does not have
 
 
-def compare(rules: Sequence[Rule], whole: float, parts: Sequence[Part], tolerance: float) -> tuple[bool, ...] | None:
+def compare(
+    rules: Sequence[Rule], whole: float, parts: Sequence[LossPart], tolerance: float
+) -> tuple[bool, ...] | None:
     """Which rules the loss of a batch refutes, given those of its parts; None: it shows nothing."""
     if not math.isfinite(whole) or len(parts) < 2:
         return None
@@ -85,7 +87,7 @@ def compare(rules: Sequence[Rule], whole: float, parts: Sequence[Part], toleranc
     return tuple(not abs(whole - _expected(rule, parts)) <= tolerance * scale for rule in rules)
 
 
-def _expected(rule: Rule, parts: Sequence[Part]) -> float:
+def _expected(rule: Rule, parts: Sequence[LossPart]) -> float:
     """The loss of all parts together; not a number, where the rule cannot be theirs."""
     if not all(rule.fits(part.target) for part in parts):
         return math.nan
@@ -95,7 +97,7 @@ def _expected(rule: Rule, parts: Sequence[Part]) -> float:
     return sum(losses) / total if total else math.nan
 
 
-def _weight(rule: Rule, part: Part) -> float:
+def _weight(rule: Rule, part: LossPart) -> float:
     if rule.kind == "sum":
         return 1.0
     if rule.kind == "samples":

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distributed.core.errors import TaskError
-from distributed.strategies.base import Outcome, Trial
+from distributed.strategies.base import LossTrial, Outcome
 from distributed.train.checks.reachable import changes, look
 from distributed.train.loss.probe import can_cut, know_by_value, misfit, try_function, try_model
 from distributed.train.loss.refusals import RETURN, SAMPLES, changed_kind, fits_none, ignores, padded, unknown
@@ -92,7 +92,7 @@ class LossWeights:
             return outcome._replace(weight=_elements_on_device(outcome))
         return self._seen(outcome._replace(is_sum=loss_fn is not None and adds_up(loss_fn)))
 
-    def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: Trial) -> Outcome | None:
+    def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: LossTrial) -> Outcome | None:
         """Before the first backward pass of a world, on every rank: find out what the mean goes over.
 
         `trial.matters`: whether a wrong weight would show in the gradients. Raises TaskError where it would, and what
@@ -129,7 +129,7 @@ class LossWeights:
         self._is_tried, self._calls = is_tried and trial.matters, 0
         return settled
 
-    def _agree_on_units(self, outcome: Outcome | None, size: int, trial: Trial) -> None:
+    def _agree_on_units(self, outcome: Outcome | None, size: int, trial: LossTrial) -> None:
         """Whether samples are weight enough: each has as many elements in the outputs as any other of the ranks'."""
         count = None if outcome is None or outcome.is_own or not size else _elements(outcome)
         mine = [0.0] * 4
@@ -182,7 +182,7 @@ class LossWeights:
         if is_refuted:
             raise fits_none(outcome.is_own, self.weighting)
 
-    def _watch(self, outcome: Outcome | None, trial: Trial) -> Outcome | None:
+    def _watch(self, outcome: Outcome | None, trial: LossTrial) -> Outcome | None:
         """torch's cross entropy with one target a sample is weighted by samples, as long as none is left out."""
         entropy = None if outcome is None else entropy_of(self.loss_fn or outcome.fitted)
         if outcome is None or entropy is None or entropy.reduction != "mean":
@@ -211,7 +211,7 @@ class LossWeights:
         assert self.loss_fn is not None
         return try_function(self.loss_fn, outcome.outputs, outcome.target, rules)
 
-    def _decide(self, votes: Votes, rules: list[Rule], trial: Trial) -> None:
+    def _decide(self, votes: Votes, rules: list[Rule], trial: LossTrial) -> None:
         if not votes.opinions:
             if trial.matters:
                 raise unknown(votes.own > 0)
@@ -281,14 +281,14 @@ class LossWeights:
         ):
             raise ignores([self.ignored], "in the validation data", is_tried=self.rule is not None)
 
-    def _can_try(self, trial: Trial, batch: Any, size: int) -> bool:
+    def _can_try(self, trial: LossTrial, batch: Any, size: int) -> bool:
         is_cut = can_cut(batch, size)
         if not trial.is_joint:
             return is_cut
         ranks, able = trial.agree(torch.tensor([1.0, float(is_cut)], dtype=torch.float64)).tolist()
         return bool(able == ranks)
 
-    def _try_model(self, trial: Trial, batch: Any, size: int, rules: list[Rule]) -> Evidence | None:
+    def _try_model(self, trial: LossTrial, batch: Any, size: int, rules: list[Rule]) -> Evidence | None:
         """With as many passes on every rank, regardless of what they show."""
         assert trial.run is not None
         own = [*trial.module.parameters(), *trial.module.buffers()]
@@ -355,7 +355,7 @@ def _elements_on_device(outcome: Outcome) -> torch.Tensor:
     return torch.full((), count, device=outcome.loss.device)
 
 
-def _add_up(found: Evidence | None, rules: list[Rule], trial: Trial, *, is_known: bool, is_own: bool) -> Votes:
+def _add_up(found: Evidence | None, rules: list[Rule], trial: LossTrial, *, is_known: bool, is_own: bool) -> Votes:
     marks = marks_of(rules)
     mine = [float(is_known), float(is_own), 0.0, 0.0, 0.0, *(0.0 for _ in marks), *(0.0 for _ in rules)]
     if found is not None:

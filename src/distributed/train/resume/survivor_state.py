@@ -44,7 +44,7 @@ def hand_over(session: Session, held: SurvivorState | None) -> HandedOver | None
         return None
     source = found.index(newest)
     mine = held.tree if held is not None and source == session.rank else None
-    inherited = HandedOver(newest, source, send_tree(session, "handover", source, mine))
+    inherited = HandedOver(newest, source, send_tree(session, "survivor state", source, mine))
     if session.gate is not None:
         torch.cuda.synchronize(session.device)
         session.check()

@@ -19,7 +19,7 @@ _MOST_ROWS = 24
 _REDRAW_S = 0.1
 
 
-class Screen:
+class SearchScreen:
     """Draws a Board. `total` is the number of trials that are to come in all."""
 
     def __init__(

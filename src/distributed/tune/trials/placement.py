@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distributed.core.choices import Device
 from distributed.core.errors import Problem
 from distributed.planner.hardware import Hardware
 from distributed.tune.runner import TuneRequest
@@ -12,7 +13,7 @@ from distributed.tune.runner import TuneRequest
 @dataclass(frozen=True)
 class Placement:
     slots: int  # trials at a time
-    device: str
+    device: Device
     threads: int  # of a trial
     gpus_per_trial: int
     trials_per_gpu: int

@@ -15,10 +15,10 @@ from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
 from distributed.data.order import shuffled_order
 from distributed.data.shares import EpochSplit, share
-from distributed.engines.tensorflow.input.sources import Arrays, Source, map_tree, rows
+from distributed.engines.tensorflow.input.sources import Arrays, KerasSource, map_tree, rows
 
 
-class Part(NamedTuple):
+class ReplicaPart(NamedTuple):
     """What one replica of this process takes of a micro-batch."""
 
     replica: int  # its number among all
@@ -28,16 +28,16 @@ class Part(NamedTuple):
 
 
 class Micro(NamedTuple):
-    parts: list[Part]
+    parts: list[ReplicaPart]
     has_stand_in: bool  # on any replica, also of another process
 
 
-class Step(NamedTuple):
+class KerasStep(NamedTuple):
     micros: list[Micro]
     samples: int  # over all replicas
 
 
-class Loader(Protocol):
+class KerasLoader(Protocol):
     @property
     def steps_per_epoch(self) -> int | None: ...
 
@@ -47,7 +47,7 @@ class Loader(Protocol):
     @property
     def shuffle(self) -> bool | None: ...  # None: a dataset orders itself
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]: ...
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[KerasStep]: ...
 
     def sample_indices(self, epoch: int, step: int) -> list[int]: ...
 
@@ -70,12 +70,12 @@ class ArrayLoader:
     def steps_per_epoch(self) -> int:
         return self._batch.steps(self._arrays.samples)
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[KerasStep]:
         order = self._order(epoch)
         for step in range(first_step, self.steps_per_epoch):
             cuts = [self._cut(replica).micro_cuts(step) for replica in self._replicas]
             micros = [self._micro(order, step, number, list(of)) for number, of in enumerate(zip(*cuts, strict=True))]
-            yield Step(micros, self._cut(0).samples_in(step))
+            yield KerasStep(micros, self._cut(0).samples_in(step))
 
     def sample_indices(self, epoch: int, step: int) -> list[int]:
         """Of the samples that this process used in a step."""
@@ -87,7 +87,7 @@ class ArrayLoader:
         parts = []
         for replica, cut in zip(self._replicas, cuts, strict=True):
             positions = order[cut.start : cut.stop] if cut.size else order[cut.first : cut.first + 1]
-            parts.append(Part(replica, self._arrays.take(positions), cut.weight / self._batch.ranks, cut.size))
+            parts.append(ReplicaPart(replica, self._arrays.take(positions), cut.weight / self._batch.ranks, cut.size))
         last = self._cut(self._batch.ranks - 1).micro_cuts(step)[number]  # the last replica has the fewest
         return Micro(parts, last.size == 0)
 
@@ -99,7 +99,7 @@ class ArrayLoader:
         return np.asarray(shuffled_order(samples, self._seed, epoch)) if self._arrays.shuffle else np.arange(samples)
 
 
-class StreamLoader:
+class KerasStreamLoader:
     """A tf.data.Dataset, which every process reads whole, in its own order, and of which each replica keeps its share.
 
     A run that resumes in the middle of an epoch reads past what was used.
@@ -110,7 +110,7 @@ class StreamLoader:
 
     steps_per_epoch = samples_per_epoch = shuffle = None
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[KerasStep]:
         accumulation = self._batch.accumulation
         dataset = self._open_epoch(epoch).rebatch(self._batch.micro_batch)
         batches = iter(dataset.skip(first_step * accumulation).prefetch(2))
@@ -120,7 +120,7 @@ class StreamLoader:
             if total == 0 or (self._batch.drop_last and total < self._batch.global_batch):
                 return
             micros = [cut_batch(batch, size, total, self._batch.ranks, self._replicas) for batch, size in group]
-            yield Step(micros, total)
+            yield KerasStep(micros, total)
 
     def sample_indices(self, epoch: int, step: int) -> list[int]:
         return []
@@ -133,25 +133,25 @@ def cut_batch(batch: Any, size: int, total: int, ranks: int, replicas: range) ->
         low, high = share(size, ranks, replica)
         start, stop = (low, high) if high > low else (0, 1)
         part = map_tree(itemgetter(slice(start, stop)), batch)
-        parts.append(Part(replica, part, (high - low) / total, high - low))
+        parts.append(ReplicaPart(replica, part, (high - low) / total, high - low))
     return Micro(parts, size < ranks)
 
 
-def train_loader(source: Source, batch: BatchPlan, replicas: range, *, seed: int) -> Loader:
+def train_loader(source: KerasSource, batch: BatchPlan, replicas: range, *, seed: int) -> KerasLoader:
     """What the loop trains on; a function is called here, in the process that uses its data."""
     made = source.made(seed)
     if isinstance(made, Arrays):
         if made.samples == 0:
             raise DataError("the training data is empty", do="check what you pass to fit")
         return ArrayLoader(made, batch, replicas, seed=seed)
-    return StreamLoader(made.epoch, batch, replicas)
+    return KerasStreamLoader(made.epoch, batch, replicas)
 
 
 @dataclass(frozen=True)
-class EvalLoader:
+class KerasEvalLoader:
     """An evaluation's batches, cut as a training step's are: every sample once over all replicas."""
 
-    source: Source
+    source: KerasSource
     per_replica: int
     ranks: int
     replicas: range

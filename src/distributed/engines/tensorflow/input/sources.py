@@ -16,7 +16,7 @@ from distributed.data.order import derive_seed
 _STRUCTURES = "x, (x, y) or (x, y, sample_weight) of arrays, a tf.data.Dataset of batches, or a function returning one"
 
 
-class Source(Protocol):
+class KerasSource(Protocol):
     """Data as it was given."""
 
     @property
@@ -224,7 +224,7 @@ def _batched_as(dataset: Any) -> int | None:
     return None if dataset is None else int(dataset._batch_size)
 
 
-def example_of(source: Source, seed: int) -> Any:
+def example_of(source: KerasSource, seed: int) -> Any:
     """A batch of the kind that it yields, for building a model; of a dataset only the shapes are read."""
     made = source.made(seed)
     if isinstance(made, Arrays):
