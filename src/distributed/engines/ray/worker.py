@@ -44,9 +44,7 @@ class RankOrder:
     folder: str  # the driver's working directory
     first_attempt: int
     nominal_ranks: int
-    device: str
-    threads: int | None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # beside its place in the world
 
 
 class RankEndedError(RuntimeError):
@@ -141,12 +139,7 @@ def _take_place(order: RankOrder) -> WorkerEnv:
 
 
 def _set_environment(order: RankOrder, env: WorkerEnv) -> None:
-    variables = env.to_environ() | {LAUNCHER: "ray", RAY_RUN: order.run}
-    if order.threads is not None:  # Ray has set it for the CPUs that it has booked
-        variables["OMP_NUM_THREADS"] = str(order.threads)
-    if order.device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    announce(variables | dict(order.env))
+    announce(env.to_environ() | {LAUNCHER: "ray", RAY_RUN: order.run} | dict(order.env))
     os.chdir(order.folder)
 
 
