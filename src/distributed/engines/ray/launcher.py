@@ -21,7 +21,7 @@ from distributed.core.errors import DistributedError, LaunchError
 from distributed.core.run_dir import RunDir
 from distributed.engines.ray.cluster import PlacementRequest, RayCluster, connected, shortage
 from distributed.engines.ray.follow import Following
-from distributed.engines.ray.names import NAMESPACE, stop_key
+from distributed.engines.ray.names import FOLDER, NAMESPACE, stop_key
 from distributed.engines.ray.trial import TuneScreen, holds_ranks, is_ray_trial
 from distributed.engines.ray.verdict import Verdict
 from distributed.engines.ray.worker import END_AT_ONCE, PlacedRanks, RankOrder, become_rank
@@ -276,7 +276,7 @@ class RayRun:
             run_config=RunConfig(  # type: ignore[arg-type]  # Ray types it as the older one
                 # Ray takes up an old run where it finds the same name; ours resumes from its own checkpoints.
                 name=f"launch-{request.attempt}-{self._run[:8]}",
-                storage_path=str(RunDir(self._run_dir).ray),
+                storage_path=str(RunDir(self._run_dir).engine_folder(FOLDER)),
                 failure_config=FailureConfig(max_failures=-1, controller_failure_limit=MAX_RESTARTS),
                 callbacks=[verdict],  # type: ignore[list-item]  # Ray takes those of its workers' groups too
                 logging_config=LoggingConfig(log_level="ERROR"),
