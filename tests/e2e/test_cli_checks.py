@@ -15,6 +15,8 @@ import pytest
 
 import distributed
 from distributed.core.config import DistributedConfig
+from distributed.core.mesh import MeshSpec
+from distributed.core.plan import BatchPlan, Decision, Plan, ShardPlan
 from distributed.core.run_config import RunConfig
 from distributed.launch.preflight import check_run_dir
 from tests.conftest import clean_environ, cli, fresh_cli
@@ -112,7 +114,7 @@ def test_resume_path_without_checkpoint_is_refused_before_start(unstarted):
         ("nowhere/step-000004", "does not exist"),
         ("old/checkpoints/step-000005", "there is: step-000004"),
         ("old", "resume_from_checkpoint=old/checkpoints"),
-        ("train.py", "it is a file"),
+        ("train.py", "the path is a file"),
     ):
         done = cli(unstarted, "train", "--script", "train.py", f"resume_from_checkpoint={path}")
         assert done.returncode == 3
@@ -172,6 +174,44 @@ def test_config_show_reads_the_settings_of_a_run(unstarted):
     refused = cli(unstarted, "config", "show", "--run-dir", "past")
     assert refused.returncode == 2
     assert "schema version" in refused.stderr
+
+
+def test_config_plan_shows_what_a_run_has_planned(unstarted):
+    why = Decision("4 processes", "the machine has 4 cores", "num_gpus")
+    plan = Plan("past", BatchPlan(8, 4), "fsdp", MeshSpec(dp_shard=4), shard=ShardPlan("full"), decisions=(why,))
+    (unstarted / "past").mkdir()
+    (unstarted / "past" / "plan.json").write_text(plan.to_json())
+    shown = cli(unstarted, "config", "plan", "past")
+    assert shown.returncode == 0, shown.stderr
+    lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    assert "strategy fsdp, sharding full" in lines
+    assert "mesh dp_shard=4 on 1 node, cpu with gloo" in lines
+    assert "batch 32 samples a step" in lines
+    assert "precision fp32" in lines
+    assert "4 processes the machine has 4 cores num_gpus" in lines
+    whole = cli(unstarted, "config", "plan", "past", "--json")
+    assert Plan.from_json(whole.stdout) == plan
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        (b'{"schema_version": 99}', "has the schema version 99, and this release reads"),
+        (b'{"schema_version": 1, "run_dir"', "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+    ],
+    ids=["none", "another version", "cut off", "no text"],
+)
+def test_config_plan_that_cannot_be_read_is_refused(unstarted, content, said):
+    (unstarted / "past").mkdir()
+    if content is not None:
+        (unstarted / "past" / "plan.json").write_bytes(content)
+    done = cli(unstarted, "config", "plan", "past")
+    assert done.returncode == 2
+    assert f"{Path('past', 'plan.json')}" in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ time.sleep(600)
 
 def rendered(environ=None, place=None, **changes):
     request = LaunchRequest(("train.py", "--x", "a b"), "runs/1", 2, threads_per_rank=3, **changes)
-    return LocalLauncher(environ=environ or {}).render(request, place or NodePlace.alone(request, 29511))
+    return LocalLauncher(environ=environ or {}).node_processes(request, place or NodePlace.alone(request, 29511))
 
 
 def test_rendered_environment_gives_each_rank_its_place():
@@ -52,7 +52,7 @@ def test_omp_num_threads_of_the_user_is_kept():
 
 
 def test_dry_run_text_is_quoted_for_a_shell():
-    text = str(rendered(env={"GREETING": "good day"})).splitlines()
+    text = rendered(env={"GREETING": "good day"}).command_lines()
     assert len(text) == 2
     assert "GREETING='good day'" in text[1]
     assert "train.py --x 'a b' > runs/1/attempts/0/rank-1.log" in text[1]

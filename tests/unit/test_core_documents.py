@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import replace
+from dataclasses import is_dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
 from distributed.core.config import DistributedConfig
 from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import ConfigError
-from distributed.core.plan import Decision, Plan
-from distributed.core.run_config import RunConfig
+from distributed.core.plan import PLAN_VERSION, Decision, Plan
+from distributed.core.run_config import CONFIG_VERSION, RunConfig
 from distributed.planner.hardware import Gpu, Hardware
 from distributed.planner.planning import JobProfile, make_plan
 
@@ -33,6 +35,7 @@ MESHES: list[dict[str, Any]] = [
     {"keep_best": "val_loss", "checkpoint_dir": "c", "timeline": None, "warmup_epochs": 1},
     {"allow_change": "seed, data", "resume_from_checkpoint": True, "num_workers": "auto", "gradient_clipping": 1},
 ]
+FIELDS = {Plan: (1, "8f41fa52859e"), RunConfig: (1, "0a5d3ef82f78")}  # version, and digest of what it stands for
 GPUS = Hardware(cpu_cores=8, gpus=(Gpu("GPU", compute_capability=9.0),) * 8)
 PROFILE = JobProfile(loader_batch_size=32, samples=4096, parameters=10**6, has_blocks=True)
 
@@ -78,6 +81,7 @@ def test_plan_of_another_version_is_refused() -> None:
         (("batch", "per_device"), "8", "batch.per_device='8'"),
         (("mesh", "ep"), 2, "mesh.ep is unknown"),
         (("decisions",), [{"choice": "a"}], "decisions[0].override is missing"),
+        (("mesh", "tp"), 0, "mesh axis tp has size 0"),
     ],
 )
 def test_plan_with_bad_or_unknown_field_is_refused(path: tuple[str, ...], value: Any, said: str) -> None:
@@ -89,6 +93,43 @@ def test_plan_with_bad_or_unknown_field_is_refused(path: tuple[str, ...], value:
     with pytest.raises(ConfigError) as refused:
         Plan.from_json(json.dumps(content))
     assert said in str(refused.value)
+
+
+def field_tree(kind: Any) -> Any:
+    """The fields of a dataclass and all that it holds, by name and type. What a choice may be is left out: a value
+    that this release does not know is refused when it is read."""
+    if is_dataclass(kind):
+        return {name: field_tree(hint) for name, hint in get_type_hints(kind).items()}
+    if get_origin(kind) is Literal:
+        return "choice"
+    name = (
+        "Union" if get_origin(kind) in (Union, UnionType) else getattr(get_origin(kind) or kind, "__name__", str(kind))
+    )
+    return [name, *map(field_tree, get_args(kind))]
+
+
+def digest(kind: type) -> str:
+    return hashlib.sha256(json.dumps(field_tree(kind)).encode()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "name"), [(Plan, PLAN_VERSION, "PLAN_VERSION"), (RunConfig, CONFIG_VERSION, "CONFIG_VERSION")]
+)
+def test_changed_fields_have_another_version(kind: type, version: int, name: str) -> None:
+    assert (version, digest(kind)) == FIELDS[kind], (
+        f"the fields of {kind.__name__} changed: raise {name}, and enter both here"
+    )
+
+
+def test_any_changed_field_changes_the_digest() -> None:
+    inner = make_dataclass("Inner", [("size", int)])
+    before = digest(make_dataclass("Outer", [("parts", tuple[inner, ...]), ("name", str | None)]))  # type: ignore[valid-type]
+    for inner in (
+        make_dataclass("Inner", [("length", int)]),
+        make_dataclass("Inner", [("size", float)]),
+        make_dataclass("Inner", [("size", int), ("more", int)]),
+    ):
+        assert digest(make_dataclass("Outer", [("parts", tuple[inner, ...]), ("name", str | None)])) != before  # type: ignore[valid-type]
 
 
 def test_config_is_read_back_with_its_sources(tmp_path: Path) -> None:

@@ -116,9 +116,49 @@ def test_missing_engine_target_is_detected() -> None:
     assert {"Engine", "ENGINES", "load_target", "features"} <= names_in(path)
 
 
-def test_no_lower_layer_compares_engine_names() -> None:
+def engine_names() -> set[str]:
+    """Of the engines that are not torch's own, and of the launchers that they bring."""
     others = {name: engine for name, engine in ENGINES.entries.items() if engine.needs}
-    names = {*others, *(engine.launcher.name for engine in others.values() if engine.launcher)}
+    return {*others, *(engine.launcher.name for engine in others.values() if engine.launcher)}
+
+
+def words_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every name, attribute, keyword and string of a module, docstrings too, with its line."""
+    for node in ast.walk(tree):
+        if is_text(node):
+            yield node.lineno, node.value  # type: ignore[attr-defined]
+        for field in ("id", "attr", "name", "arg", "module"):
+            word = getattr(node, field, None)
+            if isinstance(word, str):
+                yield getattr(node, "lineno", 0), word
+
+
+ABOUT_AN_ENGINE = re.compile(rf"(?<![A-Za-z])(?i:{'|'.join(engine_names())})(?![a-z])")
+
+
+@pytest.mark.parametrize(
+    "code", ["def ray(): ...", '"what Ray writes"', "x.deepspeed_config", "import horovod.torch", "f(TensorFlow=1)"]
+)
+def test_engine_name_is_found_in_any_word(code: str) -> None:
+    assert any(ABOUT_AN_ENGINE.search(word) for _, word in words_of(ast.parse(code)))
+    assert not ABOUT_AN_ENGINE.search("array, an arrays_of")
+
+
+def test_core_planner_and_worker_name_no_engine() -> None:
+    paths = [*SOURCE.glob("core/**/*.py"), *SOURCE.glob("planner/**/*.py"), SOURCE / "worker.py"]
+    of_settings = SOURCE / "core" / "settings"  # users see one list of settings, also those that one engine has
+    found = [
+        f"{path.relative_to(SOURCE)}:{line} {word}"
+        for path in paths
+        if of_settings not in path.parents
+        for line, word in words_of(tree_of(path))
+        if ABOUT_AN_ENGINE.search(word)
+    ]
+    assert not found, "an engine's words belong into engines/<name>:\n" + "\n".join(found)
+
+
+def test_no_lower_layer_compares_engine_names() -> None:
+    names = engine_names()
     above = {"engines", "trainers", "tune", "bench", "chaos", "cli"}
     below = [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in above]
     found = []

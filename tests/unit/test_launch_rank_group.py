@@ -14,7 +14,7 @@ from distributed.core.errors import LaunchError
 from distributed.core.protocol.rank_protocol import World
 from distributed.launch.local import LocalLauncher
 from distributed.launch.node.rank_group import RankGroup
-from distributed.launch.request import LaunchRequest, NodePlace, Rendered
+from distributed.launch.request import LaunchRequest, NodePlace, NodeProcesses
 from tests.fake_ranks import STEP_S, FakeClock, FakeKernel, FakeRank
 
 DOOR = StoreDoor("/run/store", "4f2a97c1")
@@ -28,9 +28,9 @@ class Group:
         self.kernel = FakeKernel(self.clock, behave)
         self.group = RankGroup({"PATH": "/bin"}, "python", kernel=self.kernel, clock=self.clock, **options)
 
-    def rendered(self, attempt: int, ranks: int) -> Rendered:
+    def rendered(self, attempt: int, ranks: int) -> NodeProcesses:
         request = LaunchRequest(("train.py",), str(self.folder), ranks, attempt=attempt)
-        return LocalLauncher(environ={}, python="python").render(request, NodePlace.alone(request, 29500))
+        return LocalLauncher(environ={}, python="python").node_processes(request, NodePlace.alone(request, 29500))
 
     def begin(self, attempt: int, slots: Sequence[int] = (0, 1, 2)) -> list[FakeRank]:
         """The processes of the world, by rank."""

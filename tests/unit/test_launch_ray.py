@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,13 +78,19 @@ def test_autoscaler_maximum_counts_as_capacity() -> None:
 
 def test_dry_run_describes_the_ray_placement() -> None:
     request = asked(num_nodes=4, ranks_per_node=8, device="cuda", address="auto")
-    text = RayLauncher().describe(request, RestartLimits())
-    assert "32 ranks on the Ray cluster at auto, with 1 CPU and 1 GPU each" in text
-    assert "distributed.launch.node.rank train.py" in text
+    request = replace(request, threads_per_rank=4, env={"LEVEL": "a b", "HF_TOKEN": "hf_123"})
+    rendered = RayLauncher().render(request, RestartLimits())
+    assert rendered.notes == (
+        "run directory run",
+        "32 ranks on the Ray cluster at auto, with 1 CPU and 1 GPU each, placed by PACK",
+    )
+    assert rendered.commands == (
+        "[each rank] OMP_NUM_THREADS=4 LEVEL='a b' HF_TOKEN='***' python -m distributed.launch.node.rank train.py",
+    )
 
 
 def test_node_without_the_script_names_file_and_host(tmp_path: Path) -> None:
-    order = RankOrder("x", ("train.py",), str(tmp_path), str(tmp_path), 0, 2, "cpu", None)
+    order = RankOrder("x", ("train.py",), str(tmp_path), str(tmp_path), 0, 2)
     with pytest.raises(LaunchError) as refused:
         become_rank(asdict(order))
     assert str(tmp_path / "train.py") in str(refused.value)

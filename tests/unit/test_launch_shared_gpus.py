@@ -36,7 +36,7 @@ def ranks_on(
     request = LaunchRequest(
         ("train.py",), "runs/1", 4, device="cuda", shares_gpus=shares_gpus, gpus=gpus, attempt=attempt
     )
-    return LocalLauncher(environ={}).render(request, NodePlace.alone(request, 29500)).processes
+    return LocalLauncher(environ={}).node_processes(request, NodePlace.alone(request, 29500)).processes
 
 
 def gpus(count: int) -> Hardware:

@@ -30,7 +30,7 @@ UNNAMED = {
     "strategies/pipeline/schedule.py:": "only its signature is looked at",
     "strategies/tensor/collectives.py:": COMPILED,
     "strategies/tensor/collectives.py:_all_reduce": COMPILED,
-    "engines/horovod/trainer.py:HorovodTrainer.metric_average": "users call it, and it has no session",
+    "engines/horovod/trainer.py:HorovodTrainer.metric_average": "users call it outside of fit; it names its errors",
     "train/stragglers/links.py:Links._echo": "within the name that `probe` gives",
     "train/stragglers/links.py:Links._round_trip": "within the name that `probe` gives",
 }

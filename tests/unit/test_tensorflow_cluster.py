@@ -28,7 +28,7 @@ def request_for(num_nodes: int = 1, devices: int = 2, device: str = "cpu", **set
 
 
 def configs(request: LaunchRequest, place: NodePlace) -> list[dict[str, Any]]:
-    rendered = LocalLauncher(environ={}, python="python").render(request, place)
+    rendered = LocalLauncher(environ={}, python="python").node_processes(request, place)
     return [json.loads(process.env["TF_CONFIG"]) for process in rendered.processes]
 
 
@@ -38,7 +38,7 @@ def alone(request: LaunchRequest) -> NodePlace:
 
 def test_mirrored_strategy_needs_no_tf_config() -> None:
     request = request_for(devices=4)
-    (process,) = LocalLauncher(environ={}, python="python").render(request, alone(request)).processes
+    (process,) = LocalLauncher(environ={}, python="python").node_processes(request, alone(request)).processes
     assert "TF_CONFIG" not in process.env
 
 
@@ -76,14 +76,14 @@ def test_parameter_server_cluster_keeps_its_ports_after_restart() -> None:
     first, second = configs(request, alone(request)), configs(request, alone(request))
     assert first == second
     assert [config["task"]["type"] for config in first] == ["chief", "worker", "worker", "ps", "ps"]
-    processes = LocalLauncher(environ={}, python="python").render(request, alone(request)).processes
+    processes = LocalLauncher(environ={}, python="python").node_processes(request, alone(request)).processes
     assert [process.role.serves for process in processes] == [False, True, True, True, True]
     assert [process.role.is_vital for process in processes] == [True, False, False, True, True]
 
 
 def test_only_training_tasks_see_a_gpu_one_each() -> None:
     request = request_for(tensorflow_strategy="parameter_server", device="cuda")
-    processes = LocalLauncher(environ={}, python="python").render(request, alone(request)).processes
+    processes = LocalLauncher(environ={}, python="python").node_processes(request, alone(request)).processes
     assert [process.env["CUDA_VISIBLE_DEVICES"] for process in processes] == ["", "0", "1", ""]
 
 
@@ -95,7 +95,7 @@ def test_tasks_use_only_gpus_of_cuda_visible_devices() -> None:
     seen = [
         [
             process.env.get("CUDA_VISIBLE_DEVICES")
-            for process in LocalLauncher(environ={}).render(of, alone(of)).processes
+            for process in LocalLauncher(environ={}).node_processes(of, alone(of)).processes
         ]
         for of in (lone, served, mirrored)
     ]

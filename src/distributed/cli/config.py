@@ -1,4 +1,4 @@
-"""distributed config show: every setting, its value, and where that came from."""
+"""distributed config: every setting with where its value came from, and what a run has planned from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rich.table import Table
 from distributed.cli import options as opt
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
+from distributed.core.plan import Plan
 from distributed.core.run_config import RunConfig
 from distributed.core.secrets import mask
 
-app = typer.Typer(help="Look at settings.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Look at settings and plans.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
@@ -51,11 +52,64 @@ def show(
     if as_json:
         print(json.dumps({name: {"value": values[name], "source": chosen.source(name)} for name in names}, indent=2))
         return
-    table = Table("setting", "value", "from", "meaning", box=None, pad_edge=False, header_style="bold")
+    table = _table("setting", "value", "from", "meaning")
     for name in names:
         style = "bold" if chosen.given(name) else None
         meaning = DistributedConfig.model_fields[name].description or ""
         table.add_row(name, _text(values[name]), chosen.source(name), meaning, style=style)
+    _print(table)
+
+
+@app.command("plan")
+def plan(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The directory of a run.")],
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs: the whole plan.")] = False,
+) -> None:
+    """Show what was planned for a run: strategy, mesh, batch, precision, and every decision with its reason.
+
+    A second fit of the same script has its plan in RUN_DIR/fit-2.
+
+    \b
+    Example:
+      distributed config plan runs/20260131-120000-1f2e
+    """
+    planned = Plan.read(run_dir)
+    if as_json:
+        print(planned.to_json(), end="")
+        return
+    table = _table("planned", "")
+    for name, value in _summary(planned).items():
+        table.add_row(name, value)
+    _print(table)
+    print()
+    decisions = _table("decision", "reason", "change it with")
+    for decision in planned.decisions:
+        decisions.add_row(decision.choice, decision.reason, decision.override)
+    _print(decisions)
+
+
+def _summary(planned: Plan) -> dict[str, str]:
+    """
+    >>> from distributed.core.plan import BatchPlan
+    >>> _summary(Plan("runs/x", BatchPlan(per_device=8, accumulation=2)))["batch"]
+    '16 samples a step: 2 × 8'
+    """
+    batch, nodes = planned.batch, planned.num_nodes
+    cut = "" if batch.accumulation == 1 else f": {batch.accumulation} × {batch.micro_batch}"
+    return {
+        "run": planned.run_dir,
+        "strategy": planned.strategy + ("" if planned.shard.kind == "none" else f", sharding {planned.shard.kind}"),
+        "mesh": f"{planned.mesh} on {nodes} node{'s' * (nodes > 1)}, {planned.device} with {planned.collectives}",
+        "batch": f"{batch.global_batch} samples a step{cut}",
+        "precision": planned.precision.kind,
+    }
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, pad_edge=False, header_style="bold")
+
+
+def _print(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False).print(table)
 
 

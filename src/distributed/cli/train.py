@@ -299,7 +299,7 @@ def _show_dry_run(job: TrainJob) -> None:
     request = job.request
     for decision in job.decisions:
         typer.echo(f"{decision}")
-    typer.echo(launcher_of(job.engine).describe(request, RestartLimits.of(job.config)))
+    typer.echo(str(launcher_of(job.engine).render(request, RestartLimits.of(job.config))))
 
 
 def _launch(job: TrainJob) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from distributed.core import typed_json
@@ -315,7 +316,7 @@ class Plan:
         if rest or (self.shard.is_fsdp and data_ranks % self.mesh.dp_replicate):
             raise PlanError(
                 f"the run cannot continue with {world_size} ranks",
-                why=f"its mesh is {self.mesh}: one copy of the model takes {self.mesh.ranks_per_replica} ranks",
+                why=f"the mesh is {self.mesh}: one copy of the model takes {self.mesh.ranks_per_replica} ranks",
                 do=f"continue with {self.mesh.ranks_per_replica} ranks, or a multiple of that",
             )
         if self.shard.is_fsdp:
@@ -354,6 +355,12 @@ class Plan:
     def to_json(self) -> str:
         """The text of plan.json; secrets are masked."""
         return typed_json.to_json(self, PLAN_VERSION)
+
+    @classmethod
+    def read(cls, run_dir: str | Path) -> Plan:
+        """The plan of a run, which its directory holds from the start of the training on."""
+        path = RunDir(run_dir).plan
+        return typed_json.read(cls, path, PLAN_VERSION, why="`fit` writes the plan there before its first step")
 
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> Plan:

@@ -10,7 +10,6 @@ from typing import Any
 from distributed.core import typed_json
 from distributed.core.atomic import write_private
 from distributed.core.config import DistributedConfig, build_config
-from distributed.core.errors import ConfigError
 from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask_arguments
 
@@ -57,12 +56,4 @@ class RunConfig:
     @classmethod
     def read(cls, run_dir: str | Path) -> RunConfig:
         path = RunDir(run_dir).config
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as failed:
-            raise ConfigError(
-                f"{path} cannot be read: {failed.strerror}",
-                why="a run writes its settings there when it begins",
-                do="pass the directory of a run; `fit` and `distributed train` make theirs in runs/",
-            ) from None
-        return typed_json.from_json(cls, text, CONFIG_VERSION, str(path))
+        return typed_json.read(cls, path, CONFIG_VERSION, why="a run writes its settings there when it begins")

@@ -1,7 +1,7 @@
 """RunDir: every name in the directory of a run, for writers and readers.
 
 runs/<id>/ config.json plan.json history.json launch.json resize.json owner.lock join-token mlflow.json payload-….pt
-           events.jsonl checkpoints/ ledger/ workers/ tensorboard/ ray/ fit-2/
+           events.jsonl checkpoints/ ledger/ workers/ tensorboard/ <engine>/ fit-2/
            attempts/<n>/ parent.log rank-3.log heartbeat-3 failure-3.json stack-3.txt lost-3.txt collectives-3.json
                          memory-3.{json,txt,pickle} place-3.json resumed.json ended.json
 """
@@ -98,13 +98,12 @@ class RunDir(_Folder):
         return LedgerDir(self.path / "ledger")
 
     @property
-    def ray(self) -> Path:
-        """What Ray itself writes."""
-        return self.path / "ray"
-
-    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
+
+    def engine_folder(self, name: str) -> Path:
+        """What an engine's own library writes."""
+        return self.path / name
 
     def payload(self, token: str, suffix: str) -> Path:
         """The job of the ranks that fit starts; each launch has a file of its own."""
@@ -152,12 +151,12 @@ class AttemptDir(_Folder):
 
     @property
     def resumed(self) -> Path:
-        """The state that an attempt on Ray began with."""
+        """The state that an attempt began with, for a launcher that does not hear it from its ranks."""
         return self.path / "resumed.json"
 
     @property
     def ended(self) -> Path:
-        """The fault that an attempt on Ray ended with."""
+        """The fault that an attempt ended with, where another process decides on it than follows the run."""
         return self.path / "ended.json"
 
     def log(self, rank: int) -> Path:
@@ -186,7 +185,7 @@ class AttemptDir(_Folder):
         return self.path / f"memory-{rank}{'' if beside is None else f'-beside-{beside}'}.json"
 
     def place(self, rank: int) -> Path:
-        """Where Ray runs a rank."""
+        """On which host a rank runs, where a cluster's scheduler has placed it."""
         return self.path / f"place-{rank}.json"
 
     def heartbeats(self) -> dict[int, Path]:

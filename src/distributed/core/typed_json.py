@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -27,7 +28,20 @@ def to_json(value: DataclassInstance, version: int) -> str:
     return json.dumps(to_plain(value, version), indent=2) + "\n"
 
 
-def from_json(kind: type[T], text: str, version: int, name: str) -> T:
+def read(kind: type[T], path: Path, version: int, *, why: str) -> T:
+    """The dataclass in a file of a run directory; `why` says when a run writes it."""
+    try:
+        content = path.read_bytes()
+    except OSError as failed:
+        raise ConfigError(
+            f"{path} cannot be read: {failed.strerror}",
+            why=why,
+            do="pass the directory of a run; `fit` and `distributed train` make theirs in runs/",
+        ) from None
+    return from_json(kind, content, version, str(path))
+
+
+def from_json(kind: type[T], text: str | bytes, version: int, name: str) -> T:
     """The dataclass that `to_json` wrote; `name` is the file's in errors.
 
     >>> from distributed.core.mesh import MeshSpec
@@ -37,18 +51,20 @@ def from_json(kind: type[T], text: str, version: int, name: str) -> T:
     try:
         content = json.loads(text)
     except ValueError as broken:
-        raise ConfigError(f"{name} is not JSON: {broken}", do=_AGAIN) from None
+        raise ConfigError(f"{name} is not JSON: {broken}", why="the file is damaged", do=_AGAIN) from None
     found = content.pop(VERSION, None) if isinstance(content, dict) else None
     if found != version:
         raise ConfigError(
             f"{name} has the schema version {found or 'of an older release'}, and this release reads {version}",
-            why="a value could be missing, or mean something else",
+            why="between versions, values are added, removed or given another meaning",
             do=f"read it with the release that wrote it; or {_AGAIN}",
         )
     try:
         result: T = _read(kind, content, "")
     except _DoesNotFitError as wrong:
-        raise ConfigError(f"{name}: {wrong}", why="it was not written by this release", do=_AGAIN) from None
+        raise ConfigError(
+            f"{name}: {wrong}", why="the file was changed, or another release wrote it", do=_AGAIN
+        ) from None
     return result
 
 
@@ -92,4 +108,8 @@ def _read_dataclass(kind: Any, value: dict[str, Any], path: str) -> Any:
     hints = get_type_hints(kind)
     for name in sorted(hints.keys() ^ value.keys()):
         raise _DoesNotFitError(f"{path}.{name} is {'missing' if name in hints else 'unknown'}".lstrip("."))
-    return kind(**{name: _read(hint, value[name], f"{path}.{name}".lstrip(".")) for name, hint in hints.items()})
+    values = {name: _read(hint, value[name], f"{path}.{name}".lstrip(".")) for name, hint in hints.items()}
+    try:
+        return kind(**values)
+    except AssertionError as wrong:  # its own invariant
+        raise _DoesNotFitError(f"{path}: {wrong}") from None

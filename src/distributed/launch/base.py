@@ -1,7 +1,7 @@
 """Launcher: what starts the ranks of a run and watches them, on this machine or on a cluster.
 
-    LaunchRequest ──describe──▶ text, and nothing is started
-          └────────submit────▶ JobHandle ──wait──▶ returns, or raises the first failure or the stop
+    LaunchRequest ──render──▶ Rendered: commands as text; nothing is started
+          └───────submit───▶ JobHandle ──wait──▶ returns, or raises the first failure or the stop
 
 A launcher restarts ranks after a fault, so the request is submitted, and not the commands of one world.
 """
@@ -15,7 +15,7 @@ from typing import Protocol, cast
 from distributed.core.engines.engine import Engine
 from distributed.core.registry import load_target
 from distributed.launch.node.log_mirror import MirrorScreen
-from distributed.launch.request import LaunchRequest
+from distributed.launch.request import LaunchRequest, Rendered
 from distributed.launch.supervise.supervisor import RestartLimits
 
 
@@ -36,8 +36,8 @@ class JobHandle(Protocol):
 class Launcher(Protocol):
     """Starts and supervises ranks; an engine's declaration names its launcher, which is made without arguments."""
 
-    def describe(self, request: LaunchRequest, limits: RestartLimits) -> str:
-        """The commands and nodes of a run as text, for a dry run."""
+    def render(self, request: LaunchRequest, limits: RestartLimits) -> Rendered:
+        """The exact commands of a run as text, for a dry run. Pure: equal requests have equal texts."""
 
     def reserve(self, ranks: int, device: str) -> AbstractContextManager[object]:
         """Resources that concurrent jobs of this process share, for that many ranks in total."""

@@ -1,4 +1,4 @@
-"""LocalLauncher: the ranks of this node as local processes. `render` decides and is pure, `run` starts them."""
+"""LocalLauncher: the ranks of this node as local processes. `node_processes` decides and is pure, `submit` starts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from distributed.launch.node.log_mirror import LogMirror, MirrorScreen
 from distributed.launch.node.rank_group import RankGroup
 from distributed.launch.node.shared_gpus import on_shared_gpu
 from distributed.launch.node.warm_parent import ALWAYS, WarmParent, preloads
-from distributed.launch.ports import free_port
 from distributed.launch.rendezvous.nodes import Alone, Nodes, Round
-from distributed.launch.request import LaunchRequest, NodePlace, ProcessSpec, Rendered, Role
+from distributed.launch.request import LaunchRequest, NodePlace, NodeProcesses, ProcessSpec, Rendered, Role
 from distributed.launch.supervise.supervisor import RestartLimits, Supervisor
 
 # A run on one machine: gloo and NCCL listen on the loopback interface, and not on the network.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
+_SHOWN_PORT = 29500  # where a free one is chosen at the start; torch's own default
 _FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE"  # collectives that torch records, to explain a hang; about 1 µs each
 
 
@@ -29,17 +29,18 @@ class LocalLauncher(Launcher):
     """Starts ranks as processes of this machine.
 
     >>> request = LaunchRequest(("train.py", "--lr", "1"), run_dir="runs/x", ranks_per_node=2)
-    >>> rendered = LocalLauncher(environ={}, python="python").render(request, NodePlace.alone(request, port=29500))
-    >>> rendered.processes[1].argv
+    >>> launcher = LocalLauncher(environ={}, python="python")
+    >>> process = launcher.node_processes(request, NodePlace.alone(request, port=29500)).processes[1]
+    >>> process.argv
     ('python', '-m', 'distributed.launch.node.rank', 'train.py', '--lr', '1')
-    >>> rendered.processes[1].env["RANK"], rendered.processes[1].env["MASTER_PORT"]
+    >>> process.env["RANK"], process.env["MASTER_PORT"]
     ('1', '29500')
     """
 
     environ: Mapping[str, str] = field(default_factory=inherited_environ, repr=False)
     python: str = sys.executable
 
-    def render(self, request: LaunchRequest, place: NodePlace, restarts: int = 0) -> Rendered:
+    def node_processes(self, request: LaunchRequest, place: NodePlace, restarts: int = 0) -> NodeProcesses:
         """The exact commands, environments and log files of this node's ranks."""
         processes, attempt = [], RunDir(request.run_dir).attempt(request.attempt)
         roles = request.roles(place, request.device) if request.roles is not None else [Role()] * place.ranks
@@ -67,7 +68,7 @@ class LocalLauncher(Launcher):
                     role=roles[local_rank],
                 )
             )
-        return Rendered(request.run_dir, str(attempt), tuple(processes), place.node_rank)
+        return NodeProcesses(request.run_dir, str(attempt), tuple(processes), place.node_rank)
 
     def _variables(self, request: LaunchRequest, worker: WorkerEnv) -> dict[str, str]:
         variables = worker.to_environ() | {"PYTHONUNBUFFERED": "1"}
@@ -83,13 +84,13 @@ class LocalLauncher(Launcher):
             variables |= on_shared_gpu(worker, request.gpus)
         return variables | dict(request.env)
 
-    def describe(self, request: LaunchRequest, limits: RestartLimits) -> str:
+    def render(self, request: LaunchRequest, limits: RestartLimits) -> Rendered:
         """The commands of this node's ranks, with the values that are known before the rendezvous."""
-        port, lines = request.master_port or free_port(), []
+        port, notes = request.master_port or _SHOWN_PORT, []
         if request.num_nodes == 1:
             place = NodePlace.alone(request, port)
             if request.master_port is None:
-                lines.append("MASTER_PORT is chosen at the start")
+                notes.append(f"MASTER_PORT is a free port that is chosen at the start; {port} stands for it here")
         else:
             host, rendezvous_port = request.rendezvous_endpoint
             node = request.node_rank or 0
@@ -103,12 +104,13 @@ class LocalLauncher(Launcher):
                 ranks=request.ranks_per_node,
                 nodes=((host, request.ranks_per_node),) * request.num_nodes,
             )
-            lines.append(
+            notes.append(
                 f"rendezvous of the nodes at {host}:{rendezvous_port}; shown is node {node}"
                 + ("" if request.node_rank is not None else ", which is agreed there")
                 + "; MASTER_ADDR and MASTER_PORT are node 0's, chosen there"
             )
-        return "\n".join([*lines, f"run directory {request.run_dir}", str(self.render(request, place))])
+        notes.append(f"run directory {request.run_dir}")
+        return Rendered(tuple(notes), self.node_processes(request, place).command_lines())
 
     def reserve(self, ranks: int, device: str) -> AbstractContextManager[object]:
         """Reserves nothing: each job has its own processes."""
@@ -173,10 +175,10 @@ class LocalLauncher(Launcher):
             raise
         return supervisor
 
-    def render_round(self, request: LaunchRequest, round_: Round, slots: Sequence[int]) -> Rendered:
+    def render_round(self, request: LaunchRequest, round_: Round, slots: Sequence[int]) -> NodeProcesses:
         """The ranks of this node in a round; each uses the GPU of its slot, even after other slots were excluded."""
         request = replace(request, run_dir=round_.run_dir, attempt=round_.attempt)
-        rendered = self.render(request, round_.place, round_.restarts)
+        rendered = self.node_processes(request, round_.place, round_.restarts)
         if request.device != "cuda" or request.shares_gpus or list(slots) == list(range(len(slots))):
             return rendered
         names = gpu_names(self.environ.get("CUDA_VISIBLE_DEVICES"), max(slots) + 1)

@@ -1,4 +1,4 @@
-"""LaunchRequest, the run to launch, and Rendered, its exact commands; nothing runs yet."""
+"""LaunchRequest, the run to launch; NodeProcesses, the ranks of one node; Rendered, a run as text. Nothing runs yet."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class NodeProcesses:
     """The processes of one node, ready to be started."""
 
     run_dir: str
@@ -131,20 +131,44 @@ class Rendered:
     processes: tuple[ProcessSpec, ...]
     node_rank: int = 0
 
-    def __str__(self) -> str:
-        return "\n".join(_describe(process) for process in self.processes)
-
     @property
     def events_path(self) -> Path:
         return RunDir(self.run_dir).events
 
+    def command_lines(self) -> tuple[str, ...]:
+        """Each process as a line that a shell would run.
 
-def _describe(process: ProcessSpec) -> str:
-    """The process as a line that a shell would run.
+        >>> process = ProcessSpec(1, ("python", "a b.py"), {"RANK": "1"}, "runs/x/rank-1.log")
+        >>> NodeProcesses("runs/x", "runs/x/attempts/0", (process,)).command_lines()
+        ("[r1] RANK=1 python 'a b.py' > runs/x/rank-1.log 2>&1",)
+        """
+        return tuple(
+            f"[r{process.rank}] {command_line(process.argv, process.env)} > {shlex.quote(process.log_path)} 2>&1"
+            for process in self.processes
+        )
 
-    >>> print(_describe(ProcessSpec(1, ("python", "a b.py"), {"RANK": "1"}, "runs/x/rank-1.log")))
-    [r1] RANK=1 python 'a b.py' > runs/x/rank-1.log 2>&1
+
+@dataclass(frozen=True)
+class Rendered:
+    """What a launcher would start, as text; secrets are masked.
+
+    >>> print(Rendered(notes=("run directory runs/x",), commands=("[each rank] python train.py",)))
+    run directory runs/x
+    [each rank] python train.py
     """
-    variables = [f"{name}={shlex.quote(mask(value, name))}" for name, value in process.env.items()]
-    command = [*variables, shlex.join(mask_arguments(process.argv)), ">", shlex.quote(process.log_path), "2>&1"]
-    return f"[r{process.rank}] " + " ".join(command)
+
+    notes: tuple[str, ...]  # where the run goes, and what is known only once it starts
+    commands: tuple[str, ...]  # exactly what runs, each with the variables that it gets
+
+    def __str__(self) -> str:
+        return "\n".join((*self.notes, *self.commands))
+
+
+def command_line(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """A command with its variables, quoted for a shell.
+
+    >>> command_line(("python", "a b.py"), {"RANK": "1", "API_TOKEN": "x"})
+    "RANK=1 API_TOKEN='***' python 'a b.py'"
+    """
+    variables = [f"{name}={shlex.quote(mask(value, name))}" for name, value in env.items()]
+    return " ".join([*variables, shlex.join(mask_arguments(argv))])

@@ -64,7 +64,7 @@ class HorovodTrainer(Trainer):
         0.5
         """
         mine = torch.tensor([float(value)], dtype=torch.float64)
-        try:
+        try:  # without a session, which there is in `fit` alone: the error below has the metric's name
             if dist.is_initialized():
                 dist.all_reduce(mine)
                 return mine.item() / dist.get_world_size()

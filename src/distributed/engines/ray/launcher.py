@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import threading
 import time
 import uuid
@@ -20,10 +19,9 @@ from distributed.core.atomic import make_private, write_private
 from distributed.core.env import environ_with, inherited_environ
 from distributed.core.errors import DistributedError, LaunchError
 from distributed.core.run_dir import RunDir
-from distributed.core.secrets import mask_arguments
 from distributed.engines.ray.cluster import PlacementRequest, RayCluster, connected, shortage
 from distributed.engines.ray.follow import Following
-from distributed.engines.ray.names import NAMESPACE, stop_key
+from distributed.engines.ray.names import FOLDER, NAMESPACE, stop_key
 from distributed.engines.ray.trial import TuneScreen, holds_ranks, is_ray_trial
 from distributed.engines.ray.verdict import RayVerdict
 from distributed.engines.ray.worker import END_AT_ONCE, PlacedRanks, RankOrder, become_rank
@@ -31,7 +29,7 @@ from distributed.launch.base import Launcher
 from distributed.launch.local import LocalLauncher
 from distributed.launch.node.log_mirror import LogMirror, MirrorScreen
 from distributed.launch.node.stop_signals import Stopped, Stops
-from distributed.launch.request import LaunchRequest
+from distributed.launch.request import LaunchRequest, Rendered, command_line
 from distributed.launch.supervise.policy import MAX_RESTARTS
 from distributed.launch.supervise.supervisor import RestartLimits
 
@@ -90,15 +88,27 @@ class RayLauncher(Launcher):
         """A cluster on this machine, which the jobs find."""
         return connected(None, ranks, device)
 
-    def describe(self, request: LaunchRequest, limits: RestartLimits) -> str:
+    def render(self, request: LaunchRequest, limits: RestartLimits) -> Rendered:
         """What would be placed, and what each rank would run."""
         placement = placement_of(request, limits)
         where = f"the Ray cluster at {request.address}" if request.address else "a Ray cluster on this machine"
         size = f"{placement.most}" if placement.fewest == placement.most else f"{placement.fewest} to {placement.most}"
         each = "1 CPU and 1 GPU" if request.device == "cuda" else "1 CPU"
-        command = shlex.join(("python", "-m", "distributed.launch.node.rank", *mask_arguments(request.command)))
+        command = command_line(
+            ("python", "-m", "distributed.launch.node.rank", *request.command), variables_of(request)
+        )
         placed = f"{size} ranks on {where}, with {each} each, placed by {placement.strategy}"
-        return f"run directory {request.run_dir}\n{placed}\n[each rank] {command}"
+        return Rendered((f"run directory {request.run_dir}", placed), (f"[each rank] {command}",))
+
+
+def variables_of(request: LaunchRequest) -> dict[str, str]:
+    """What each rank gets beside its place, which Ray gives it."""
+    variables = {}
+    if request.threads_per_rank is not None:  # Ray has set it for the CPUs that it has booked
+        variables["OMP_NUM_THREADS"] = str(request.threads_per_rank)
+    if request.device == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    return variables | dict(request.env)
 
 
 def placement_of(request: LaunchRequest, limits: RestartLimits) -> PlacementRequest:
@@ -247,9 +257,7 @@ class RayRun:
             folder=os.getcwd(),
             first_attempt=request.attempt,
             nominal_ranks=request.num_nodes * request.ranks_per_node,
-            device=request.device,
-            threads=request.threads_per_rank,
-            env=dict(request.env),
+            env=variables_of(request),
         )
         verdict = RayVerdict(self._run, self._run_dir, self._limits.max_restarts, request.attempt)
         return DataParallelTrainer(
@@ -268,7 +276,7 @@ class RayRun:
             run_config=RunConfig(  # type: ignore[arg-type]  # Ray types it as the older one
                 # Ray takes up an old run where it finds the same name; ours resumes from its own checkpoints.
                 name=f"launch-{request.attempt}-{self._run[:8]}",
-                storage_path=str(RunDir(self._run_dir).ray),
+                storage_path=str(RunDir(self._run_dir).engine_folder(FOLDER)),
                 failure_config=FailureConfig(max_failures=-1, controller_failure_limit=MAX_RESTARTS),
                 callbacks=[verdict],  # type: ignore[list-item]  # Ray takes those of its workers' groups too
                 logging_config=LoggingConfig(log_level="ERROR"),

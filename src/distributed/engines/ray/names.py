@@ -4,6 +4,7 @@ from __future__ import annotations
 
 RAY_RUN = "DISTRIBUTED_RAY_RUN"  # the variable by which the ranks of a run find what it is called in Ray's store
 NAMESPACE = "distributed"  # of the keys in Ray's own store
+FOLDER = "ray"  # of a run directory: what Ray itself writes
 
 
 def stop_key(run: str) -> str:

@@ -13,6 +13,7 @@ from distributed.core.config import DistributedConfig
 from distributed.core.plan import Decision
 from distributed.core.run_dir import RunDir
 from distributed.core.settings.typed import TrainerSettings
+from distributed.engines.ray.names import FOLDER
 from distributed.trainers.trainer import Trainer
 
 _MISTYPED = 0.85  # how alike a name must be to a setting's to be one that was mistyped
@@ -58,7 +59,8 @@ class RayTrainer(Trainer):
 
         if self.history is None:
             return None
-        snapshots = RunDir(self.history.run_dir).ray.glob("launch-*/checkpoint_manager_snapshot.json")
+        folder = RunDir(self.history.run_dir).engine_folder(FOLDER)
+        snapshots = folder.glob("launch-*/checkpoint_manager_snapshot.json")
         newest = max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
         return None if newest is None else Result.from_path(str(newest.parent.absolute()))
 

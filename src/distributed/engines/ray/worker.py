@@ -22,7 +22,6 @@ from ray.experimental import internal_kv
 from ray.train.backend import Backend, BackendConfig
 
 from distributed.core.atomic import write_private
-from distributed.core.choices import Device
 from distributed.core.env import LAUNCHER, WorkerEnv, announce
 from distributed.core.errors import LaunchError
 from distributed.core.run_dir import RunDir
@@ -45,9 +44,7 @@ class RankOrder:
     folder: str  # the driver's working directory
     first_attempt: int
     nominal_ranks: int
-    device: Device
-    threads: int | None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)  # beside its place in the world
 
 
 class RankEndedError(RuntimeError):
@@ -142,12 +139,7 @@ def _take_place(order: RankOrder) -> WorkerEnv:
 
 
 def _set_environment(order: RankOrder, env: WorkerEnv) -> None:
-    variables = env.to_environ() | {LAUNCHER: "ray", RAY_RUN: order.run}
-    if order.threads is not None:  # Ray has set it for the CPUs that it has booked
-        variables["OMP_NUM_THREADS"] = str(order.threads)
-    if order.device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    announce(variables | dict(order.env))
+    announce(env.to_environ() | {LAUNCHER: "ray", RAY_RUN: order.run} | dict(order.env))
     os.chdir(order.folder)
 
 

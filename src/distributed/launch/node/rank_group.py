@@ -31,7 +31,7 @@ from distributed.launch.clock import Clock, HasFileno, Timings
 from distributed.launch.node.kernel import Kernel
 from distributed.launch.node.processes import RankProcess, end_all
 from distributed.launch.node.warm_parent import WarmParent
-from distributed.launch.request import ProcessSpec, Rendered, Role
+from distributed.launch.request import NodeProcesses, ProcessSpec, Role
 from distributed.launch.supervise.aborts import aborted_record
 from distributed.launch.supervise.first_failure import Ending
 from distributed.launch.supervise.hangs import Watched
@@ -200,7 +200,7 @@ class RankGroup:
         self.members: list[RankHandle] = []
         self._leaving: list[RankProcess] = []  # ranks of earlier worlds that are being ended
 
-    def begin(self, rendered: Rendered, slots: Iterable[int]) -> None:
+    def begin(self, rendered: NodeProcesses, slots: Iterable[int]) -> None:
         """Begin the next world: one process for each rank of `rendered`, in the order of the slots."""
         make_private(rendered.attempt_dir)
         pairs = list(zip(rendered.processes, slots, strict=False))
@@ -223,7 +223,7 @@ class RankGroup:
             else:
                 self.members.append(self._start(rendered, spec, slot))
 
-    def _start(self, rendered: Rendered, spec: ProcessSpec, slot: int) -> RankHandle:
+    def _start(self, rendered: NodeProcesses, spec: ProcessSpec, slot: int) -> RankHandle:
         AttemptDir(rendered.attempt_dir).failure(spec.rank).unlink(missing_ok=True)
         environ = dict(self._environ) | dict(spec.env) | self._secrets() | {LAUNCHER_PID: str(os.getpid())}
         try:
@@ -251,7 +251,7 @@ class RankGroup:
     def _secrets(self) -> dict[str, str]:
         return {} if self._door is None else self._door().to_environ()
 
-    def _make(self, rendered: Rendered, spec: ProcessSpec, environ: Mapping[str, str]) -> RankProcess:
+    def _make(self, rendered: NodeProcesses, spec: ProcessSpec, environ: Mapping[str, str]) -> RankProcess:
         if self._parent is not None and self._shares_parent:
             return self._parent.start(spec, environ, self._with_control)
         if self._preload is None or not WarmParent.is_supported():

@@ -25,7 +25,7 @@ from distributed.launch.node.log_tail import crash_dump
 from distributed.launch.node.rank_group import RankGroup
 from distributed.launch.node.stop_signals import Stopped, Stops
 from distributed.launch.rendezvous.nodes import News, Nodes, Round, RunOver, StoppedWaiting
-from distributed.launch.request import LaunchRequest, Rendered
+from distributed.launch.request import LaunchRequest, NodeProcesses
 from distributed.launch.supervise.first_failure import failure_error
 from distributed.launch.supervise.policy import Fault, GiveUp, Shrink, decide
 from distributed.launch.supervise.report import RunReport
@@ -73,7 +73,7 @@ class Supervisor:
     request: LaunchRequest
     nodes: Nodes
     rank_group: RankGroup
-    render: Callable[[Round, Sequence[int]], Rendered]  # the ranks of this node in a round, on these slots
+    render: Callable[[Round, Sequence[int]], NodeProcesses]  # the ranks of this node in a round, on these slots
     mirror: LogMirror
     limits: RestartLimits = field(default_factory=RestartLimits)
     on_stop: Callable[[int], None] | None = None
