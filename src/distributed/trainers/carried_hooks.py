@@ -10,14 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_OF_OPTIMIZER = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+from distributed.runtime.torch_module_compat import OPTIMIZER_HOOKS, gradient_hooks
 
 
 def has_hooks(value: Any) -> bool:
@@ -32,10 +25,10 @@ def describe(value: Any) -> tuple[Any, ...]:
 
 def _hooks_of(value: Any) -> dict[str, Any]:
     if isinstance(value, nn.Parameter):
-        found = {"before": value._backward_hooks, "after": getattr(value, "_post_accumulate_grad_hooks", None)}
-        return {kind: list(hooks.values()) for kind, hooks in found.items() if hooks}
+        found = zip(("before", "after"), gradient_hooks(value), strict=True)
+        return {kind: list(hooks.values()) for kind, hooks in found if hooks}
     if isinstance(value, torch.optim.Optimizer):
-        return {name: hooks for name in _OF_OPTIMIZER if (hooks := value.__dict__.get(name))}
+        return {name: hooks for name in OPTIMIZER_HOOKS if (hooks := value.__dict__.get(name))}
     return {}
 
 

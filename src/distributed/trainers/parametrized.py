@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from distributed.runtime.torch_module_compat import parametrize_again
+
 
 def is_parametrized(value: Any) -> bool:
     return isinstance(value, nn.Module) and parametrize.is_parametrized(value) and _class_of(value) is not type(value)
@@ -30,9 +32,7 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 def _make(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     module = kind.__new__(kind)
-    parametrize._inject_new_class(module)
-    for name in names:
-        parametrize._inject_property(module, name)
+    parametrize_again(module, names)
     return module
 
 

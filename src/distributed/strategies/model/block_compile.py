@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from distributed.runtime.torch_compat import inductor_options
+from distributed.runtime.torch_module_compat import forget_compiled_call
 from distributed.strategies.model.blocks import need_blocks
 from distributed.strategies.model.recompute import forward_name, restore_forward, without_caches
 
@@ -48,7 +49,7 @@ def undo_compile(module: nn.Module, paths: Sequence[str]) -> None:
     """Let these blocks run without compilation again."""
     for path in paths:
         block = module.get_submodule(path)
-        block.__dict__.pop("_compiled_call_impl", None)
+        forget_compiled_call(block)
         if _INNER in block.__dict__:
             restore_forward(block, forward_name(block), block.__dict__.pop(_INNER))
 
