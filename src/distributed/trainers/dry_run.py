@@ -24,7 +24,8 @@ from distributed.core.engines.engine import ENGINES, load_strategy
 from distributed.core.env import DRY_RUN, WorkerEnv
 from distributed.core.errors import DataError, PlanError
 from distributed.core.plan import Plan
-from distributed.data.loading.loader import Step, StreamLoader, TrainLoader
+from distributed.data.loading.loader import Step, TrainLoader
+from distributed.data.loading.stream_loader import StreamLoader
 from distributed.data.source import Source
 from distributed.planner.hardware import Gpu, Hardware, probe_hardware
 from distributed.planner.planning import make_plan
