@@ -12,8 +12,7 @@ from distributed.core.env import inherited_environ
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
 from distributed.runtime.torch_module_compat import compiled_call, set_compiled_call
-from distributed.strategies.model.block_compile import compile_blocks, undo_compile
-from distributed.strategies.model.compile_cache import compile_cache
+from distributed.strategies.model.compilation import compile_blocks, compile_cache, undo_compile
 from distributed.strategies.model.lora import init_lora, is_adapter
 from distributed.strategies.model.materialize import materialize
 from distributed.strategies.model.recompute import recompute, undo_recompute
