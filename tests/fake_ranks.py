@@ -40,7 +40,8 @@ from distributed.launch.node.log_mirror import LogMirror
 from distributed.launch.node.rank_group import RankGroup
 from distributed.launch.rendezvous.nodes import Alone, News, Nodes, Round, StoppedWaiting
 from distributed.launch.request import LaunchRequest, NodePlace, ProcessSpec
-from distributed.launch.supervise.supervisor import RestartLimits, Supervisor
+from distributed.launch.supervise.restart_limits import RestartLimits
+from distributed.launch.supervise.supervisor import Supervisor
 
 _FIRST_PID = 1 << 30  # above any that a kernel gives
 _LONGEST_S = 60.0

@@ -573,8 +573,8 @@ _TRAIN = [
     Fault(
         "the ledger is not rewound to the checkpoint",
         "train/loop.py",
-        "rewind_ledgers(RunDir(self._plan.run_dir).ledger, self._state.progress.step)",
-        "last_recorded(RunDir(self._plan.run_dir).ledger, 0)",
+        "rewind_ledgers(folder, progress.step)",
+        "rewind_ledgers(folder, progress.step + 10**9)",
         _unit("train_resume", "same_folder"),
     ),
     Fault(

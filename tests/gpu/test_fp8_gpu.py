@@ -18,7 +18,7 @@ from distributed.core.env import WorkerEnv
 from distributed.core.plan import BatchPlan, OptimizerPlan, Plan, PrecisionPlan
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
-from distributed.strategies.model.block_compile import compile_blocks
+from distributed.strategies.model.compilation import compile_blocks
 from distributed.strategies.speed.float8 import float8_linear, use_float8
 from distributed.strategies.torch_mesh import TorchMesh
 from distributed.train.task import Task

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distributed.core.plan import BatchPlan, MemoryPlan, Plan
-from distributed.strategies.model.compile_cache import compile_cache, compile_folder
+from distributed.strategies.model.compilation import compile_cache, compile_folder
 from tests.conftest import run_python
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"

@@ -20,7 +20,8 @@ from distributed import Trainer
 from distributed.core.errors import DataError, PlanError
 from distributed.core.plan import BatchPlan
 from distributed.data.loading.dali import DaliBatches
-from distributed.data.loading.loader import EvalLoader, StreamLoader
+from distributed.data.loading.loader import EvalLoader
+from distributed.data.loading.stream_loader import StreamLoader
 from distributed.data.source import read_source
 from distributed.testing import run_ranks
 

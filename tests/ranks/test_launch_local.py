@@ -19,7 +19,7 @@ from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.ports import free_port, port_in_use
 from distributed.launch.preflight import check_port, check_run_dir, check_script, new_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest, NodePlace
-from distributed.launch.supervise.supervisor import RestartLimits
+from distributed.launch.supervise.restart_limits import RestartLimits
 
 IGNORES_CTRL_C = """
 import signal, time

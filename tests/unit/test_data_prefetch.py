@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distributed.core.plan import BatchPlan
-from distributed.data.loading.loader import StreamLoader, TrainLoader
+from distributed.data.loading.loader import TrainLoader
 from distributed.data.loading.prefetch import Prefetch
 from distributed.data.loading.rows import RowLoader, Rows
+from distributed.data.loading.stream_loader import StreamLoader
 from distributed.data.source import Source, read_source
 
 CPU = torch.device("cpu")

@@ -18,7 +18,8 @@ from torch.utils.data import (
 from distributed.core.errors import DataError
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Plan
-from distributed.data.loading.loader import EvalLoader, StreamLoader, TrainLoader
+from distributed.data.loading.loader import EvalLoader, TrainLoader
+from distributed.data.loading.stream_loader import StreamLoader
 from distributed.data.shares import EpochSplit
 from distributed.data.source import Source, read_source
 

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from distributed.core.errors import DataError
 from distributed.core.plan import BatchPlan
 from distributed.data.checks.stream_digest import sample_digest
-from distributed.data.loading.loader import EvalLoader, StreamLoader
+from distributed.data.loading.loader import EvalLoader
+from distributed.data.loading.stream_loader import StreamLoader
 from distributed.data.source import read_source
 from distributed.data.virtual_ranks import seed_generators
 

@@ -33,7 +33,7 @@ from distributed.launch.node.log_mirror import LogMirror
 from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.request import LaunchRequest
 from distributed.launch.supervise.policy import Fault
-from distributed.launch.supervise.supervisor import RestartLimits
+from distributed.launch.supervise.restart_limits import RestartLimits
 
 TWO = RayCluster((RayNode("n1", 8, 2), RayNode("n2", 4, 4)))
 

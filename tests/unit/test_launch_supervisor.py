@@ -19,6 +19,7 @@ from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.rendezvous.nodes import News, RunOver
 from distributed.launch.request import Role
 from distributed.launch.supervise.resize_request import ask_for_ranks
+from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.launch.supervise.states import (
     Done,
     Draining,
@@ -30,7 +31,6 @@ from distributed.launch.supervise.states import (
     Starting,
     follow,
 )
-from distributed.launch.supervise.supervisor import RestartLimits
 from tests.fake_ranks import STEP_S, FakeNodes, FakeRank, FakeRun, on
 
 STEPS = 6

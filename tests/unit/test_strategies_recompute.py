@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from distributed.core.errors import PlanError
-from distributed.strategies.model.block_compile import compile_blocks, undo_compile
+from distributed.strategies.model.compilation import compile_blocks, undo_compile
 from distributed.strategies.model.recompute import recompute, undo_recompute
 
 WIDTH = 16

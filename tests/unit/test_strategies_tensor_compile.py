@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from distributed.strategies.model.block_compile import compile_blocks
+from distributed.strategies.model.compilation import compile_blocks
 from distributed.strategies.tensor.forwards import patch
 
 

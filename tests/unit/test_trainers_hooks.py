@@ -7,13 +7,13 @@ import io
 import torch
 from torch import nn
 
-from distributed.trainers.payload import _PickleModule
+from distributed.trainers.pickling import PickleModule
 
 
 def sent(value: object) -> object:
     """As a rank gets it."""
     file = io.BytesIO()
-    torch.save(value, file, pickle_module=_PickleModule, pickle_protocol=5)
+    torch.save(value, file, pickle_module=PickleModule, pickle_protocol=5)
     file.seek(0)
     return torch.load(file, weights_only=False)
 

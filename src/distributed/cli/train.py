@@ -49,7 +49,7 @@ from distributed.launch.rendezvous.join_token import read_join_token
 from distributed.launch.rendezvous.nodes import News, Nodes, Round
 from distributed.launch.request import LaunchRequest
 from distributed.launch.run_lock import owned
-from distributed.launch.supervise.supervisor import RestartLimits
+from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.observe.live import RunScreen
 from distributed.planner.adoption import adopt
 from distributed.planner.hardware import Hardware, probe_for, probe_hardware

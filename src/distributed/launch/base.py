@@ -16,7 +16,7 @@ from distributed.core.engines.engine import Engine
 from distributed.core.registry import load_target
 from distributed.launch.node.log_mirror import MirrorScreen
 from distributed.launch.request import LaunchRequest, Rendered
-from distributed.launch.supervise.supervisor import RestartLimits
+from distributed.launch.supervise.restart_limits import RestartLimits
 
 
 class JobHandle(Protocol):

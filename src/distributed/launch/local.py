@@ -16,7 +16,8 @@ from distributed.launch.node.shared_gpus import on_shared_gpu
 from distributed.launch.node.warm_parent import ALWAYS, WarmParent, preloads
 from distributed.launch.rendezvous.nodes import Alone, Nodes, Round
 from distributed.launch.request import LaunchRequest, NodePlace, NodeProcesses, ProcessSpec, Rendered, Role
-from distributed.launch.supervise.supervisor import RestartLimits, Supervisor
+from distributed.launch.supervise.restart_limits import RestartLimits
+from distributed.launch.supervise.supervisor import Supervisor
 
 # A run on one machine: gloo and NCCL listen on the loopback interface, and not on the network.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}

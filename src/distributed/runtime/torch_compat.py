@@ -1,13 +1,13 @@
 """What of torch is private and used all the same: each name once, so that a new torch is tried in one place.
 
-The tests run it with the torch that constraints.txt pins, on a CPU; what each function says to do where a name
-disappears is advice that was not needed yet. The rest of the package imports these names from here.
-CPython's own private names have one user each and stay there (launch/node/rank.py).
+Torch 2.11 and 2.13 have every name below, unless its function says otherwise; the tests run with 2.13 on a CPU. What a
+function says of a torch without its name is advice that was not needed yet. The rest of the package calls this file and
+`torch_module_compat.py`; tests/unit/test_private_names.py lists what stays elsewhere, and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -26,7 +26,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # noqa: F401
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # noqa: F401
 from torch.nn.modules.conv import _ConvNd as ConvBase  # noqa: F401
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -128,6 +127,11 @@ def ddp_buckets(tensors: Sequence[torch.Tensor], limit_bytes: int) -> list[list[
     return buckets
 
 
+def reduction_finished(replicated: nn.parallel.DistributedDataParallel) -> Callable[[], None]:
+    """It raises where DDP has not reduced every gradient. Without it, the next forward says so, a step late."""
+    return replicated.reducer._check_reducer_finalized
+
+
 def fake_store() -> dist.Store:
     """Of the backend "fake", which this import registers. Instead: `run_ranks` with real processes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -142,9 +146,21 @@ def forget_composable_state(module: nn.Module) -> None:
     _composable_state._module_state_mapping.pop(module, None)
 
 
-def has_global_step_hooks() -> bool:
-    """Whether a script hooks into every optimizer's step. Instead: ask users, who rarely do."""
-    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+def fsdp_groups(sharded: Any) -> list[Any]:
+    """What FSDP gathers and reduces together. Without it, unused parameters break the reduction."""
+    state = sharded._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:  # torch 2.11 has one at most
+        found = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(found)
+
+
+UNSHARDED = "_unsharded_param"  # an FSDP parameter has it once its block has run; a name, for loops over parameters
+
+
+def step_microbatches(schedule: Any, count: int) -> None:
+    """A pipeline's step whose stages find their inputs. Instead: `step`, which cuts one tensor into equal ones."""
+    schedule._step_microbatches([()] * count, [{}] * count, [None] * count, [], return_outputs=False)
 
 
 # ---- many tensors at once: of each, the loop over its tensors does the same, slower
@@ -187,6 +203,26 @@ def preserved_versions(tensors: Iterable[torch.Tensor]) -> AbstractContextManage
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What it is a view of, if of anything. Without it, standardized weights are taken for data."""
+    return tensor._base
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Instead: copy what a stage sends in any case, because torch's schedules detach it in place."""
+    return tensor._is_view()
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same for views of one tensor, also on the meta device. Instead: `data_ptr`, which is 0 there."""
+    return tensor.untyped_storage()._cdata
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """As `nn.Parameter(tensor)`, which leaves a weak reference, with which a tensor cannot be swapped."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
 def parameter_of_class(kind: type, value: torch.Tensor, requires_grad: bool) -> Any:
     """A parameter of a user's own class, without calling it. Instead: `copy.copy` of one that is there."""
     return torch.Tensor._make_subclass(kind, value, requires_grad)
@@ -200,6 +236,11 @@ def scaled_mm(*operands: Any, **how: Any) -> torch.Tensor:
 def flash_attention() -> Any:
     """With the logarithm of its sums, for parts that are merged. Instead: `torch.nn.attention.flex_attention`."""
     return torch.ops.aten._scaled_dot_product_flash_attention
+
+
+def arguments_of(operator: Any) -> Any:
+    """Of an operator, with which of them it writes to. Without it, unset tensors of a model are not found."""
+    return operator._schema.arguments
 
 
 def is_operator(value: object) -> bool:

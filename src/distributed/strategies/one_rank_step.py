@@ -15,7 +15,8 @@ from distributed.data.loading.transfer import to_device
 from distributed.runtime.session import Session
 from distributed.runtime.step_gate import StepGate
 from distributed.runtime.tensor_shard import Box
-from distributed.runtime.torch_compat import foreach_norm, has_global_step_hooks, preserved_versions
+from distributed.runtime.torch_compat import foreach_norm, preserved_versions
+from distributed.runtime.torch_module_compat import has_global_step_hooks, loss_scale_tensors
 from distributed.strategies.base import LossTrial, MetricSum, Outcome, StateTree, StepTask
 from distributed.strategies.checks.elementwise import has_step_hooks, refuse_closure
 from distributed.strategies.checks.layers import check_layers
@@ -308,8 +309,7 @@ class OneRankStep:
         return more_tensors("optimizer loss scale, number", self._scaler_tensors())
 
     def _scaler_tensors(self) -> list[torch.Tensor]:
-        made = () if self._scaler is None else (self._scaler._scale, self._scaler._growth_tracker)
-        return [tensor for tensor in made if tensor is not None]
+        return [] if self._scaler is None else loss_scale_tensors(self._scaler)
 
     @torch.no_grad()
     def held_state(self) -> StateTree | None:

@@ -11,6 +11,7 @@ from torch import nn
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
+from distributed.runtime.torch_module_compat import forget_unscaled
 from distributed.strategies.base import StateTree, StepOutput, StepTask
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.data_parallel.ddp import own_buffers, replicate, why_not_captured
@@ -120,7 +121,7 @@ class Replicated(MeshStep):
             self._low.forget()
         self._forget_gradients()
         if self._scaler is not None:
-            self._scaler._per_optimizer_states.clear()  # its progress within a step
+            forget_unscaled(self._scaler)
 
     def parts(self) -> Mapping[str, Any]:
         given = {"loss": getattr(self._task, "loss_fn", None), "metrics": getattr(self._task, "metrics", None)}

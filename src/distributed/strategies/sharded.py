@@ -16,6 +16,7 @@ from distributed.data.loading.loader import Microbatch
 from distributed.data.loading.transfer import to_device
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box
+from distributed.runtime.torch_module_compat import found_overflows
 from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.checks.elementwise import Cut, refuse_closure, refuse_step_hooks, refuse_uncuttable
 from distributed.strategies.checks.forward_changes import ForwardChanges
@@ -180,7 +181,7 @@ class Sharded(MeshStep):
     def _finish_gradients(self, measure: bool) -> torch.Tensor | None:
         if self._scaler is not None:
             self._scaler.unscale_(self._stepper)
-            self._agree_on_overflow(self._scaler._found_inf_per_device(self._stepper))
+            self._agree_on_overflow(found_overflows(self._scaler, self._stepper))
         if self._clip_norm is not None:
             return self._shards.norm.clip(self._clip_norm)
         return self._shards.norm.norm() if measure else None

@@ -11,9 +11,10 @@ from distributed.core.errors import DataError
 from distributed.core.plan import Decision, Plan
 from distributed.core.run_dir import RunDir
 from distributed.data.loading.dali import DaliBatches
-from distributed.data.loading.loader import EvalLoader, StreamLoader, TrainLoader
+from distributed.data.loading.loader import EvalLoader, TrainLoader
 from distributed.data.loading.prefetch import EpochLoader, Prefetch
 from distributed.data.loading.rows import RowEvalLoader, RowLoader, Rows, say_bytes
+from distributed.data.loading.stream_loader import StreamLoader
 from distributed.data.loading.virtual_rank_loader import VirtualRankLoader
 from distributed.data.loading.workers import (
     WorkerCount,

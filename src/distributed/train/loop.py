@@ -5,19 +5,19 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 
 from distributed.checkpoint.save.publishing import Saved
-from distributed.core.events import Observer, ResumeCompared, StepEnded
+from distributed.core.events import Observer, StepEnded
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.protocol.heartbeat import Phase
 from distributed.core.protocol.process_owner import OwnProcess, ProcessOwner
 from distributed.core.run_dir import RunDir
-from distributed.data.checks.ledger import Ledger, last_recorded, rewind_ledgers
+from distributed.data.checks.ledger import Ledger, complete_ledgers, rewind_ledgers
 from distributed.data.loading.loader import EvalLoader
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
@@ -34,7 +34,6 @@ from distributed.train.meter import Meter, Reading
 from distributed.train.metrics import MetricTotals
 from distributed.train.progress import Due, EpochSteps, record_epoch
 from distributed.train.reports import Reports
-from distributed.train.resume.certificate import Verdict
 from distributed.train.resume.facts import Facts
 from distributed.train.resume.survivor_state import HandedOver, SurvivorState
 from distributed.train.run_events import RunEvents, nothing_to_resume
@@ -151,7 +150,7 @@ class Loop:
             if is_whole and self._due.save_after_epoch(state.progress):
                 self._save(metrics)
         self._save(metrics, wait=True)
-        self._compare(state.conclude())
+        self._events.resume_compared(state.conclude())
         self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
         history = self._finish(time.perf_counter() - begun)
         state.close()
@@ -216,7 +215,7 @@ class Loop:
                 if replicas.is_due(step):
                     replicas.compare(step)
                 if state.is_watched(step):
-                    self._compare(state.witness(output.loss, train.indices))
+                    self._events.resume_compared(state.witness(output.loss, train.indices))
                 if looks:
                     self._log(epoch, meter.read())
                     proven.mark(step)
@@ -299,9 +298,12 @@ class Loop:
     def _restore(self, inherited: HandedOver | None) -> None:
         restored = self._state.restore(inherited)
         if self._ledger is not None and self._session.is_main:
-            rewind_ledgers(RunDir(self._plan.run_dir).ledger, self._state.progress.step)
-            if inherited is not None:
-                self._complete_ledgers(inherited)
+            progress, folder = self._state.progress, RunDir(self._plan.run_dir).ledger
+            rewind_ledgers(folder, progress.step)
+            if inherited is not None and progress.steps_in_epoch:
+                batch = self._plan.batch.for_ranks(inherited.tree["ranks"])
+                used = partial(self._train.sample_indices, progress.epoch, progress.steps_in_epoch - 1, batch)
+                complete_ledgers(folder, progress.step, progress.epoch, used, ranks=batch.ranks)
         self._session.barrier("restored")
         self._replicas.begin(self._state.progress.step)
         self._session.check()
@@ -326,24 +328,7 @@ class Loop:
             self._events.warn(message)
         for line in self._state.changes:
             self._events.warn(line)
-        self._compare(self._state.verdict)
-
-    def _complete_ledgers(self, inherited: HandedOver) -> None:
-        """The last step was finished by all ranks of the world before this one, also by one that died before it wrote
-        that down: which samples it used is known without it."""
-        progress, folder = self._state.progress, RunDir(self._plan.run_dir).ledger
-        batch = self._plan.batch.for_ranks(inherited.tree["ranks"])
-        for rank in range(batch.ranks) if progress.steps_in_epoch else ():
-            if last_recorded(folder, rank) < progress.step:
-                indices = self._train.sample_indices(progress.epoch, progress.steps_in_epoch - 1, batch, rank)
-                ledger = Ledger(folder, rank)
-                ledger.record(progress.step, progress.epoch, indices)
-                ledger.close()
-
-    def _compare(self, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            found: dict[str, Any] = {"passed": verdict.passed, "steps": verdict.steps, "component": verdict.component}
-            self._events.tell(ResumeCompared(time=time.time(), text=str(verdict), **found))
+        self._events.resume_compared(self._state.verdict)
 
     @property
     def _interrupted(self) -> bool:

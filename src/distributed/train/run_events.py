@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from distributed.checkpoint.save.publishing import Saved
 from distributed.core.errors import CheckpointError
@@ -14,6 +15,7 @@ from distributed.core.events import (
     EvaluationEnded,
     Event,
     Observer,
+    ResumeCompared,
     RunEnded,
     RunStarted,
     Warned,
@@ -21,6 +23,9 @@ from distributed.core.events import (
 from distributed.core.history import EpochRecord, History
 from distributed.core.plan import Decision, Plan
 from distributed.core.secrets import mask
+
+if TYPE_CHECKING:
+    from distributed.train.resume.certificate import Verdict
 
 
 class RunEvents:
@@ -113,6 +118,19 @@ class RunEvents:
     def not_saved(self, failed: CheckpointError) -> None:
         problem = failed.problems[0]
         self.warn(f"{problem.what}: {problem.why}; training continues without this checkpoint")
+
+    def resume_compared(self, verdict: Verdict | None) -> None:
+        """What the steps after a checkpoint came to; None: nothing to say yet."""
+        if verdict is not None:
+            self.tell(
+                ResumeCompared(
+                    time=time.time(),
+                    text=str(verdict),
+                    passed=verdict.passed,
+                    steps=verdict.steps,
+                    component=verdict.component,
+                )
+            )
 
     def run_ended(self, history: History) -> None:
         self.tell(

@@ -24,12 +24,14 @@ from distributed.core.engines.engine import ENGINES, load_strategy
 from distributed.core.env import DRY_RUN, WorkerEnv
 from distributed.core.errors import DataError, PlanError
 from distributed.core.plan import Plan
-from distributed.data.loading.loader import Step, StreamLoader, TrainLoader
+from distributed.data.loading.loader import Step, TrainLoader
+from distributed.data.loading.stream_loader import StreamLoader
 from distributed.data.source import Source
 from distributed.planner.hardware import Gpu, Hardware, probe_hardware
 from distributed.planner.planning import make_plan
 from distributed.runtime.session import Session
-from distributed.runtime.torch_compat import FakeTensorMode, fake_store, tree_map_only
+from distributed.runtime.torch_compat import FakeTensorMode, fake_store, mark_as_parameter, tree_map_only
+from distributed.runtime.torch_module_compat import find_flat_weights, forget_flat_weights
 from distributed.strategies.base import Strategy
 from distributed.strategies.model.lora import add_lora
 from distributed.strategies.placement import local
@@ -225,16 +227,16 @@ def _replace_tensors(
     """Let these be empty tensors on a device. They stay the same objects, for the optimizers that hold them."""
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:
-        module._flat_weight_refs.clear()  # weak ones, with which a tensor cannot be swapped
+        forget_flat_weights(module)
     for tensor in [*parameters, *buffers]:
         fresh = _empty(tensor, device)
         if isinstance(tensor, nn.Parameter):
-            fresh._is_param = True  # type: ignore[attr-defined]  # nn.Parameter(…) would leave a weak reference
+            mark_as_parameter(fresh)
             fresh.requires_grad_(tensor.requires_grad)
         fresh.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, fresh)
     for module in recurrent:
-        module._init_flat_weights()
+        find_flat_weights(module)
     for holder in (module.__dict__ for module in model.modules()):
         holder.update({name: _empty(held, device) for name, held in holder.items() if isinstance(held, torch.Tensor)})
 

@@ -24,7 +24,7 @@ from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask_text
 from distributed.launch.base import launcher_of
 from distributed.launch.request import LaunchRequest
-from distributed.launch.supervise.supervisor import RestartLimits
+from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.observe.live import RunScreen
 
 

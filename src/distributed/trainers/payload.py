@@ -13,49 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-import numpy as np
 import torch
 
 from distributed.core.atomic import Sealed, create_private, seal
 from distributed.core.errors import Problem, TaskError
-from distributed.trainers import carried_hooks, parametrized
-from distributed.trainers.carried_hooks import has_hooks
-from distributed.trainers.parametrized import is_parametrized
+from distributed.trainers.pickling import JobPickler, PickleModule
 from distributed.worker import PICKLE, RankJob
-
-_MAPPED_BYTES = 1 << 16  # arrays from this size on travel as tensors, which the ranks map
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, so that classes and functions of a script or notebook travel by value."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if (
-            type(obj) is np.ndarray
-            and obj.nbytes >= _MAPPED_BYTES
-            and obj.dtype.kind in "fiub"
-            and obj.flags.c_contiguous
-        ):
-            writable = obj if obj.flags.writeable else obj.copy()
-            return _as_array, (torch.from_numpy(writable),)
-        if is_parametrized(obj):
-            return parametrized.describe(obj)
-        if has_hooks(obj):
-            return carried_hooks.describe(obj)
-        return super().reducer_override(obj)
-
-
-class _PickleModule:
-    """What torch.save needs of a pickle module."""
-
-    __name__ = "cloudpickle"
-    Pickler = _Pickler
-    dumps = staticmethod(cloudpickle.dumps)
-
-
-def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    return tensor.numpy()
 
 
 def write_payload(job: RankJob, path: Path) -> Sealed:
@@ -63,7 +26,7 @@ def write_payload(job: RankJob, path: Path) -> Sealed:
     handle = create_private(path)
     try:
         with os.fdopen(handle, "wb", closefd=False) as file:
-            torch.save(job, file, pickle_module=_PickleModule, pickle_protocol=5)
+            torch.save(job, file, pickle_module=PickleModule, pickle_protocol=5)
         with os.fdopen(handle, "rb", closefd=False) as written, zipfile.ZipFile(written) as archive:
             name = next(name for name in archive.namelist() if name.endswith(PICKLE))
             return seal(path, handle, archive.read(name))
@@ -119,7 +82,7 @@ def _deepest(path: str, value: Any, seen: set[int]) -> tuple[str, Any, Exception
 
 def _pickling_error(value: Any) -> Exception | None:
     try:
-        _Pickler(io.BytesIO(), protocol=5).dump(value)
+        JobPickler(io.BytesIO(), protocol=5).dump(value)
     except Exception as error:  # noqa: BLE001 - pickling runs any object's own code
         return error
     return None

@@ -23,6 +23,7 @@ from distributed.core.plan import Plan
 from distributed.runtime.host_memory import free_host_memory
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import parameter_of_class
+from distributed.runtime.torch_module_compat import non_persistent_buffers
 from distributed.strategies.checks.sharded_models import forget_parts, is_in_parts, mark_parts
 from distributed.strategies.model.optimizer_state import load_named_state
 from distributed.train.checks.nonpersistent import take
@@ -223,7 +224,7 @@ class UntrainedTask:
 def _look_at(module: nn.Module, path: str) -> _Module:
     attributes = {key: _copied(value) for key, value in vars(module).items() if key not in ("_parameters", "_buffers")}
     parameters = {name: None if p is None else _describe(p) for name, p in module._parameters.items()}
-    loose = module._non_persistent_buffers_set
+    loose = non_persistent_buffers(module)
     kept = {name: buffer for name, buffer in module._buffers.items() if buffer is None or name in loose}
     saved = tuple(name for name in module._buffers if name not in kept)
     return _Module(

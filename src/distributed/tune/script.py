@@ -22,7 +22,7 @@ from distributed.launch.local import LocalLauncher
 from distributed.launch.ports import free_port
 from distributed.launch.preflight import next_attempt
 from distributed.launch.request import LaunchRequest
-from distributed.launch.supervise.supervisor import RestartLimits
+from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.observe.trial import current_trial
 from distributed.planner.hardware import probe_hardware
 from distributed.tune.results.results import split_settings

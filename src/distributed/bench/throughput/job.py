@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from distributed.bench.workloads.models import TINY, WORKLOADS, Rows, Workload
+from distributed.runtime.torch_module_compat import set_compiled_call
 
 _KEPT_BYTES = 2**29  # of rows; more steps than they make read them again
 _JUDGED = 4  # batches whose loss is taken in the end
@@ -107,7 +108,7 @@ class WorkloadJob:
     def final_loss(self, model: nn.Module) -> float:
         """Of the first batches, the same for everybody."""
         model.to(self.device).train()  # statistics of the batch, as in training
-        model._compiled_call_impl = None  # type: ignore[assignment]  # compiling it for one pass takes longer
+        set_compiled_call(model, None)  # compiling it for one pass takes longer
         size, rows = self.workload.batch, self.rows()
         starts = range(0, min(len(rows[0]), _JUDGED * size), size)
         with torch.no_grad(), self.autocast():

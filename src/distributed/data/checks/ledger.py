@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -85,6 +85,17 @@ def last_recorded(folder: str | os.PathLike[str], rank: int) -> int:
     """The last step in a rank's file; 0 where there is none."""
     path = LedgerDir(folder).file(rank)
     return max((entry.step for entry in read_ledger(path)), default=0) if path.exists() else 0
+
+
+def complete_ledgers(
+    folder: str | os.PathLike[str], step: int, epoch: int, used: Callable[[int], Sequence[int]], *, ranks: int
+) -> None:
+    """Record the last step of a world that broke for ranks that died before they did; `used`: the samples of a rank."""
+    for rank in range(ranks):
+        if last_recorded(folder, rank) < step:
+            ledger = Ledger(folder, rank)
+            ledger.record(step, epoch, used(rank))
+            ledger.close()
 
 
 @dataclass(frozen=True)

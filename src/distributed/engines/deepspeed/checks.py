@@ -1,14 +1,18 @@
-"""What of a task DeepSpeed cannot train, each said with its name before anything starts."""
+"""What of a task or a configuration DeepSpeed does not take, each said with its name before anything starts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from distributed.core.errors import Problem, TaskError
+from distributed.core.errors import PlanError, Problem, TaskError
 from distributed.core.plan import Plan
+from distributed.engines.deepspeed.ops import import_deepspeed
+from distributed.engines.deepspeed.process import deepspeed_environ
 from distributed.runtime.torch_compat import BatchNormBase
 from distributed.strategies.base import StepTask
 from distributed.strategies.checks.elementwise import INSTEAD, OF_STEP_HOOKS, has_step_hooks, why_not_cut
@@ -24,6 +28,9 @@ _UNFIT = {
 }
 
 _FIT = ("FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "FusedLion", "DeepSpeedCPULion")  # DeepSpeed's own
+
+_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}  # which it will not do without
+_DO = "write a value of the type that DeepSpeed needs, or leave it out"
 
 
 def check_task(task: StepTask, plan: Plan) -> None:
@@ -137,3 +144,32 @@ def _of_model(model: nn.Module, plan: Plan) -> Iterator[Problem]:
             why="DeepSpeed holds its parameters in that precision, beside statistics in fp32: torch does not take both",
             do="use backend='pytorch-ddp' or mixed_precision='no'",
         )
+
+
+def check_values(plan: Plan, device_index: int = 0) -> None:
+    """Raise every value of a configuration that DeepSpeed itself would refuse when an engine is made, by its key."""
+    with deepspeed_environ(plan.device, device_index):
+        import_deepspeed(plan.device)
+        problems = [problem for key, value in plan.engine["config"].items() for problem in _of_section(key, value)]
+    if problems:
+        source = plan.engine["source"]
+        raise PlanError([Problem(f"{source}: {problem.what}", problem.why, _DO) for problem in problems])
+
+
+def _of_section(key: str, value: Any) -> Iterator[Problem]:
+    """One section by itself: DeepSpeed stops at the first that is wrong."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(_BATCH | {key: value})
+    except Exception as refused:  # noqa: BLE001 - DeepSpeed's check of a value raises any kind
+        errors = getattr(refused, "errors", None)
+        if errors is not None:
+            yield from (_of_field(key, error) for error in errors())
+        else:
+            yield Problem(f"{key}={json.dumps(value)}", why=str(refused))
+
+
+def _of_field(key: str, error: Mapping[str, Any]) -> Problem:
+    path = ".".join((key, *map(str, error["loc"])))
+    return Problem(f"{path}={json.dumps(error['input'], default=str)}", why=error["msg"])

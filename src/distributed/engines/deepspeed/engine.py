@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.engines.deepspeed import ops as deepspeed_ops
-from distributed.engines.deepspeed.checks import check_optimizer, check_task
-from distributed.engines.deepspeed.config_values import check_values
+from distributed.engines.deepspeed.checks import check_optimizer, check_task, check_values
 from distributed.engines.deepspeed.flats import keep_unaligned_gradients, share_masters
 from distributed.engines.deepspeed.ownership import BorrowedModel
-from distributed.engines.deepspeed.precision import compute_in
 from distributed.engines.deepspeed.process import (
     complete,
     deepspeed_environ,
@@ -29,6 +28,7 @@ from distributed.engines.deepspeed.state import ZeroState
 from distributed.engines.deepspeed.unused_parameters import UseCheck
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box
+from distributed.runtime.torch_compat import tree_map_only
 from distributed.strategies.base import NonFiniteLoss, StateTree, StepOutput, StepTask
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.layers import check_layers
@@ -116,7 +116,7 @@ class DeepSpeedEngine(MicrobatchStep):
             begun = {"model": whole} | ({} if earlier is None else {"optimizer": earlier})
             self._state.load(begun, is_partial=True)
         if dtype is not None:
-            self._autocast = self._until_closed.enter_context(compute_in(self.module, dtype, session.device.type))
+            self._autocast = self._until_closed.enter_context(_compute_in(self.module, dtype, session.device.type))
         self._loan.begin()
         self._engine.set_gradient_accumulation_boundary(True)
 
@@ -277,6 +277,32 @@ class DeepSpeedEngine(MicrobatchStep):
         finally:
             self._engine = self._model = self._state = None
             self._until_closed.close()
+
+
+@contextmanager
+def _compute_in(module: nn.Module, dtype: torch.dtype, device: str) -> Iterator[torch.autocast]:
+    """While this is open, inputs become as precise as the parameters, and outputs fp32 again, for the loss.
+
+    The autocast that it returns lets layers work with buffers that have stayed in fp32.
+    """
+
+    def lower(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, _caster(dtype), (args, kwargs))
+
+    def raise_again(module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map_only(torch.Tensor, _caster(torch.float32), output)
+
+    hooks = [module.register_forward_pre_hook(lower, with_kwargs=True), module.register_forward_hook(raise_again)]
+
+    try:
+        yield torch.autocast(device, dtype)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _scaler_state(zero: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from distributed.launch.node.log_mirror import LogMirror, MirrorScreen
 from distributed.launch.node.stop_signals import Stopped, Stops
 from distributed.launch.request import LaunchRequest, Rendered, command_line
 from distributed.launch.supervise.policy import MAX_RESTARTS
-from distributed.launch.supervise.supervisor import RestartLimits
+from distributed.launch.supervise.restart_limits import RestartLimits
 
 _POLL_S = 0.1
 _CLOSE_S = 10.0  # for a run that is closed without a wait

@@ -1,4 +1,4 @@
-"""MemoryInquiry: if a rank runs out of GPU memory, the other ranks report their use before they are ended."""
+"""MemoryInquiry: if a rank runs out of GPU memory, the others report their use of it before they are ended."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distributed.core.protocol.gpu_memory import read_memory
+from distributed.core.protocol.gpu_memory import GpuMemory, read_memory
 from distributed.core.protocol.rank_protocol import Measure
 from distributed.core.run_dir import AttemptDir
 from distributed.launch.clock import Clock
 from distributed.launch.node.rank_group import RankHandle
 from distributed.launch.supervise.first_failure import Ending
-from distributed.launch.supervise.memory_report import describe_memory
+
+_GIB = 2**30
 
 
 class MemoryInquiry:
@@ -58,3 +59,37 @@ def _own(member: RankHandle) -> Path:
 
 def _beside(failed: RankHandle, other: RankHandle) -> Path:
     return AttemptDir(other.attempt_dir).memory(other.rank, beside=failed.rank)
+
+
+def describe_memory(rank: int, told: Sequence[GpuMemory]) -> str:
+    """The use of the GPU on which this rank has most memory; empty if the rank reported nothing.
+
+    >>> told = [GpuMemory(0, 11, "a", "H200", 100 * _GIB, _GIB, 60 * _GIB, 61 * _GIB, 60 * _GIB),
+    ...         GpuMemory(1, 12, "a", "H200", 100 * _GIB, _GIB, 35 * _GIB, 36 * _GIB, 35 * _GIB)]
+    >>> print(describe_memory(1, told))
+    memory of its GPU (H200, 100.0 GiB, 1.0 free), which ranks 0, 1 share:
+      rank 0 (pid 11): 60.0 GiB in tensors, 61.0 reserved, at most 60.0 in tensors
+      rank 1 (pid 12): 35.0 GiB in tensors, 36.0 reserved, at most 35.0 in tensors
+      contexts, NCCL and other programs: 2.0 GiB
+    """
+    own = max((share for share in told if share.rank == rank), key=lambda share: share.reserved, default=None)
+    if own is None:
+        return ""
+    shares = sorted((share for share in told if share.gpu == own.gpu), key=lambda share: share.rank)
+    ranks = ", ".join(str(share.rank) for share in shares)
+    free = f", {_gib(own.free)} free" if own.free >= 0 else ""
+    head = f"memory of its GPU ({own.name}, {_gib(own.total)} GiB{free})"
+    lines = [f"{head}, which ranks {ranks} share:" if len(shares) > 1 else f"{head}:"]
+    lines += [
+        f"  rank {share.rank} (pid {share.pid}): {_gib(share.allocated)} GiB in tensors,"
+        f" {_gib(share.reserved)} reserved, at most {_gib(share.peak)} in tensors"
+        for share in shares
+    ]
+    if own.free >= 0:
+        rest = own.total - own.free - sum(share.reserved for share in shares)
+        lines.append(f"  contexts, NCCL and other programs: {_gib(max(0, rest))} GiB")
+    return "\n".join(lines)
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.1f}"

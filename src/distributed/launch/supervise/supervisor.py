@@ -6,7 +6,6 @@ and the new ranks. Its states and transitions are in `states`.
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distributed.core.atomic import FILE_MODE
-from distributed.core.config import DistributedConfig
 from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, Event, RankFailed
 from distributed.core.protocol.rank_protocol import Leave
@@ -30,6 +28,7 @@ from distributed.launch.supervise.first_failure import failure_error
 from distributed.launch.supervise.policy import Fault, GiveUp, Shrink, decide
 from distributed.launch.supervise.report import RunReport
 from distributed.launch.supervise.resize_request import read_request
+from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.launch.supervise.states import (
     Done,
     Draining,
@@ -44,26 +43,6 @@ from distributed.launch.supervise.states import (
     follow,
 )
 from distributed.launch.supervise.watch import Asked, Broken, Drained, Ended, Watch
-
-
-@dataclass(frozen=True)
-class RestartLimits:
-    """The limits of restarts, and the timeouts of a run."""
-
-    max_restarts: int | None = 0  # None: the policy's default
-    min_gpus: int | None = None  # None: all
-    hang_timeout_s: float | None = None  # None: from the measured steps
-    interrupt_grace_s: float = 300.0  # from the first Ctrl-C to SIGKILL: a few steps and a save
-    collective_timeout_s: float = math.inf  # after which a collective fails
-
-    @staticmethod
-    def of(config: DistributedConfig) -> RestartLimits:
-        return RestartLimits(
-            config.max_restarts,
-            config.min_gpus,
-            config.hang_timeout_s,
-            collective_timeout_s=config.collective_timeout_s,
-        )
 
 
 @dataclass(kw_only=True)

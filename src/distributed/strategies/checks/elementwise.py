@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from distributed.core.errors import TaskError
+from distributed.runtime.torch_module_compat import step_hooks
 
 Cut = Literal["parameters", "rows", "columns", "flat"]
 
@@ -71,7 +72,7 @@ def refuse_uncuttable(optimizer: torch.optim.Optimizer, cuts: Sequence[Cut], set
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    return any(step_hooks(optimizer))
 
 
 def refuse_step_hooks(optimizer: torch.optim.Optimizer, setting: str) -> None:

@@ -7,19 +7,20 @@ clamp, a sign, a norm) then differs from that for the whole batch, unless it is 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from distributed.core.errors import TaskError
+from distributed.runtime.torch_module_compat import Hooks, gradient_hooks, has_gradient_hooks, set_gradient_hooks
 
 
 class _Hooked(NamedTuple):
     parameter: nn.Parameter
-    before: Mapping[int, Any] | None  # of register_hook
-    after: Mapping[int, Any] | None  # of register_post_accumulate_grad_hook
+    before: Hooks | None  # of register_hook
+    after: Hooks | None  # of register_post_accumulate_grad_hook
 
 
 class ParameterHooks:
@@ -27,11 +28,9 @@ class ParameterHooks:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._hooked = [
-            _Hooked(p, p._backward_hooks, p._post_accumulate_grad_hooks) for p in self._parameters if _has_hooks(p)
-        ]
+        self._hooked = [_Hooked(p, *gradient_hooks(p)) for p in self._parameters if has_gradient_hooks(p)]
         for hooked in self._hooked:
-            _put(hooked.parameter, None, OrderedDict())
+            set_gradient_hooks(hooked.parameter, None, OrderedDict())
 
     @torch.no_grad()
     def call(self) -> None:
@@ -48,30 +47,20 @@ class ParameterHooks:
 
     def close(self) -> None:
         for parameter, before, after in self._hooked:
-            _put(parameter, before, after)
+            set_gradient_hooks(parameter, before, after)
 
 
 def hooked_parameters(module: nn.Module) -> list[str]:
     """The names of trained parameters with a hook on their gradient."""
-    return [name for name, p in module.named_parameters() if p.requires_grad and _has_hooks(p)]
+    return [name for name, p in module.named_parameters() if p.requires_grad and has_gradient_hooks(p)]
 
 
 def refuse_new_hooks(module: nn.Module) -> None:
     """Raise if a forward pass has put a hook on a parameter, where gradients are then reduced over ranks."""
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter._backward_hooks:
+        if parameter.requires_grad and gradient_hooks(parameter)[0]:
             raise TaskError(
                 f"a hook on the gradient of {name} was registered during training",
                 why="the hook is called with the gradient of one rank's share of the batch, before the all-reduce",
                 do="register the hook before fit: it is then called with the gradient of the whole batch",
             )
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def _put(parameter: Any, before: Mapping[int, Any] | None, after: Mapping[int, Any] | None) -> None:
-    parameter._backward_hooks = before
-    if after is not None:  # torch does not call these here
-        parameter._post_accumulate_grad_hooks = after

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.core.errors import TaskError
+from distributed.runtime.torch_compat import reduction_finished
 
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _SHOWN = 5
@@ -19,9 +20,9 @@ _SHOWN = 5
 
 def reduction_check(replicated: DistributedDataParallel, rank: int) -> Callable[[], None]:
     """A check that raises after a step's last backward pass if a gradient was not reduced; never synchronizes."""
-    reducer, module = replicated.reducer, replicated.module
+    module = replicated.module
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    finished, first = reducer._check_reducer_finalized, named[0][1]
+    finished, first = reduction_finished(replicated), named[0][1]
     finds_unused = replicated.find_unused_parameters or replicated.static_graph
 
     def check() -> None:

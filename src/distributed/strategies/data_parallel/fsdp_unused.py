@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from distributed.runtime.torch_compat import UNSHARDED, fsdp_groups
 from distributed.strategies.data_parallel.used_parameters import changed
 
 
@@ -50,7 +51,7 @@ class ShardedUse:
         def complete(*args: Any) -> None:
             settled = self._settled()
             for name, parameter in members:
-                if not hasattr(parameter, "_unsharded_param"):  # its block has never run
+                if not hasattr(parameter, UNSHARDED):  # its block has never run
                     continue
                 if parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None:
                     if settled is not None and name not in settled:  # the other ranks would not reduce it
@@ -67,8 +68,4 @@ def _groups(roots: Iterable[nn.Module]) -> Iterator[Any]:
     """torch's groups of parameters that are gathered and reduced together."""
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     for sharded in (module for module in modules if isinstance(module, FSDPModule)):
-        state = sharded._get_fsdp_state()
-        found = getattr(state, "_fsdp_param_groups", None)
-        if found is None:  # before torch 2.13 there was one at most
-            found = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        yield from found
+        yield from fsdp_groups(sharded)

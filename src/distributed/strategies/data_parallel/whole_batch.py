@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from distributed.core.errors import TaskError
-from distributed.runtime.torch_compat import BatchNormBase, let_compiler_find_functions
+from distributed.runtime.torch_compat import BatchNormBase, let_compiler_find_functions, view_base
 from distributed.strategies.data_parallel.batchnorm import Groups, normalize_over_ranks
 
 _TABLES = ("embedding", "embedding_bag")  # both take a weight, indices, one more argument, and `scale_grad_by_freq`
@@ -230,7 +230,7 @@ def _needs_all(name: str, input: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _is_alike(input: torch.Tensor) -> bool:
     """Whether an input is equal on every rank: without data, or a weight, as in layers with standardized weights."""
-    return input.is_meta or isinstance(input, nn.Parameter) or isinstance(input._base, nn.Parameter)
+    return input.is_meta or isinstance(input, nn.Parameter) or isinstance(view_base(input), nn.Parameter)
 
 
 def _refused(name: str, own: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from distributed.core.errors import TaskError
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import foreach_copy_
+from distributed.runtime.torch_module_compat import StepHooks, set_step_hooks, step_hooks
 from distributed.strategies.checks.elementwise import refuse_closure
 from distributed.strategies.placement import Layout
 
@@ -67,12 +68,12 @@ class ShardedOptimizer:
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update the parameters of this rank, and exchange; every rank of the group must call it."""
         assert closure is None, "each rank would run the closure for other parameters"
-        for hook in list(self.optimizer._optimizer_step_pre_hooks.values()):
+        for hook in list(step_hooks(self.optimizer).before.values()):
             hook(self.optimizer, (), {})
         with self._only_owned(), self._without_hooks():
             self.optimizer.step()
         self._exchange()
-        for hook in list(self.optimizer._optimizer_step_post_hooks.values()):
+        for hook in list(step_hooks(self.optimizer).after.values()):
             hook(self.optimizer, (), {})
 
     def state_bytes(self) -> int:
@@ -94,13 +95,12 @@ class ShardedOptimizer:
     @contextmanager
     def _without_hooks(self) -> Iterator[None]:
         """Call the user's hooks with all parameters: before the step, and after the exchange."""
-        optimizer = self.optimizer
-        before = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        hooks = step_hooks(self.optimizer)
+        set_step_hooks(self.optimizer, StepHooks(OrderedDict(), OrderedDict()))
         try:
             yield
         finally:
-            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before
+            set_step_hooks(self.optimizer, hooks)
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from distributed.runtime.torch_module_compat import compiled_call, set_compiled_call
+
 TRYING, COMPILED, AS_WRITTEN = "trying", "compiled", "as written"
 
 
@@ -17,14 +19,14 @@ class CompiledCall:
     >>> layer.compile(backend="eager")
     >>> call = CompiledCall(layer, least=4)
     >>> with call.off():
-    ...     layer._compiled_call_impl is None
+    ...     compiled_call(layer) is None
     True
     """
 
     def __init__(self, module: nn.Module, least: int) -> None:
         """`least`: samples of a full micro-batch. A smaller one, at the end of an epoch, runs eagerly: torch would
         otherwise compile for any number of samples, and then use that code for all micro-batches."""
-        self._module, self._compiled, self.least = module, module._compiled_call_impl, least
+        self._module, self._compiled, self.least = module, compiled_call(module), least
         self._choice = ""
 
     @property
@@ -38,13 +40,13 @@ class CompiledCall:
         self.use(choice != AS_WRITTEN)
 
     def use(self, compiled: bool) -> None:
-        self._module._compiled_call_impl = self._compiled if compiled else None
+        set_compiled_call(self._module, self._compiled if compiled else None)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        before = self._module._compiled_call_impl
-        self._module._compiled_call_impl = None
+        before = compiled_call(self._module)
+        set_compiled_call(self._module, None)
         try:
             yield
         finally:
-            self._module._compiled_call_impl = before
+            set_compiled_call(self._module, before)

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from distributed.core.errors import PlanError, TaskError
 from distributed.runtime.session import Session
-from distributed.runtime.torch_compat import TorchDispatchMode
+from distributed.runtime.torch_compat import TorchDispatchMode, arguments_of, storage_id
+from distributed.runtime.torch_module_compat import find_flat_weights, forget_flat_weights
 from distributed.strategies.model.paths import join
 from distributed.strategies.placement import Layout, local, rows_here
 
@@ -119,13 +120,13 @@ class _Writes(TorchDispatchMode):
         self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        for argument in func._schema.arguments:
+        given = dict(zip((a.name for a in arguments_of(func)), args, strict=False)) | (kwargs or {})
+        for argument in arguments_of(func):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = given.get(argument.name)
                 for tensor in written if isinstance(written, list | tuple) else [written]:
                     if isinstance(tensor, torch.Tensor):
-                        self.storages.add(_storage(tensor))
+                        self.storages.add(storage_id(tensor))
         return func(*args, **(kwargs or {}))
 
 
@@ -153,7 +154,7 @@ class _Maker:
         way = _initializer_of_others(module) or way
         self._blank = {}
         twin = self._twin(module, path, "meta")
-        children = {_storage(tensor) for _, child in twin.named_children() for _, tensor in _tensors(child, "")}
+        children = {storage_id(tensor) for _, child in twin.named_children() for _, tensor in _tensors(child, "")}
         written = self._initialise(twin, path, way)
         if written & children:
             twin = self._twin(module, path, "cpu")
@@ -199,7 +200,7 @@ class _Maker:
 
     def _empty(self, name: str, tensor: torch.Tensor, device: str) -> torch.Tensor:
         blank = torch.empty(self._layout.shape(name), dtype=tensor.dtype, device=device)
-        self._blank[_storage(blank)] = blank
+        self._blank[storage_id(blank)] = blank
         return blank
 
     def _initialise(self, twin: nn.Module, path: str, way: _Way | None) -> set[int]:
@@ -232,18 +233,18 @@ class _Maker:
     def _place(self, module: nn.Module, twin: nn.Module, path: str, written: set[int]) -> None:
         """Copy the values of a module's own tensors to their targets."""
         if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs.clear()  # weak ones, with which a tensor cannot be swapped
+            forget_flat_weights(module)
         for name, whole in [*twin._parameters.items(), *twin._buffers.items()]:
             if whole is None or join(path, name) not in self._targets:
                 continue
-            is_blank = _storage(whole) in self._blank and _storage(whole) not in written
+            is_blank = storage_id(whole) in self._blank and storage_id(whole) not in written
             if whole.is_meta or (whole.numel() and is_blank):
                 self._missing.setdefault(path, []).append(name)
             here, target = self._targets.pop(join(path, name))
             on = self._parameters_on if isinstance(target, nn.Parameter) else self._device
             _fill(target, self._layout.take(here, whole), on)
         if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()
+            find_flat_weights(module)
         for name in self._meta_attributes(module, path):
             value = twin.__dict__[name]
             if value.is_meta:
@@ -296,7 +297,3 @@ def _arguments(method: Callable[..., Any]) -> int:
 def _tensors(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(path, remove_duplicate=False)
     yield from module.named_buffers(path, remove_duplicate=False)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -11,8 +11,8 @@ from torch import nn
 from distributed.core.env import inherited_environ
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
-from distributed.strategies.model.block_compile import compile_blocks, undo_compile
-from distributed.strategies.model.compile_cache import compile_cache
+from distributed.runtime.torch_module_compat import compiled_call, set_compiled_call
+from distributed.strategies.model.compilation import compile_blocks, compile_cache, undo_compile
 from distributed.strategies.model.lora import init_lora, is_adapter
 from distributed.strategies.model.materialize import materialize
 from distributed.strategies.model.recompute import recompute, undo_recompute
@@ -41,7 +41,7 @@ def prepare_blocks(module: nn.Module, plan: Plan) -> Callable[[], None]:
     """Set up recomputation and compilation of the blocks; returns the function that undoes it."""
     memory, wanted = plan.memory, plan.shard.blocks
     compiled: list[str] = []
-    own = module._compiled_call_impl  # of a user who has compiled it
+    own = compiled_call(module)  # of a user who has compiled it
     if memory.recompute:
         recompute(module, memory.recompute, memory.recompute_every, wanted)
     if memory.compile:
@@ -55,7 +55,7 @@ def prepare_blocks(module: nn.Module, plan: Plan) -> Callable[[], None]:
     def undo() -> None:
         cache.close()
         if memory.compile_whole:
-            module._compiled_call_impl = own
+            set_compiled_call(module, own)
         undo_compile(module, compiled)
         undo_recompute(module)
 

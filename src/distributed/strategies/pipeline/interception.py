@@ -18,6 +18,7 @@ from torch import nn
 
 from distributed.core.errors import PlanError
 from distributed.runtime.torch_compat import tree_leaves, tree_map_only
+from distributed.runtime.torch_module_compat import call_of, set_compiled_call
 from distributed.strategies.model.blocks import main_stack
 from distributed.strategies.model.paths import is_inside, join
 from distributed.strategies.pipeline.stages import find_sides, side_of
@@ -174,9 +175,8 @@ class Interception:
                 self._take_call(path, owner, partial(self._call_outside, path, owner))
 
     def _take_call(self, path: str, module: nn.Module, call: Callable[..., Any]) -> None:
-        inner = module._compiled_call_impl or module._call_impl
-        self._calls[path] = (module, inner)
-        module._compiled_call_impl = call
+        self._calls[path] = (module, call_of(module))
+        set_compiled_call(module, call)
 
     @contextmanager
     def at(self, stage: int, received: torch.Tensor | None) -> Iterator[None]:

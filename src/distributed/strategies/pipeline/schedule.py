@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from distributed.core.errors import DistributedError, PlanError
 from distributed.runtime.session import Session
+from distributed.runtime.torch_compat import is_view, step_microbatches
 from distributed.strategies.base import Outcome
 from distributed.strategies.pipeline.interception import Interception, StageEnd, signature
 from distributed.strategies.pipeline.stages import cut
@@ -68,7 +69,7 @@ class Stage(nn.Module):
                 do="set pipeline_parallel=1 for this model",
             )
         weighed = work.weigh(at, outcome).float()  # fp32, as declared to torch; only its backward is used
-        return weighed.clone() if weighed._is_view() else weighed
+        return weighed.clone() if is_view(weighed) else weighed
 
 
 class _Work:
@@ -195,10 +196,8 @@ class Pipeline:
             own.begin(work)
             stage.has_backward = True
             stage.clear_runtime_states()
-        options: dict[str, Any] = {"return_outputs": False} if _TAKES_RETURN_OUTPUTS else {}
-        count = len(batches)
         try:
-            schedule._step_microbatches([()] * count, [{}] * count, [None] * count, [], **options)
+            step_microbatches(schedule, len(batches))
         except (RuntimeError, KeyError) as error:
             self._sets.clear()
             self._explain(error)
@@ -348,7 +347,7 @@ def _sendable(hidden: torch.Tensor) -> torch.Tensor:
     hidden = hidden.contiguous()
     if torch.is_grad_enabled() and not hidden.requires_grad:  # all earlier layers are frozen
         return hidden + torch.zeros((), dtype=hidden.dtype, device=hidden.device, requires_grad=True)
-    return hidden.clone() if hidden._is_view() else hidden
+    return hidden.clone() if is_view(hidden) else hidden
 
 
 def _begin_backward_thread(device: torch.device) -> None:
@@ -359,4 +358,3 @@ def _begin_backward_thread(device: torch.device) -> None:
 _BATCHED: dict[str, Any] = (
     {"use_batch": True} if "use_batch" in inspect.signature(dist.send_object_list).parameters else {}
 )
-_TAKES_RETURN_OUTPUTS = "return_outputs" in inspect.signature(ScheduleGPipe._step_microbatches).parameters

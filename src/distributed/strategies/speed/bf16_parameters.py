@@ -19,6 +19,7 @@ from torch import nn
 
 from distributed.core.errors import TaskError
 from distributed.runtime.torch_compat import NormBase, foreach_copy_
+from distributed.runtime.torch_module_compat import has_gradient_hooks
 
 _NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # few parameters with a large effect: they stay in fp32
 BUCKET = 2**26  # numbers that are cast or rounded at once
@@ -222,7 +223,7 @@ def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
 
 def _refuse_hooks(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse hooks on the gradients of replaced parameters, which get no gradient from autograd."""
-    hooked = {id(p) for p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)}
+    hooked = {id(p) for p in parameters if has_gradient_hooks(p)}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in hooked]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -16,6 +16,7 @@ from torch import nn
 
 from distributed.core.errors import PlanError
 from distributed.runtime.torch_compat import foreach_copy_
+from distributed.runtime.torch_module_compat import gradient_hooks
 from distributed.strategies.placement import local
 from distributed.strategies.speed.bf16_parameters import BUCKET, flat_like, put, round_at_random
 
@@ -131,7 +132,7 @@ class RoundedShards:
 
 def _pair(parameter: nn.Parameter, places: list[tuple[nn.Module, str]]) -> _Pair:
     """Make the parameter the low one in place, so that all references to it stay valid."""
-    if parameter.grad is not None or parameter._backward_hooks:
+    if parameter.grad is not None or gradient_hooks(parameter)[0]:
         raise PlanError(
             f"bf16_parameters='stochastic' with a hook on the gradient of {places[0][1]}, which is sharded",
             why="the optimizer then steps its own parameters, whose gradients do not reach the hook",

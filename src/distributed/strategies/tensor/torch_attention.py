@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from distributed.runtime.torch_module_compat import has_one_projection
 from distributed.strategies.tensor.collectives import copy_to, gather_from, reduce_from
 from distributed.strategies.tensor.region import Region
 
@@ -18,7 +19,7 @@ class TorchAttention:
     """The forward of an nn.MultiheadAttention that has a share of the heads."""
 
     def __init__(self, m: nn.MultiheadAttention, region: Region) -> None:
-        self._module, self._region = m, region
+        self._module, self._region, self._is_one = m, region, has_one_projection(m)
         self._degree, self._rank = dist.get_world_size(region.group), dist.get_rank(region.group)
 
     def __call__(
@@ -75,12 +76,12 @@ class TorchAttention:
             if not any(x is other for other, _ in inside):
                 inside.append((x, copy_to(x, region.group)))
         q, k, v = (next(new for old, new in inside if old is x) for x in (query, key, value))
-        if m._qkv_same_embed_dim:
+        if self._is_one:
             weights: Sequence[torch.Tensor] = m.in_proj_weight.chunk(3)
         else:
             weights = (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
         biases = (None, None, None) if m.in_proj_bias is None else m.in_proj_bias.chunk(3)
-        if query is key and key is value and m._qkv_same_embed_dim:
+        if query is key and key is value and self._is_one:
             return F.linear(q, m.in_proj_weight, m.in_proj_bias).chunk(3, -1)  # type: ignore[return-value]
         return (
             F.linear(q, weights[0], biases[0]),

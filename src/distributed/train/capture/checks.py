@@ -20,6 +20,7 @@ from torch import nn
 
 from distributed.core.choices import Precision
 from distributed.runtime.torch_compat import foreach_copy_, foreach_norm, foreach_sub
+from distributed.runtime.torch_module_compat import has_gradient_hooks, step_hooks
 from distributed.strategies.base import Capturable, StepOutput
 from distributed.train.capture.captured import NotCapturable
 from distributed.train.checks.reachable import Look, changes
@@ -88,9 +89,9 @@ def hooks_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         if any(_is_users(hook) for kind in _MODULE_HOOKS for hook in getattr(part, kind).values()):
             return f"a hook of the module {path or type(part).__name__}"
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_gradient_hooks(parameter):
             return f"a hook of the parameter {name}"
-    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    hooks = [hook for kind in step_hooks(optimizer) for hook in kind.values()]
     return "a hook of the optimizer" if any(_is_users(hook) for hook in hooks) else ""
 
 

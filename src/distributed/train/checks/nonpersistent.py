@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from distributed.core.errors import CheckpointError
+from distributed.runtime.torch_module_compat import non_persistent_buffers
 from distributed.train.checks.changed import Begun
 
 
@@ -55,7 +56,7 @@ def take(module: nn.Module, saved: Mapping[str, Any]) -> None:
 def _found(module: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for prefix, owner in module.named_modules():
-        for name in sorted(owner._non_persistent_buffers_set):
+        for name in sorted(non_persistent_buffers(owner)):
             buffer = owner._buffers.get(name)
             if buffer is not None and not buffer.is_meta:
                 found[f"{prefix}.{name}" if prefix else name] = buffer

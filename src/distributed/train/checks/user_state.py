@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.runtime.session import Session
-from distributed.train.checks.calls import CallCheck
+from distributed.runtime.torch_compat import BatchNormBase
 from distributed.train.checks.digest import digest
 from distributed.train.checks.nonpersistent import NonPersistent, take
 from distributed.train.resume.sharing import send_tree
@@ -23,6 +24,8 @@ from distributed.train.task import Task
 
 LOSS, BUFFERS = "loss_fn", "nonpersistent"  # components of a checkpoint
 _OF_MODEL, _OF_LOSS = "model", "loss_fn"  # in BUFFERS
+_SETTLED = 2  # looks after which tables that the first call makes are there: before the first step and after it
+_LOOKS = 8  # a state that moves on does so from the beginning
 
 
 class UserState:
@@ -84,6 +87,44 @@ class UserState:
         where = f" on stage {place}" if self._mesh.pp > 1 else ""
         for name, value in self._task.loss_state().items():
             yield f"buffer {name} of the loss{where}", value if isinstance(value, torch.Tensor) else digest(value)
+
+
+class CallCheck:
+    """Refuses what each call changes, in the model's buffers or the loss's state: a pipeline calls them more often.
+
+    It cuts each micro-batch into parts that follow each other through the stages. One process has no such parts: a
+    counter, a warm-up or a moving average that each call moves on would move on faster, and the result be another one.
+    """
+
+    def __init__(self, task: Task, parts: int) -> None:
+        self._task, self._parts = task, parts
+        self._looks = 0
+        self._before: dict[str, str] = {}
+
+    def look(self) -> None:
+        """Raise if something has moved on since the last look."""
+        if self._parts == 1 or self._looks == _LOOKS:
+            return
+        self._looks += 1
+        before, self._before = self._before, {name: digest(value) for name, value in self._state()}
+        moved = [name for name, now in self._before.items() if before.get(name, now) != now]
+        if not moved or self._looks <= _SETTLED:
+            return
+        raise TaskError(
+            f"each call changes {', '.join(moved[:3])}",
+            why=f"the pipeline calls the model and the loss {self._parts} times for each micro-batch of one process",
+            do="set pipeline_microbatches=1, or compute it from the number of the step instead",
+        )
+
+    def _state(self) -> Iterator[tuple[str, Any]]:
+        for path, owner in self._task.model.named_modules():
+            if isinstance(owner, BatchNormBase):  # in a pipeline only where the user has asked for a rank's own
+                continue
+            for name, buffer in owner.named_buffers(recurse=False):
+                if isinstance(buffer, torch.Tensor) and not buffer.is_meta:
+                    yield f"the buffer {path}.{name}".replace(" .", " "), buffer
+        for name, value in self._task.loss_state().items():
+            yield f"{name} of the loss", value
 
 
 def take_over(task: Task, tree: Mapping[str, Any]) -> None:
