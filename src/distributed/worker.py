@@ -294,7 +294,7 @@ def _await_leave(session: Session, line: LauncherLink, message: str) -> None:
     line.tell(Broke(attempt, message))
     while not line.is_cut_off(attempt):
         if time.monotonic() > deadline:
-            why = f"its launcher did not end that world within {_LEAVE_S:.0f} s: {message}"
+            why = f"the launcher did not end that world within {_LEAVE_S:.0f} s: {message}"
             raise CannotGoOnError(f"rank {session.rank} lost its world", why=why)
         time.sleep(_LOOK_EVERY_S)
 

@@ -159,7 +159,7 @@ def test_fit_in_plain_script_refuses_several_nodes(run_dir: Path) -> None:
 
 
 def test_model_without_parameters_or_not_a_module_is_refused(run_dir: Path) -> None:
-    with pytest.raises(TaskError, match="nothing to train"):
+    with pytest.raises(TaskError, match="no parameter that requires a gradient"):
         fit(nn.ReLU(), run_dir=run_dir)
     with pytest.raises(TaskError, match=r"nn\.Module"):
         fit(lambda x: x, run_dir=run_dir)  # type: ignore[arg-type]

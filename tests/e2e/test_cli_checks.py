@@ -114,7 +114,7 @@ def test_resume_path_without_checkpoint_is_refused_before_start(unstarted):
         ("nowhere/step-000004", "does not exist"),
         ("old/checkpoints/step-000005", "there is: step-000004"),
         ("old", "resume_from_checkpoint=old/checkpoints"),
-        ("train.py", "it is a file"),
+        ("train.py", "the path is a file"),
     ):
         done = cli(unstarted, "train", "--script", "train.py", f"resume_from_checkpoint={path}")
         assert done.returncode == 3

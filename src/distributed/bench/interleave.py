@@ -145,6 +145,6 @@ class WaitingRanks:
     def _silent(self) -> LaunchError:
         return LaunchError(
             f"a rank of {self._contender} said nothing for {TURN_TIMEOUT_S:.0f} s",
-            why=f"its logs are in {self._attempt}",
+            why=f"the rank did not answer in time; the logs of all ranks are in {self._attempt}",
             do="leave it out with --only, or take fewer --steps",
         )

@@ -25,7 +25,9 @@ def check_target(target: Path | None) -> Path | None:
     """Before anything is measured: a folder that is not there would be found out when all is done."""
     if target is not None and not target.parent.is_dir():
         raise ConfigError(
-            f"{target} cannot be written", why=f"there is no folder {target.parent}", do=f"mkdir -p {target.parent}"
+            f"{target} cannot be written",
+            why=f"the folder {target.parent} does not exist",
+            do=f"mkdir -p {target.parent}",
         )
     return target
 

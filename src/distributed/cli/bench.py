@@ -170,7 +170,7 @@ def _moved(context: typer.Context) -> None:
     verb = context.info_name or ""
     raise ConfigError(
         f"`distributed bench {verb}` is not part of the package any more",
-        why="it compares with other trainers, and they are in the repository's benchmark suite",
+        why="a comparison needs the other trainers, which are in the repository's benchmark suite",
         do=f"in a checkout of the repository: {SUITE} {' '.join([MOVED[verb], *context.args])}",
     )
 

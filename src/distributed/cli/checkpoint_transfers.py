@@ -41,7 +41,7 @@ def export_adapter(path: str, to: str) -> None:
     memory = opened.manifest.meta.get("plan", {}).get("memory", {})
     if not memory.get("lora"):
         raise CheckpointError(
-            f"{opened.path} holds no adapters", why="it was not trained with lora=", do="leave --format peft out"
+            f"{opened.path} holds no adapters", why="the model was not trained with lora=", do="leave --format peft out"
         )
     from distributed.strategies.model.lora import save_adapter  # an extra, and torch
 

@@ -284,7 +284,7 @@ def dry_ranks() -> int | None:
     if ranks and not (ranks.isdecimal() and int(ranks)):
         raise ConfigError(
             f"{DRY_RUN}={ranks!r}",
-            why="it is a number of ranks, at least 1",
+            why="the variable holds a number of ranks, which is at least 1",
             do=f"export {DRY_RUN}=8, or unset {DRY_RUN}",
         )
     return int(ranks) if ranks else None

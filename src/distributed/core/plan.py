@@ -316,7 +316,7 @@ class Plan:
         if rest or (self.shard.is_fsdp and data_ranks % self.mesh.dp_replicate):
             raise PlanError(
                 f"the run cannot continue with {world_size} ranks",
-                why=f"its mesh is {self.mesh}: one copy of the model takes {self.mesh.ranks_per_replica} ranks",
+                why=f"the mesh is {self.mesh}: one copy of the model takes {self.mesh.ranks_per_replica} ranks",
                 do=f"continue with {self.mesh.ranks_per_replica} ranks, or a multiple of that",
             )
         if self.shard.is_fsdp:

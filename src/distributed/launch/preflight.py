@@ -27,7 +27,7 @@ def check_script(path: str) -> list[Problem]:
         return [Problem(f"the script {path} is a directory", do=f"name a file in it: {_some(_scripts_in(Path(path)))}")]
     folder = Path(path).parent
     if not folder.is_dir():
-        return [Problem(f"the script {path} does not exist", why=f"there is no directory {folder}", do=_here())]
+        return [Problem(f"the script {path} does not exist", why=f"the directory {folder} does not exist", do=_here())]
     names = _scripts_in(folder)
     by_stem = {Path(name).stem: name for name in names}
     close = [str(folder / by_stem[stem]) for stem in nearest(Path(path).stem, by_stem)]
@@ -46,7 +46,7 @@ def _check_source(path: str) -> list[Problem]:
         return [
             Problem(
                 f"{path} is not a Python script",
-                why="it contains a zero byte",
+                why="the file contains a zero byte",
                 do="name a Python file: --script train.py",
             )
         ]
@@ -92,9 +92,15 @@ def check_resume(resume: bool | str) -> list[Problem]:
         return []
     what = f"there is no checkpoint at {resume} [resume_from_checkpoint]"
     if path.is_dir() and (inner := RunDir(path).checkpoints).is_dir() and _steps_in(inner):
-        return [Problem(what, why="it is a run directory", do=f"set resume_from_checkpoint={inner}")]
+        return [
+            Problem(
+                what,
+                why="the folder is a run directory, and not one of its checkpoints",
+                do=f"set resume_from_checkpoint={inner}",
+            )
+        ]
     if path.is_dir() or path.is_file():
-        why = "the folder holds no checkpoint" if path.is_dir() else "it is a file"
+        why = "the folder holds no checkpoint" if path.is_dir() else "the path is a file, and a checkpoint is a folder"
         return [Problem(what, why=why, do="name a checkpoint_dir, or the folder step-… of one checkpoint")]
     beside = _steps_in(path.parent) if path.parent.is_dir() else []
     do = (
@@ -154,7 +160,7 @@ def check_run_dir(run_dir: str, resume: bool, *, may_reuse: bool = True) -> list
     return [
         Problem(
             f"the run directory {run_dir} holds another run, {_when(path)}",
-            why="its logs and events would be mixed with those of this run",
+            why="the logs and events of both runs would be mixed",
             do="set another run_dir, or resume that run: resume_from_checkpoint=true",
         )
     ]

@@ -41,6 +41,6 @@ def owned(run_dir: str | os.PathLike[str], *, resume: bool, token: str = "") -> 
 def _taken(lock: Lock) -> LaunchError:
     return LaunchError(
         f"the run directory {lock.place.name} was taken by another run",
-        why=f"this run did not renew its lock for {STALE_S:.0f} s, for example because its machine was suspended",
+        why=f"the run did not renew its lock for {STALE_S:.0f} s, for example because its machine was suspended",
         do="let that run finish, or wait for it to end and resume: resume_from_checkpoint=true",
     )

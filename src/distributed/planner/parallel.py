@@ -110,7 +110,7 @@ def cut_for_pipeline(
         problems.append(
             Problem(
                 f"pipeline_schedule={config.pipeline_schedule!r} with {total} micro-batches and {stages} stages",
-                why=f"this schedule needs a number of micro-batches that is a multiple of the {stages} stages",
+                why=f"the schedule needs a number of micro-batches that is a multiple of the {stages} stages",
                 do=f"set batch_size to a multiple of {stages}, or pipeline_schedule='1f1b'",
             )
         )

@@ -123,7 +123,9 @@ def _why_not_kept(config: DistributedConfig) -> str:
     """The reason why freed memory cannot be kept; "" if it can."""
     launcher = engine_of(config).launcher
     if launcher is not None and launcher.runs_threads:
-        return "its ranks are threads of this engine's workers, and malloc keeps the freed memory of a main thread only"
+        return (
+            "ranks are threads of the engine's workers there, and malloc keeps the freed memory of a main thread only"
+        )
     try:
         has_glibc = bool(os.confstr("CS_GNU_LIBC_VERSION"))
     except (AttributeError, ValueError, OSError):
@@ -167,7 +169,7 @@ def _impossible(config: DistributedConfig, plan: Plan, hardware: Hardware, is_bi
         found.append(
             Problem(
                 f"mixed_precision='fp8' on {slow[0].name}",
-                why=f"this GPU has compute capability {slow[0].compute_capability}, and fp8 needs {HAS_FP8}",
+                why=f"the GPU has compute capability {slow[0].compute_capability}, and fp8 needs {HAS_FP8}",
                 do="set mixed_precision='bf16', or take a GPU of Ada, Hopper or later",
             )
         )
@@ -229,7 +231,7 @@ def _useless(config: DistributedConfig, on_gpu: bool, is_native: bool) -> list[P
         return found + [
             Problem(
                 f"{name}=True with backend={config.backend!r}",
-                why="this engine has kernels and memory of its own",
+                why=f"the engine {config.backend} has kernels and memory of its own",
                 do=f"leave {name} out, or train with backend='pytorch-ddp'",
             )
             for name in asked

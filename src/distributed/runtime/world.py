@@ -188,7 +188,7 @@ def check_collectives(name: str) -> None:
         have = [other for other, there in available.items() if there]
         raise PlanError(
             f"communication_backend={name!r} is not in this build of torch",
-            why=f"it was compiled with {', '.join(have)}",
+            why=f"torch was compiled with {', '.join(have)}",
             do=f"set communication_backend={have[0]!r}" + (" (it works under mpirun too)" if name == "mpi" else ""),
         )
 

@@ -43,7 +43,7 @@ def make(scheduler: Any, optimizer: Any) -> Any:
     if not is_made(made):
         raise TaskError(
             f"the function passed as scheduler returned a {type(made).__name__}",
-            why="it must return a scheduler of the optimizer that it is given",
+            why="the function must return a scheduler of the optimizer that it is given",
             do=_EXAMPLE,
         )
     return made

@@ -194,12 +194,12 @@ class RunState:
         changed = tuple(map(str, resuming.changes))
         if self._plan.checkpoint.own_rates:
             return Verdict(
-                0, why="this run has its own learning rates (resume_hyperparameters=config)", changed=changed
+                0, why="the resumed run has its own learning rates (resume_hyperparameters=config)", changed=changed
             )
         if not self.is_alike(restored):
             return Verdict(0, why="other ranks, or another mesh, saved the checkpoint", changed=changed)
         if resuming.others:
-            return Verdict(0, why="this is not the run that saved the checkpoint", changed=changed)
+            return Verdict(0, why="another run saved the checkpoint", changed=changed)
         if not self._certificate.resumed(restored.step, record_reader(restored.path), changed):
             return Verdict(0, why=f"nothing was recorded after step {restored.step}", changed=changed)
         return self._look({})

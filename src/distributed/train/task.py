@@ -207,7 +207,7 @@ def _with_weight(loss: tuple[Any, ...], outputs: Any, target: Any) -> Outcome:
     kinds = ", ".join(f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__ for x in loss)
     raise TaskError(
         f"loss_fn returned a {type(loss).__name__} of {len(loss)} ({kinds})",
-        why="it returns the loss, a number, or (loss, weight), both numbers: the weight is what the mean goes over",
+        why="loss_fn returns the loss, a number, or (loss, weight), two numbers; the loss is a mean over the weight",
         do="loss_fn=lambda outputs, target: my_loss(outputs, target).loss, or another part of it",
     )
 
@@ -233,18 +233,21 @@ def check_task(task: Task) -> None:
         is_keras = any(base.__module__.partition(".")[0] in ("keras", "tf_keras") for base in kind.__mro__)
         raise TaskError(
             f"model is a {kind.__name__}" + (" of Keras" if is_keras else ""),
-            why="it must be a torch nn.Module",
+            why="the model must be a torch nn.Module",
             do="pass it to TensorFlowDistributedTrainer" if is_keras else "pass model=MyModel()",
         )
     if not any(p.requires_grad for p in task.model.parameters()):
-        raise TaskError("the model has no parameter that requires a gradient", why="there is nothing to train")
+        raise TaskError(
+            "the model has no parameter that requires a gradient",
+            why="training changes parameters that require a gradient",
+        )
     refuse_trained_loss(holder_of(task.loss_fn, task.model), task.model)
     if isinstance(task.optimizer, torch.optim.Optimizer):
         check_optimizer(task.optimizer, task.model)
     elif task.optimizer is not None and not callable(task.optimizer):
         raise TaskError(
             f"optimizer is a {type(task.optimizer).__name__}",
-            why="it must be an optimizer over this model's parameters, or a function that makes one of them",
+            why="the trainer takes an optimizer over this model's parameters, or a function that makes one of them",
             do="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
         )
     check_scheduler(task.scheduler)
@@ -252,7 +255,7 @@ def check_task(task: Task) -> None:
     if isinstance(owner, torch.optim.Optimizer) and owner is not task.optimizer:
         raise TaskError(
             "the scheduler belongs to another optimizer than the one passed",
-            why="it would change the learning rates of an optimizer that does not train",
+            why="the scheduler would change the learning rates of an optimizer that does not train",
             do="pass the optimizer that the scheduler was made with, or a function scheduler=lambda optimizer: …",
         )
 
@@ -265,6 +268,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
         raise TaskError(
             f"the optimizer is not over this model's parameters: {len(foreign)} of its {len(held)} are not ({shapes})",
-            why="it would train tensors that the model does not use; was the model copied after that was made?",
+            why="the optimizer would train tensors that the model does not use, as after the model was copied",
             do="make it of this model: torch.optim.AdamW(model.parameters(), …), or pass a function of the parameters",
         )

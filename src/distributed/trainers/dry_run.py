@@ -134,7 +134,7 @@ def _plan(request: FitRequest, config: DistributedConfig, ranks: int) -> tuple[P
     if plan.is_bitwise:
         raise PlanError(
             "a dry run of reproducible='bitwise'",
-            why="its sums look at the numbers themselves, and the tensors of a dry run have none",
+            why="bitwise sums look at the numbers themselves, and the tensors of a dry run have none",
             do="leave reproducible out: every rank holds the whole model under it",
         )
     left_out = []

@@ -54,7 +54,7 @@ class SearchEvents:
         if metric and metric not in names:
             raise TaskError(
                 f"trial {result.id} ended without having reported {metric!r}",
-                why=f"it reported {', '.join(sorted(names))}" if names else "it reported nothing",
+                why=f"the trial reported {', '.join(sorted(names)) or 'nothing'}",
                 do=nearest_hint(metric, names)
                 if names
                 else f"tune.report({{{metric!r}: …}}), or return it from train_fn",

@@ -243,7 +243,7 @@ def _checked(domain: Domain) -> Domain:
     if domain.step is not None and not 0 < domain.step <= domain.high - domain.low:
         raise _Wrong(
             f"{text} has steps of {domain.step}",
-            why=f"it is {domain.high - domain.low:g} wide",
+            why=f"the range is {domain.high - domain.low:g} wide, and a step must be above 0 and fit into it",
             do="give a smaller step",
         )
     if domain.log and isinstance(domain, Int) and domain.step != 1:

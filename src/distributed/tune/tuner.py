@@ -250,7 +250,7 @@ class DistributedTuner:
         if not self._resume:
             raise ConfigError(
                 f"the run directory {request.run_dir} holds another search",
-                why="its trials would be mixed with those of this one",
+                why="the trials of both searches would be mixed",
                 do="set another run_dir, or resume=True to finish that search",
             )
         past = read_journal(request.run_dir)
@@ -328,21 +328,35 @@ def _check_numbers(options: Mapping[str, tuple[Any, int]]) -> list[Problem]:
             do = "for several trials on a device: trials_per_gpu=2; for several devices a trial: gpus_per_trial=2"
             problems.append(Problem(f"{name}={value!r} is not a whole number", do=do))
         elif isinstance(value, bool) or not isinstance(value, int) or value < least:
-            problems.append(Problem(f"{name}={value!r}", why=f"it is a whole number of at least {least}"))
+            problems.append(
+                Problem(f"{name}={value!r}", why=f"{name} is a whole number of at least {least}", do=f"{name}={least}")
+            )
     return problems
 
 
 def _check_parts(quantile: float, reduction_factor: float, resample: float) -> list[Problem]:
     problems = []
     if not 0 < quantile <= 0.5:
-        problems.append(Problem(f"quantile={quantile!r}", why="it must be above 0 and at most 0.5", do="quantile=0.25"))
+        problems.append(
+            Problem(
+                f"quantile={quantile!r}",
+                why="the part of the population that is replaced is above 0 and at most 0.5",
+                do="quantile=0.25",
+            )
+        )
     if not reduction_factor > 1:
         problems.append(
-            Problem(f"reduction_factor={reduction_factor!r}", why="it must be above 1", do="reduction_factor=4")
+            Problem(
+                f"reduction_factor={reduction_factor!r}",
+                why="each round keeps one trial in reduction_factor, which must be above 1",
+                do="reduction_factor=4",
+            )
         )
     if not 0 <= resample <= 1:
         problems.append(
-            Problem(f"resample_probability={resample!r}", why="it must be from 0 to 1", do="resample_probability=0.25")
+            Problem(
+                f"resample_probability={resample!r}", why="a probability is from 0 to 1", do="resample_probability=0.25"
+            )
         )
     return problems
 
@@ -359,7 +373,11 @@ def _check_choices(search: str, scheduler: str, engine: str, address: str | None
     if metric is None and (scheduler != "none" or search == "bayes"):
         steers = f"scheduler={scheduler!r}" if scheduler != "none" else "search='bayes'"
         problems.append(
-            Problem(f"{steers} without a metric", why="it compares trials by a metric", do="metric='val_loss'")
+            Problem(
+                f"{steers} without a metric",
+                why=f"{steers} compares trials by a metric, and none is given",
+                do="metric='val_loss'",
+            )
         )
     if search == "bayes" and scheduler == "pbt":
         why = "a population's parameters change in the course of a trial, and the search would learn from the last ones"

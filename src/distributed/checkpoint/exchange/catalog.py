@@ -152,13 +152,13 @@ def find_root(url: str) -> Storage:
     if "latest" in children:
         raise CheckpointError(
             f"there is no checkpoint of ours in {url}",
-            why="it has a file `latest`, as a folder of DeepSpeed has",
+            why="the folder has a file `latest`, as one of DeepSpeed has",
             do=f"distributed checkpoint import {url} --to DIR",
         )
     if children:
         names = ", ".join(children[:5]) + (" …" if len(children) > 5 else "")
         raise CheckpointError(
-            f"there is no checkpoint in {url}", why=f"it holds {names}", do="pass a folder with step-… in it"
+            f"there is no checkpoint in {url}", why=f"the folder holds {names}", do="pass a folder with step-… in it"
         )
     raise CheckpointError(f"there is no checkpoint at {url}", why=_why_missing(url), do=_hint(url))
 
@@ -183,7 +183,7 @@ def _no_such_step(storage: Storage, name: str, path: str) -> CheckpointError:
     if storage.entries(name):
         return CheckpointError(
             f"{path} is not complete",
-            why=f"it has no {FILE}: its save did not end",
+            why=f"the folder has no {FILE}, which is written last: the save did not end",
             do=f"distributed checkpoint ls {storage.root}",
         )
     others, step = whole_names(storage), step_of(name) or 0
@@ -198,7 +198,7 @@ def _no_such_step(storage: Storage, name: str, path: str) -> CheckpointError:
 
 
 def _why_missing(url: str) -> str:
-    return "it is empty" if os.path.isdir(url) else "it does not exist"
+    return "the folder is empty" if os.path.isdir(url) else "the path does not exist"
 
 
 def _hint(url: str) -> str:

@@ -196,7 +196,7 @@ class _Reader(pickle.Unpickler):
             return lambda *value: value
         raise CheckpointError(
             f"{self._where} names {module}.{name}, which no plain torch checkpoint does",
-            why="it is a pickle, and what it names could run code; so nothing of it was read",
+            why="the file is a pickle, and what a pickle names could run code; so nothing of it was read",
             do="only if you trust who made it: add --trust, which lets it run code",
         )
 

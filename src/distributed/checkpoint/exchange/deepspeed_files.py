@@ -173,7 +173,7 @@ def _check_kinds(path: Path, names: list[str], known: Iterable[re.Match[str]]) -
     """Refuse what a whole model cannot be put together from here."""
     if not names:
         raise CheckpointError(
-            f"{path} holds no files of DeepSpeed", why="there is no *_model_states.pt in it", do="pass another folder"
+            f"{path} holds no files of DeepSpeed", why="the folder has no *_model_states.pt", do="pass another folder"
         )
     matched = {found.string: found for found in known}
     other = [name for name in names if name not in matched]

@@ -137,7 +137,9 @@ def _export_safetensors(
     if unknown or "__metadata__" in leaves:
         raise CheckpointError(
             f"{len(unknown) or 1} tensors cannot be written as safetensors",
-            why=f"it has no such type: {', '.join(unknown[:5])}" if unknown else "__metadata__ is not free as a name",
+            why=f"the format has no type for {', '.join(unknown[:5])}"
+            if unknown
+            else "__metadata__ is not free as a name",
             do="use --format pt",
         )
     shards = plan_shards({name: leaf.entry.nbytes for name, leaf in leaves.items()}, most_bytes)

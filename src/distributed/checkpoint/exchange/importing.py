@@ -156,7 +156,7 @@ def read_weights(source: str, *, key: str | None = None, trust: bool = False) ->
         return Weights("pt", state, left_out)
     raise CheckpointError(
         f"{source} cannot be imported",
-        why="it is no .pt or .safetensors file, and no folder of *.safetensors, of torch's DCP or of DeepSpeed",
+        why="the source is no .pt or .safetensors file, nor a folder of *.safetensors, of torch's DCP or of DeepSpeed",
         do="pass such a file or folder",
     )
 
@@ -195,7 +195,7 @@ def choose_model(tree: Any, key: str | None, where: str) -> tuple[dict[str, Any]
         if len(usual) != 1:
             raise CheckpointError(
                 f"{where} does not say which of its parts is the model",
-                why=f"it holds {', '.join(map(str, list(tree)[:12]))}",
+                why=f"the file holds {', '.join(map(str, list(tree)[:12]))}",
                 do="name it: --key NAME; or --key . for the tensors beside them",
             )
         chosen = tree[usual[0]]

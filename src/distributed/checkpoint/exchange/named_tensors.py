@@ -109,7 +109,9 @@ def component(manifest: Manifest, name: str, where: str) -> Any:
     """A component of the shared tree, with leaves in place of its tensors."""
     if name not in manifest.shared.skeleton:
         held = ", ".join(manifest.shared.skeleton) or "nothing"
-        raise CheckpointError(f"{where} holds no {name}", why=f"it holds {held}", do="choose another checkpoint")
+        raise CheckpointError(
+            f"{where} holds no {name}", why=f"the checkpoint holds {held}", do="choose another checkpoint"
+        )
     return leaf_tree(manifest.shared)[name]
 
 

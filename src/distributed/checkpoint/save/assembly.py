@@ -183,7 +183,7 @@ def _join(name: str, dtype: str, shape: tuple[int, ...], boxes: Iterable[StoredB
     if fault:
         raise CheckpointError(
             f"the ranks do not store {name} exactly once: {fault}",
-            why=f"it is {dtype} {list(shape)}, and every element must be in one box of one rank that stores it",
+            why=f"the tensor is {dtype} {list(shape)}, and every element must be in one box of one rank that stores it",
             do="let each box be stored by one of the ranks that have it",
         )
     digest = combine_boxes(dtype, shape, [(done.box, done.blocks) for done in ordered])

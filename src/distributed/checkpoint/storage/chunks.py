@@ -50,7 +50,7 @@ class ChunkStore:
             data = self._storage.read(name, 0, length + 1)  # one more, so that a longer file shows
         except NotThere as missing:
             raise Damaged(
-                f"the chunk {digest[:12]} is missing", why=f"there is no {self._storage.locate(name)}", do=_DO
+                f"the chunk {digest[:12]} is missing", why=f"{self._storage.locate(name)} does not exist", do=_DO
             ) from missing
         if len(data) != length:
             stored = self._storage.size(name)
@@ -74,7 +74,7 @@ class ChunkStore:
             name, length = chunk_name(digest), lengths[digest]
             if stored is None:
                 raise Damaged(
-                    f"the chunk {digest[:12]} is missing", why=f"there is no {self._storage.locate(name)}", do=_DO
+                    f"the chunk {digest[:12]} is missing", why=f"{self._storage.locate(name)} does not exist", do=_DO
                 )
             raise Damaged(
                 f"the chunk {digest[:12]} has {stored} bytes and should have {length}",

@@ -90,7 +90,7 @@ def check_unused(storage: Storage) -> list[Problem]:
     return [
         Problem(
             f"checkpoint_dir {storage.root} holds another run: {some}",
-            why="this run does not resume, and its checkpoints would be mixed with those",
+            why="the new run does not resume, and its checkpoints would be mixed with those",
             do="resume that run: resume_from_checkpoint=true; or set another checkpoint_dir",
         )
     ]

@@ -14,7 +14,11 @@ def open_checkpoint(path: str) -> tuple[Storage, str]:
     trimmed = path.rstrip("/").removesuffix(f"/{FILE}")
     root, _, name = trimmed.rpartition("/")
     if step_of(name) is None:
-        raise CheckpointError(f"{path} is not a checkpoint", why="its name is not step-…", do="pass …/step-000500")
+        raise CheckpointError(
+            f"{path} is not a checkpoint",
+            why="a checkpoint is a folder with the name step-… and a number",
+            do="pass …/step-000500",
+        )
     return open_storage(root or ("/" if trimmed.startswith("/") else ".")), name
 
 
@@ -29,7 +33,9 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     manifest = parse_manifest(text, where)
     if manifest.step != step_of(name):
         raise Damaged(
-            f"{where} is of step {manifest.step}", why="it lies in another step's folder", do=_others(storage)
+            f"{where} is of step {manifest.step}",
+            why=f"the manifest lies in the folder of another step, {name}",
+            do=_others(storage),
         )
     return manifest
 

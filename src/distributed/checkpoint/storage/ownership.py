@@ -43,8 +43,8 @@ def check_held(lock: Lock) -> None:
     if not lock.is_held():
         raise FolderTakenError(
             f"the checkpoint folder {lock.place.name} was taken by another run; nothing more is saved there",
-            why=f"this run did not renew its {LOCK} for {STALE_S:.0f} s, as when its machine is suspended, or the file "
-            "was removed; what it saves now would replace checkpoints of the run that took its place",
+            why=f"the run did not renew its {LOCK} for {STALE_S:.0f} s, as when its machine is suspended, or the file "
+            "was removed; what the run saves now would replace checkpoints of the run that took its place",
             do="let that run finish, or wait for it to end and resume: resume_from_checkpoint=true",
         )
 

@@ -75,7 +75,9 @@ def contradictions(config: DistributedConfig) -> list[Problem]:
             found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))
     if config.allow_change is not None and config.resume_from_checkpoint is False:
         do = "set resume_from_checkpoint=true, or leave allow_change out"
-        found.append(Problem("allow_change is set, but nothing is resumed", why="it would have no effect", do=do))
+        found.append(
+            Problem("allow_change is set, but nothing is resumed", why="the setting would have no effect", do=do)
+        )
     bitwise = config.reproducible == "bitwise"
     for name, useless, do in (
         ("virtual_ranks", not bitwise, "reproducible='bitwise'"),

@@ -57,7 +57,9 @@ def _scan(path: Path) -> Iterator[tuple[LedgerEntry, int]]:
     """Each record and where it ends."""
     raw = path.read_bytes()
     if not raw.startswith(_HEADER):
-        raise DataError(f"{path} is no sample ledger", why="its first bytes are not those of one", do=f"rm {path}")
+        raise DataError(
+            f"{path} is no sample ledger", why="the file does not begin with the bytes of a ledger", do=f"rm {path}"
+        )
     at = len(_HEADER)
     while at + _RECORD.size <= len(raw):
         step, epoch, count = _RECORD.unpack_from(raw, at)

@@ -57,7 +57,7 @@ class DaliBatches(IterableDataset[Any]):
         if batch.ranks > 1 and split != "dataset":
             raise DataError(
                 f"a DALI iterator is read by {batch.ranks} ranks with iterable_split={split!r}",
-                why="its reader shards the data already (shard_id, num_shards), and the ranks would shard it again",
+                why="DALI's reader shards the data already (shard_id, num_shards), and the ranks would shard it again",
                 do="set iterable_split='dataset'",
             )
 
@@ -94,7 +94,9 @@ class DaliBatches(IterableDataset[Any]):
             return dict(batch)
         missing = [name for name in self._columns if name not in batch]
         if missing:
-            raise DataError(f"the DALI pipeline has no output {missing[0]!r}", why=f"it has {', '.join(batch)}")
+            raise DataError(
+                f"the DALI pipeline has no output {missing[0]!r}", why=f"the pipeline has {', '.join(batch)}"
+            )
         return [batch[name] for name in self._columns]
 
     def __iter__(self) -> Iterator[Any]:

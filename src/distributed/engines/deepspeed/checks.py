@@ -116,7 +116,7 @@ def _of_model(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         yield Problem(
             "the model is on the meta device, and DeepSpeed begins with values",
-            why="its tensors have no memory yet",
+            why="tensors on the meta device have no memory yet",
             do="make the model on the CPU, or use backend='fsdp'",
         )
     elif odd is not None:

@@ -298,7 +298,7 @@ def _implied(
     parts = ranks * (micro or 1) * (steps or 1)
     if whole < parts or whole % parts:
         times = "".join(f" × {number} {what}" for number, what in ((micro, "samples"), (steps, "steps")) if number)
-        why = f"it is a multiple of {ranks} ranks{times}"
+        why = f"train_batch_size is a multiple of {ranks} ranks{times}"
         near = sorted({whole // parts * parts or parts, (whole // parts + 1) * parts})
         do = f'set it to {" or ".join(map(str, near))}, or to "auto"'
         problems.append(Problem(f"{source}: train_batch_size={whole} cannot be split", why=why, do=do))

@@ -221,7 +221,7 @@ def read_content(given: str | Mapping[str, Any], problems: list[Problem]) -> Con
         problems.append(Problem(f"{name_of(given)} is not what JSON can hold", why=str(error), do=do))
         return None
     if not isinstance(content, dict):
-        why = f"it holds a {type(content).__name__}, not an object"
+        why = f"{name_of(given)} holds a {type(content).__name__}, not an object of JSON"
         problems.append(Problem(f"{given} is no DeepSpeed configuration", why=why, do='write {"bf16": …} or so'))
         return None
     return _without_wrong_sections(_modern(content), name_of(given), problems)
@@ -268,7 +268,9 @@ def _without_wrong_sections(content: Content, source: str, problems: list[Proble
             continue
         if holder[key] is not None:
             what = f"{source}: {path}={json.dumps(holder[key])}"
-            problems.append(Problem(what, why="it is an object of settings", do=f'write "{key}": {{…}}'))
+            problems.append(
+                Problem(what, why=f"the value of {key!r} is an object of settings", do=f'write "{key}": {{…}}')
+            )
         rest = {name: value for name, value in holder.items() if name != key}
         kept = rest if not inner else kept | {outer: rest}
     return kept
@@ -292,7 +294,7 @@ def check_keys(content: Content, source: str) -> Iterator[Problem]:
         elif key not in _OURS and key not in _PASSTHROUGH:
             yield _unknown(source, key, {*_OURS, *_PASSTHROUGH})
     if content.get("zero_force_ds_cpu_optimizer"):
-        why = "it refuses every optimizer but DeepSpeed's own when state is in host memory"
+        why = "the key refuses every optimizer but DeepSpeed's own when state is in host memory"
         yield Problem(f"{source}: zero_force_ds_cpu_optimizer=true", why=why, do="leave it out")
     for path, known in _SECTIONS.items():
         refused = _SECTION_REFUSED.get(path, {})

@@ -85,7 +85,7 @@ class BucketReducer:
         if name not in self.missing:
             raise TaskError(
                 f"the gradient of {name} came twice in one backward pass",
-                why="it may be on its way to the other ranks after the first time",
+                why="after the first time, the gradient may be on its way to the other ranks",
                 do="use checkpoint(..., use_reentrant=False), and call backward() once for a micro-batch",
             )
         self.missing.remove(name)

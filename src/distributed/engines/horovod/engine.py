@@ -122,7 +122,7 @@ class HorovodEngine(Replicated):
         if parameter.grad.is_sparse:
             raise TaskError(
                 f"the gradient of {name} is sparse",
-                why="this engine sends dense gradients",
+                why="the engine horovod sends dense gradients only",
                 do="make its layer with sparse=False",
             )
         self._reducer.add(name)
@@ -219,6 +219,6 @@ def _refuse_wrapped(optimizer: Any) -> None:
     if hasattr(optimizer, "_requires_update"):  # what every hvd.DistributedOptimizer has
         raise TaskError(
             "the optimizer is an hvd.DistributedOptimizer",
-            why="it would reduce every gradient a second time, and its state is not that of the one it was made of",
+            why="the wrapper would reduce every gradient again, and its state is not that of the optimizer inside",
             do="pass the optimizer that you would wrap: this engine does the rest",
         )

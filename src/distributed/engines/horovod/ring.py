@@ -233,7 +233,7 @@ def mpi_did_not_start(ranks: int, why: str) -> LaunchError:
 def no_mpi_in_wheel() -> PlanError:
     return PlanError(
         "communication_backend='mpi', but the installed Horovod was built without MPI",
-        why="it can reduce over gloo only",
+        why="Horovod without MPI can reduce over gloo only",
         do="apt-get install libopenmpi-dev openmpi-bin, then make horovod MPI=1",
     )
 

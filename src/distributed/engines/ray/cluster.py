@@ -108,7 +108,7 @@ def shortage(placement: PlacementRequest, cluster: RayCluster) -> list[Problem]:
         return []
     fewer = f"set num_gpus={slots}, or " if slots else ""
     without = "" if key == "CPU" or not cluster.nodes else "set device=cpu, or "
-    return [Problem(what, why=f"there is: {there}", do=f"{fewer}{without}add nodes with: ray start --address …")]
+    return [Problem(what, why=f"the cluster has: {there}", do=f"{fewer}{without}add nodes with: ray start --address …")]
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class RayRows(Dataset[Any]):
         if ray.util.client.ray.is_connected():
             raise DataError(
                 "the Ray dataset was made over ray://",
-                why="its rows reach the ranks through the node of this process, which runs on none",
+                why="rows of such a dataset reach the ranks through the node of this process, which runs on none",
                 do="make it in the script that the ranks run: distributed train --script … --address ray://…",
             )
         self._columns = None if columns is None else tuple(columns)
@@ -154,7 +154,7 @@ def _pages(batches: Iterator[Page], columns: tuple[str, ...] | None) -> Iterator
     for first in batches:
         missing = [name for name in columns or () if name not in first]
         if missing:
-            raise DataError(f"the dataset has no column {missing[0]!r}", why=f"it has {', '.join(first)}")
+            raise DataError(f"the dataset has no column {missing[0]!r}", why=f"the dataset has {', '.join(first)}")
         names = columns or tuple(first)
         size = max(1, sum(first[name].nbytes for name in names))
         for several in _several([first], batches, max(1, PAGE_BYTES // size)):

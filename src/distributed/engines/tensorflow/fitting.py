@@ -242,7 +242,7 @@ def _check_rate(plan: Plan) -> None:
     if plan.optimizer.lr_factor != 1.0:
         raise PlanError(
             f"lr_scaling={plan.settings['lr_scaling']!r} with a model that is compiled, and trained in this process",
-            why="its optimizer is used as it is, so the setting would have no effect",
+            why="the model's optimizer is used as it is, so the setting would have no effect",
             do=f"give the optimizer {plan.optimizer.lr_factor:.4g} times the rate, or pass optimizer= to the trainer",
         )
 

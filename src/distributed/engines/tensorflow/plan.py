@@ -128,7 +128,7 @@ def _problems(config: DistributedConfig, layout: Layout, plan: Plan) -> list[Pro
         found.append(
             Problem(
                 f"parameter_servers={config.parameter_servers}, but tensorflow_strategy={layout.strategy!r}",
-                why="it would have no effect",
+                why="only the strategy parameter_server has parameter servers",
                 do="set tensorflow_strategy='parameter_server', or leave it out",
             )
         )

@@ -118,7 +118,7 @@ def given_world(strategy: Any) -> World:
         if isinstance(strategy, kind):
             raise PlanError(
                 f"strategy= is a {kind.__name__}",
-                why="it has replicas in other processes, which would each take themselves for the only one",
+                why="the strategy has replicas in other processes, which would each take themselves for the only one",
                 do=f"set tensorflow_strategy={name!r} in place of it, and give the model as a function that builds it",
             )
     return World(strategy, range(int(strategy.num_replicas_in_sync)))
@@ -160,7 +160,7 @@ def _devices(setup: Setup) -> list[str]:
     if setup.device == "cuda" and len(gpus) < replicas:
         raise PlanError(
             f"{replicas} replicas, but TensorFlow sees {len(gpus)} GPUs",
-            why="this TensorFlow was built without CUDA, or the devices are hidden" if not gpus else "",
+            why="the installed TensorFlow was built without CUDA, or the devices are hidden" if not gpus else "",
             do='pip install "tensorflow[and-cuda]", or set device=cpu' if not gpus else f"set num_gpus={len(gpus)}",
         )
     return [f"{'CPU' if setup.device == 'cpu' else 'GPU'}:{number}" for number in range(replicas)]

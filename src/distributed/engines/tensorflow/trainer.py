@@ -95,7 +95,7 @@ class TensorFlowDistributedTrainer:
         if dry_ranks() is not None:
             raise PlanError(
                 "backend='tensorflow' has no dry run of several ranks",
-                why="that runs a torch model without memory",
+                why="a dry run of several ranks runs a torch model without memory",
                 do="leave out =N: --dry-run shows the commands and environments",
             )
         from distributed.engines.tensorflow.fitting import Fit  # imports TensorFlow, which takes seconds

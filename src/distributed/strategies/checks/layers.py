@@ -36,7 +36,7 @@ def _of_norms(model: nn.Module) -> Iterator[Problem]:
             if _scripts_batchnorm(module):
                 yield Problem(
                     f"{path or 'the model'} is a TorchScript module with a BatchNorm layer",
-                    why="its statistics are taken over one rank's share of the batch, and its code cannot be changed",
+                    why="the layer takes statistics over one rank's share of the batch, and its code cannot be changed",
                     do="use the module as it was before torch.jit, which torch.compile makes as fast, or set "
                     "sync_batchnorm=False",
                 )
@@ -44,8 +44,8 @@ def _of_norms(model: nn.Module) -> Iterator[Problem]:
         elif isinstance(module, BatchNormBase) and not normalizes_by_function(module):
             yield Problem(
                 f"{path or 'the model'} ({type(module).__name__}) is a BatchNorm layer with statistics of its own",
-                why="its forward calls neither its base class's forward nor torch.nn.functional.batch_norm, which are "
-                "computed over all ranks; its statistics would be over one rank's share of the batch",
+                why="the layer's forward calls neither its base class's forward nor torch.nn.functional.batch_norm, "
+                "which are computed over all ranks; its statistics would be over one rank's share of the batch",
                 do="let its forward call super().forward(x) or torch.nn.functional.batch_norm, or set "
                 "sync_batchnorm=False",
             )
@@ -61,8 +61,8 @@ def _of_frequencies(model: nn.Module) -> Iterator[Problem]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
             yield Problem(
                 f"{path or 'the model'} has scale_grad_by_freq=True, with several shares of a batch",
-                why="it divides gradients by how often a row occurs in the batch, which is computed in shares here: of "
-                "ranks, of virtual ranks, or of a pipeline's micro-batches",
+                why="the layer divides gradients by how often a row occurs in the batch, which is computed in shares: "
+                "of ranks, of virtual ranks, or of a pipeline's micro-batches",
                 do=f"make {path or 'it'} with scale_grad_by_freq=False, or train with one rank and one micro-batch",
             )
 

@@ -125,7 +125,7 @@ def first_tensor(values: Iterable[Any]) -> torch.Tensor:
             return part
     raise PlanError(
         "context_parallel does not fit this model: a block takes or returns no hidden states",
-        why="its hidden states must be the first floating-point tensor of its arguments and of its output",
+        why="a block's hidden states must be the first floating-point tensor of its arguments and of its output",
         do="set context_parallel=1",
     )
 

@@ -71,7 +71,7 @@ class ContextParallel:
         if path is None:
             raise PlanError(
                 "the model has no stack of blocks in which a sequence could be sharded",
-                why="it holds no list of two or more modules of one class",
+                why="the model holds no list of two or more modules of one class",
                 do="set context_parallel=1",
             )
         self._module, self._session = module, session
@@ -249,7 +249,7 @@ def _refuse_statistics(path: str, blocks: Sequence[nn.Module]) -> None:
         if found is not None:
             raise PlanError(
                 f"a block of {path or 'the model'} has a {found} layer, with context_parallel",
-                why="it takes statistics over positions, and each rank has only a shard of them",
+                why="the layer takes statistics over positions, and each rank has only a shard of them",
                 do="use LayerNorm or RMSNorm in the blocks, or set context_parallel=1",
             )
 

@@ -69,7 +69,7 @@ class UsedParameters:
         if differing:
             raise TaskError(
                 f"{_some(differing)} got a gradient on some ranks only",
-                why="these ranks compute the same with this parameter, and would update it differently",
+                why="the ranks compute the same with each of these parameters, and would update it differently",
                 do="let the model use the same parameters on all of them, or train with data parallelism alone",
             )
         return [bool(is_used) for is_used in used]

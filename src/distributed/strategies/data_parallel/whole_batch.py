@@ -183,7 +183,7 @@ class NoWholeBatch(WholeBatch):
             if _needs_all(name, input, args, kwargs):
                 raise TaskError(
                     f"the model calls {name}, with pipeline_parallel and several shares of a batch",
-                    why="it needs the samples of all ranks at once, and a pipeline runs them at different times",
+                    why="the function needs the samples of all ranks at once, which a pipeline runs at different times",
                     do="leave pipeline_parallel out"
                     + (", or set sync_batchnorm=False" if name.endswith("batch_norm") else ""),
                 )
@@ -208,7 +208,7 @@ def _refusing_frequencies(name: str, own: Callable[..., Any]) -> Callable[..., A
         if kwargs.get("scale_grad_by_freq", args[2] if len(args) > 2 else False):
             raise TaskError(
                 f"the model calls {name} with scale_grad_by_freq=True, with several shares of a batch",
-                why="it divides gradients by how often a row occurs in the batch, which is computed in shares here",
+                why="the lookup divides gradients by how often a row occurs in the batch, which is computed in shares",
                 do="leave scale_grad_by_freq out, or train with one rank and without virtual ranks",
             )
         return own(weight, *args, **kwargs)
@@ -239,7 +239,7 @@ def _refused(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
             return own(input, *args, **kwargs)
         raise TaskError(
             f"the model calls torch.{name}",
-            why="it would normalize by this rank's share of the batch, while one process has the whole batch",
+            why="the function would normalize by one rank's share of the batch, while one process has the whole batch",
             do="call torch.nn.functional.batch_norm, which is computed over all ranks, or set sync_batchnorm=False",
         )
 

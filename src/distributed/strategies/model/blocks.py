@@ -30,7 +30,7 @@ def need_blocks(module: nn.Module, wanted: Sequence[str], use: str, setting: str
     if not paths:
         raise PlanError(
             f"the model has no blocks to {use}",
-            why="it holds no list of two or more modules of one class",
+            why="the model holds no list of two or more modules of one class",
             do=f"name them with wrap_blocks, or set {setting}=false",
         )
     return paths
@@ -66,7 +66,7 @@ def _named_blocks(module: nn.Module, wanted: Sequence[str]) -> list[str]:
             classes = sorted({type(m).__name__ for path, m in module.named_modules() if path and list(m.children())})
             raise PlanError(
                 f"wrap_blocks names {name!r}, which the model does not have",
-                why="it is neither the class nor the path of one of its modules",
+                why=f"{name!r} is neither the class nor the path of one of the model's modules",
                 do=f"choose among the classes {', '.join(classes[:8])}, or give a path such as 'layers.*'",
             )
         found += [path for path in paths if path not in found]

@@ -176,7 +176,7 @@ class _Maker:
             listed = "\n".join(f"    {path} ({kinds[path]}): {', '.join(m)}" for path, m in self._missing.items())
             raise PlanError(
                 f"a model on the meta device has tensors that nothing gives a first value:\n{listed}",
-                why="these tensors were computed in __init__, which ran on the meta device, without memory",
+                why="tensors that __init__ computes have no values on the meta device, which has no memory",
                 do="define reset_parameters() in these modules so that it sets all of them, or pass a built model",
             )
         assert not self._targets, f"no module has {sorted(self._targets)}"

@@ -148,7 +148,7 @@ class HeadShare:
                     return _Manner(narrows, shares_sizes)
         raise PlanError(
             f"{self._path} ({type(self._module).__name__}) does not compute the same with its share of the heads",
-            why="its forward has sizes or an order of the heads that are not recognised, or mixes the heads, or the "
+            why="the forward has sizes or an order of the heads that are not recognised, or mixes the heads, or the "
             f"hidden width of a feed-forward network in it; the last trial: {reason}",
             do="take sizes from attributes such as self.num_heads and self.head_dim, or give tensor_parallel_plan with "
             "another style ('column' where one layer has query, key and value of each head next to each other)",

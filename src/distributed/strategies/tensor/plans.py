@@ -84,7 +84,7 @@ def styles_from(plan: Mapping[str, str], module: nn.Module, degree: int) -> dict
             problems += [
                 Problem(
                     f"tensor_parallel_plan gives {path} the style {style!r}, which does not suit it",
-                    why=f"it is a {type(module.get_submodule(path)).__name__}; {style!r} is {STYLES[style]}",
+                    why=f"{path} is a {type(module.get_submodule(path)).__name__}; {style!r} is {STYLES[style]}",
                 )
                 for path in wrong
             ]

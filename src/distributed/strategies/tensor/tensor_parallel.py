@@ -82,7 +82,7 @@ class TensorParallel:
         if self._stream.has_begun(device):
             raise PlanError(
                 "a layer that is cut by its outputs is followed by none that is cut by its inputs",
-                why="it cannot be known where the cut width ends, within which each rank has its own dropout",
+                why="each rank has its own dropout within the cut width, and where that ends cannot be known",
                 do="give tensor_parallel_plan with a 'row' layer after every 'column' layer, or use 'column_gather'",
             )
 

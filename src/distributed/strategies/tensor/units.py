@@ -130,7 +130,7 @@ def _beside_heads(
                 problems.append(
                     Problem(
                         f"{at} has no tensor-parallel plan",
-                        why=f"it normalises over all heads, of which a rank has a share; one head has {heads.size}",
+                        why=f"the layer normalises over all heads, of which a rank has some; one has {heads.size}",
                         do=OWN_PLAN,
                     )
                 )
@@ -142,7 +142,7 @@ def _beside_heads(
 
 
 def _unknown_within(path: str, kind: str) -> Problem:
-    why = f"it is {kind} in an attention whose heads are sharded, and its share for a rank's heads is not known"
+    why = f"{path} is {kind} in an attention whose heads are sharded; what of it belongs to a rank's heads is not known"
     return Problem(f"{path} has no tensor-parallel plan", why=why, do=OWN_PLAN)
 
 

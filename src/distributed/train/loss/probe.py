@@ -72,7 +72,7 @@ def try_function(
     if moved := changes(before, look({"loss": loss_fn})):
         raise TaskError(
             "what the loss is a mean over cannot be found out by trying it",
-            why=f"it keeps state that a call changes: {moved[0]}",
+            why=f"the loss keeps state that a call changes: {moved[0]}",
             do="return (loss, weight) from it, or set loss_weighting='samples' if it is a mean over the samples",
         )
     return None if refuted is None else Evidence(refuted, tuple(watched))

@@ -20,7 +20,7 @@ def ignores(marks: Sequence[Mark], where: str, *, is_tried: bool, is_late: bool 
     how = RETURN if is_tried else "set loss_weighting='targets' (exact)"
     return TaskError(
         f"some targets are {' or '.join(map(str, marks))}, which the loss ignores, {where}",
-        why="its mean then goes over fewer targets than the parts of a step are weighted by, so they do not add up",
+        why="the mean then goes over fewer targets than the parts of a step are weighted by, so they do not add up",
         do=f"{back}{how}, or with loss_weighting='samples' to weight by samples all the same",
     )
 
@@ -60,7 +60,7 @@ def changed_kind(target: Any) -> TaskError:
     kind = f"{target.dtype} in {target.dim()} dimensions" if is_tensor else type(target).__name__
     return TaskError(
         f"the targets of a step are {kind}",
-        why="those of the first step were classes, over which the loss is a mean",
+        why="the targets of the first step were classes, over which the loss is a mean",
         do=f"{RETURN}; or {SAMPLES}",
     )
 

@@ -129,6 +129,6 @@ def _check_lists(state: Mapping[str, Any], count: int, matched: Sequence[int]) -
         elif name not in (*_BY_GROUP, *_NOT_BY_GROUP) and isinstance(value, list | tuple) and len(value) == count:
             raise CheckpointError(
                 f"the optimizer's groups are in another order than in the checkpoint, and its scheduler keeps {name!r}",
-                why=f"it has {count} entries, as there are groups, and whether they go by their order is not known",
+                why=f"{name!r} has {count} entries, as there are groups; whether they go by their order is not known",
                 do="pass the groups in the order that they had",
             )

@@ -160,7 +160,7 @@ def read_source(data: Any, role: str, *, shuffle: bool = True) -> Any:
     is_loader = type(data).__module__.partition(".")[0] == "torch"
     raise DataError(
         f"{role} is a {type(data).__name__}" + (" of torch" if is_loader else ""),
-        why=f"it must be {_STRUCTURES}",
+        why=f"{role} must be {_STRUCTURES}",
         do=f"pass {role}=(x, y)",
     )
 

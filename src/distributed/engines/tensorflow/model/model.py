@@ -93,7 +93,7 @@ def decompose_model(model: Any, compiled: Compiled | None) -> Parts:
     if adapted := adapted_to_data(model):
         raise TaskError(
             f"the layer {adapted[0]} cannot be sent to other processes with what it was adapted to",
-            why="that is neither in its config nor in a weight",
+            why="what a layer was adapted to is neither in its config nor in a weight",
             do=f"{_BUILD}; or give the layer its vocabulary or boundaries as an argument",
         )
     try:
@@ -294,7 +294,7 @@ def check_compiled(model: Any, given: Compiled | None, batch: Callable[[], Any])
     owns_loss = kind.compute_loss is not _base(kind, "compute_loss")
     if not leaves(loss) and not owns_loss and not has_layer_losses(model, batch):
         what = "the model is not compiled, and no loss is given" if not is_compiled(model) else "there is no loss"
-        raise TaskError(what, why="there is nothing to minimize", do="model.compile(loss=…, …), or pass loss=…")
+        raise TaskError(what, why="training needs a number to minimize", do="model.compile(loss=…, …), or pass loss=…")
     own = [name for name in ("train_step", "compute_loss") if getattr(kind, name) is not _base(kind, name)]
     if own:
         raise TaskError(

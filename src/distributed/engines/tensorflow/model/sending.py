@@ -58,7 +58,7 @@ def _decompose(leaf: Any) -> Remade | Copied:
     if missing:
         raise TaskError(
             f"{kind.__name__} cannot be sent to other processes",
-            why=f"it has no get_config of its own, and Keras's does not contain its {', '.join(missing)}",
+            why=f"the class has no get_config of its own, and Keras's does not contain its {', '.join(missing)}",
             do=f"give {kind.__name__} a get_config that has them, or pass a function that builds and compiles all",
         )
     return Remade(kind, config)
