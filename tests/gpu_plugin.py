@@ -21,6 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests import gpu_record
 
 _LONGEST = ("test_nccl_ways", "test_nccl", "test_engines_gpu", "test_nccl_runs", "test_nccl_exchange")
+_SHOWN = 4000  # characters of a failure
 _APART = ("test_survival_gpu", "test_stuck_gpu", "test_capture_ranks_gpu", "test_shared_gpus")
 
 
@@ -59,13 +60,14 @@ def pytest_configure(config: pytest.Config) -> None:
         "cuda": str(torch.version.cuda),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
-    config.pluginmanager.register(Recorder(Path(path), where))
+    config.pluginmanager.register(Recorder(config, Path(path), where))
 
 
 class Recorder:
     """Counts tests as pytest's own last line does, an error of a fixture as a failure."""
 
-    def __init__(self, path: Path, where: Mapping[str, str]) -> None:
+    def __init__(self, config: pytest.Config, path: Path, where: Mapping[str, str]) -> None:
+        self._config = config
         self._path, self._where, self._begun = path, where, time.monotonic()
         self._counts: Counter[str] = Counter()
         self._modules: set[str] = set()
@@ -79,6 +81,9 @@ class Recorder:
         self._modules.add(report.nodeid.partition("::")[0])
         if report.when == "call" or report.outcome != "passed":
             self._counts[report.outcome] += 1
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:  # at once: a run on a lent machine may be cut before its summary
+            terminal.write_line(report.longreprtext[-_SHOWN:])
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:

@@ -133,7 +133,8 @@ def _problems(
         found.append(
             Problem(
                 f"{source}: train_batch_size={whole}, but a global batch here is {planned.global_batch}",
-                why=f"a step has {planned.per_device} samples × {planned.ranks} ranks × {planned.accumulation} batches",
+                why=f"a global batch is {planned.per_device} samples × {planned.ranks} ranks × "
+                f"{planned.accumulation} accumulated",
                 do=f'set train_batch_size to {planned.global_batch} or to "auto"',
             )
         )
