@@ -60,17 +60,21 @@ def pytest_configure(config: pytest.Config) -> None:
         "cuda": str(torch.version.cuda),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
-    config.pluginmanager.register(Recorder(config, Path(path), where))
+    config.pluginmanager.register(Recorder(Path(path), where))
 
 
 class Recorder:
     """Counts tests as pytest's own last line does, an error of a fixture as a failure."""
 
-    def __init__(self, config: pytest.Config, path: Path, where: Mapping[str, str]) -> None:
-        self._config = config
+    _terminal: pytest.TerminalReporter | None = None
+
+    def __init__(self, path: Path, where: Mapping[str, str]) -> None:
         self._path, self._where, self._begun = path, where, time.monotonic()
         self._counts: Counter[str] = Counter()
         self._modules: set[str] = set()
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._terminal = session.config.pluginmanager.get_plugin("terminalreporter")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:  # a file as a whole
@@ -81,9 +85,8 @@ class Recorder:
         self._modules.add(report.nodeid.partition("::")[0])
         if report.when == "call" or report.outcome != "passed":
             self._counts[report.outcome] += 1
-        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if report.failed and terminal is not None:  # at once: a run on a lent machine may be cut before its summary
-            terminal.write_line(report.longreprtext[-_SHOWN:])
+        if report.failed and self._terminal is not None:  # at once: a run may be cut before its summary
+            self._terminal.write_line(report.longreprtext[-_SHOWN:])
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
