@@ -25,7 +25,7 @@ _BATCH = 8  # of an attempt, at which its fault comes
 _READ = 400  # of 800 samples of an attempt and a rank, at which "never reads" comes: steps are captured then
 _SETTINGS: dict[str, dict[str, Any]] = {
     "replicated": {"capture": False},
-    "captured": {"capture": "auto"},
+    "captured": {"capture": True},
     "sharded": {"backend": "fsdp"},
 }
 

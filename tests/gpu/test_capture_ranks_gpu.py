@@ -91,7 +91,7 @@ EQUAL: dict[str, Case] = {
     "buffers": (Masked, {"optimizer": sgd}, CAPTURED),
     "bf16": (mlp, {"optimizer": sgd, "mixed_precision": "bf16"}, CAPTURED),
     "fp16": (mlp, {"optimizer": sgd, "mixed_precision": "fp16", "gradient_clipping": 1.0}, CAPTURED),
-    "compiled": (mlp, {"optimizer": sgd, "compile": True}, CAPTURED),
+    "compiled": (mlp, {"optimizer": sgd, "compile": "whole"}, CAPTURED),
     "bf16_parameters": (mlp, {"optimizer": sgd, "bf16_parameters": True}, CAPTURED),
 }
 REFUSED: dict[str, Case] = {
