@@ -145,7 +145,7 @@ def fit_all(engine: str, features: list[str], folder: Path) -> dict[str, dict[st
 
 def is_declared(engine: str, feature: str) -> bool:
     can = ENGINES.entries[engine].can.get(feature)
-    return can is not None and can.device in ("", "cpu")
+    return can is not None and can.device in (None, "cpu")
 
 
 def declared(engine: str) -> list[str]:
