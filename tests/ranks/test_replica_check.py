@@ -96,6 +96,7 @@ def found(model: nn.Module, folder: str, samples: int = 320, **more: Any) -> tup
     evaluation = DataLoader(TensorDataset(*data[:16]), batch_size=4)
     settings: dict[str, Any] = {"batch_size": 4, "loss_fn": nn.MSELoss(), "progress": False}
     settings |= {"checkpoint_dir": folder, "checkpoint_frequency": "6 steps", "max_steps": 20}
+    settings["checkpoint_async"] = False  # a save under way is given up when its run ends with an error
     told = ""
     try:
         Trainer(model, **(settings | more)).fit(DataLoader(data, batch_size=4), evaluation)
