@@ -35,7 +35,7 @@ _WRITTEN = 'trainer.save_model("model.safetensors") writes it whole, and does no
 
 
 def load_trained_state(task: Task, plan: Plan, checkpoint: str) -> None:
-    """Into objects that are as they were before the training, which nobody may take for trained ones."""
+    """Into objects as they were before `fit`; raises where memory is short, since they would pass for trained."""
     lacking = _lacking(task, checkpoint, "this machine")
     if lacking:
         raise CheckpointError(
