@@ -8,8 +8,8 @@ With several workers (-n 10) a file stays together where its fixtures serve all 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class Schedule(LoadScopeScheduling):
     """A file goes to one worker, whose fixtures serve all of its tests; long tests that share none go one by one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        module = nodeid.partition("::")[0]
+        module = _file(nodeid)
         return nodeid if Path(module).stem in _APART else module
 
 
@@ -64,38 +64,53 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Recorder:
-    """Counts tests as pytest's own last line does, an error of a fixture as a failure."""
+    """Counts tests as pytest's own last line does, an error of a fixture as a failure.
+
+    The record of a run that was cut has the files whose tests were all run; another part has the others.
+    """
 
     _terminal: pytest.TerminalReporter | None = None
 
     def __init__(self, path: Path, where: Mapping[str, str]) -> None:
         self._path, self._where, self._begun = path, where, time.monotonic()
-        self._counts: Counter[str] = Counter()
-        self._modules: set[str] = set()
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by file
+        self._collected: set[str] = set()
+        self._ended: set[str] = set()
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._terminal = session.config.pluginmanager.get_plugin("terminalreporter")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:  # a file as a whole
-            self._modules.add(report.nodeid)
-            self._counts["skipped"] += 1
+            self._counts[report.nodeid]["skipped"] += 1
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._collected.update(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._collected.update(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._modules.add(report.nodeid.partition("::")[0])
         if report.when == "call" or report.outcome != "passed":
-            self._counts[report.outcome] += 1
+            self._counts[_file(report.nodeid)][report.outcome] += 1
+        if report.when == "teardown":
+            self._ended.add(report.nodeid)
         if report.failed and self._terminal is not None:  # at once: a run may be cut before its summary
             self._terminal.write_line(report.longreprtext[-_SHOWN:])
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # it was not run to its end
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+            return
+        cut = {_file(nodeid) for nodeid in self._collected - self._ended}
+        whole = {name: counts for name, counts in self._counts.items() if name not in cut}
+        if not whole:
             return
         record = gpu_record.make(
             gpu_record.ROOT,
-            self._counts,
-            sorted(self._modules),
+            sum(whole.values(), Counter()),
+            sorted(whole),
             seconds=time.monotonic() - self._begun,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             where=self._where,
@@ -104,3 +119,7 @@ class Recorder:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"the record of this run: {self._path}")
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]

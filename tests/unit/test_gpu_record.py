@@ -80,22 +80,28 @@ def test_gpu_plugin_counts_match_pytests_report(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     out = tmp_path / "out.json"
     recorder = Recorder(out, WHERE)
-    arguments = [
-        str(tmp_path),
-        "--rootdir",
-        str(tmp_path),
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        f"{tmp_path}/pytest.ini",
-    ]
-    assert pytest.main(arguments, plugins=[recorder]) == 1
+    assert run_tests(tmp_path, recorder) == 1
     made = json.loads(out.read_text())
     assert (made["passed"], made["failed"], made["skipped"]) == (1, 2, 2)
     assert made["modules"] == ["test_none.py", "test_some.py"]
     assert made["files"] == gpu_record.digests(ROOT)
     assert made["device"] == "a GPU"
+
+
+def test_gpu_record_of_a_cut_run_has_its_whole_files(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
+    (tmp_path / "test_b.py").write_text("def test_good(): pass\ndef test_cut(): raise KeyboardInterrupt\n")
+    (tmp_path / "test_c.py").write_text("def test_never_begun(): pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    out = tmp_path / "out.json"
+    assert run_tests(tmp_path, Recorder(out, WHERE)) == pytest.ExitCode.INTERRUPTED
+    made = json.loads(out.read_text())
+    assert (made["passed"], made["modules"]) == (2, ["test_a.py"])
+
+
+def run_tests(folder: Path, recorder: Recorder) -> int:
+    options = ["--rootdir", str(folder), "-q", "-p", "no:cacheprovider", "-c", f"{folder}/pytest.ini"]
+    return pytest.main([str(folder), *options], plugins=[recorder])
 
 
 def test_gpu_suite_without_a_gpu_is_refused(tmp_path: Path) -> None:
