@@ -28,10 +28,10 @@ from distributed.train.capture.compile_trial import TrainStep, steps_of
 from distributed.train.checks.replicas import ReplicaCheck
 from distributed.train.checks.samples import SampleCheck
 from distributed.train.checks.user_state import UserState
+from distributed.train.evaluation import Evaluator
 from distributed.train.explanations import explain_nonfinite
 from distributed.train.loaders import Loader
 from distributed.train.meter import Meter, Reading
-from distributed.train.metrics import MetricTotals
 from distributed.train.progress import Due, EpochSteps, record_epoch
 from distributed.train.reports import Reports
 from distributed.train.resume.facts import Facts
@@ -74,8 +74,7 @@ class Loop:
         facts: Facts,
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
-        self._train, self._evaluation, self._metric_names = train, evaluation, metric_names
-        self._stop, self._heartbeat, self._utilization = stop, heartbeat, utilization
+        self._train, self._stop, self._heartbeat, self._utilization = train, stop, heartbeat, utilization
         self._events = RunEvents(plan, observer)
         self._tells_at = 0  # the step after which delayed events are reported
         self._notes: list[str] = []  # of what this run resumes from
@@ -99,6 +98,16 @@ class Loop:
             shares_random=plan.mesh.tp * plan.mesh.cp > 1,
         )
         self._samples = SampleCheck(plan, session, train)
+        self._evaluator = Evaluator(
+            strategy,
+            session,
+            loader=evaluation,
+            metric_names=metric_names,
+            stop=stop,
+            heartbeat=heartbeat,
+            samples=self._samples,
+            events=self._events,
+        )
         self._state = RunState(
             plan,
             strategy,
@@ -139,7 +148,8 @@ class Loop:
         while not stopped and state.progress.epoch < self._plan.epochs:
             epoch = state.progress.epoch
             stopped, is_whole, seconds, samples = self._train_epoch(epoch)
-            metrics = self._meter.epoch_metrics() | (self._evaluate(epoch) if not self._interrupted else {})
+            evaluated = {} if self._interrupted else self._evaluator.evaluate(epoch, state.progress.step)
+            metrics = self._meter.epoch_metrics() | evaluated
             if is_whole:  # from here to the end of the epoch nothing waits for another rank
                 self._schedule.epoch_ended(metrics)
                 state.progress.begin_next_epoch()
@@ -247,32 +257,6 @@ class Loop:
         self._samples.epoch_ended(step - before_epoch)  # all ranks together have taken every sample once
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
         return stopped, not stopped or step == last_step, seconds, trained
-
-    def _evaluate(self, epoch: int) -> dict[str, float]:
-        """Every validation sample once, over all ranks; the sums are added in one collective."""
-        if self._evaluation is None:
-            return {}
-        with self._heartbeat.phase(Phase.EVALUATING):
-            return self._evaluate_all(epoch, self._evaluation)
-
-    def _evaluate_all(self, epoch: int, evaluation: EvalLoader) -> dict[str, float]:
-        begun = time.perf_counter()
-        self._strategy.train(False)
-        totals, was_cut = MetricTotals(), False
-        for batch, size in evaluation:
-            if self._stop.received is not None and not self._strategy.lockstep_eval:
-                was_cut = True
-                break
-            totals.add(self._strategy.eval_step(batch, size))
-        metrics = totals.mean("validation metrics", self._session, ["loss", *self._metric_names])
-        cut = torch.tensor([int(was_cut)], device=self._session.device)
-        self._strategy.train(True)
-        is_cut_short = self._session.max("evaluation was cut short", cut).item()
-        self._session.check()
-        if is_cut_short:
-            return {}
-        self._samples.evaluated(evaluation)
-        return self._events.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         self._replicas.compare(self._state.progress.step)
