@@ -11,6 +11,7 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import NonFiniteLoss, StepOutput
 from distributed.testing import run_ranks
 from distributed.train.meter import Meter
+from distributed.train.metrics import MetricNames
 
 NAN, INF = math.nan, math.inf
 LOSSES = {
@@ -26,7 +27,7 @@ def read_all() -> dict[str, tuple[str, int, tuple[int, ...]]]:
     session = Session.open(env, device="cpu", collectives="gloo", timeout_s=60)
     found = {}
     for name, losses in LOSSES.items():
-        meter = Meter(session, [], checks_loss=True)
+        meter = Meter(session, MetricNames(["loss"], session), checks_loss=True)
         for loss in losses[session.rank]:
             meter.add(StepOutput(loss), 4)
         try:

@@ -9,7 +9,7 @@ from distributed.core.env import WorkerEnv
 from distributed.runtime.session import Session
 from distributed.strategies.base import StepOutput
 from distributed.train.meter import Meter
-from distributed.train.metrics import MetricTotals, sum_metrics
+from distributed.train.metrics import MetricNames, MetricTotals, sum_metrics
 
 
 def alone() -> Session:
@@ -22,19 +22,21 @@ def test_metrics_are_means_over_samples() -> None:
     totals = MetricTotals()
     for batch in ([1.0, 2.0, 3.0], [10.0]):
         totals.add(sum_metrics(metrics, torch.tensor(batch), None, len(batch)))
-    assert totals.mean("metrics", alone(), ["each", "mean", "unseen"]) == pytest.approx({"each": 4.0, "mean": 4.0})
+    names = MetricNames(["each", "unseen"], alone())
+    assert totals.mean("metrics", alone(), names) == pytest.approx({"each": 4.0, "mean": 4.0})
+    assert names.known == ["each", "unseen", "mean"]
 
 
 def test_losses_are_means_over_samples_across_a_resume() -> None:
     """Two readings of steps of other sizes; the run is resumed in between, with a step that nobody had read."""
-    meter = Meter(alone(), [], checks_loss=False)
+    meter = Meter(alone(), MetricNames(["loss"], alone()), checks_loss=False)
     meter.begin_epoch()
     for loss, samples in ((1.0, 4), (4.0, 2)):
         meter.add(StepOutput(loss, None, None), samples)
     reading = meter.read()
     assert (reading.metrics["loss"], reading.samples) == (pytest.approx(2.0), 6)
     meter.add(StepOutput(5.0, None, None), 1)
-    resumed = Meter(alone(), [], checks_loss=False)
+    resumed = Meter(alone(), MetricNames(["loss"], alone()), checks_loss=False)
     resumed.load_state(meter.state())
     resumed.begin_epoch(goes_on=True)
     resumed.add(StepOutput(8.0, None, None), 1)

@@ -17,6 +17,13 @@ from distributed.strategies.compute_clock import ComputeClock
 StateTree = dict[str, Any]  # nested dicts and lists of tensors and JSON values
 
 
+class Logged(NamedTuple):
+    """A number that a step of the user's own logs, and how much it is a mean over."""
+
+    value: torch.Tensor | float
+    weight: torch.Tensor | float | None  # None: the samples of its batch
+
+
 class Outcome(NamedTuple):
     """The loss and outputs of a model for one batch."""
 
@@ -28,6 +35,7 @@ class Outcome(NamedTuple):
     is_own: bool = False  # whether the model itself returned the loss
     is_given: bool = False  # whether the weight came with the loss
     fitted: Any = None  # the loss function, if it was chosen by the target
+    logged: Mapping[str, Logged] | None = None
 
 
 class LossTrial(NamedTuple):
@@ -85,7 +93,16 @@ class StepTask(Protocol):
 
     def move_loss_to(self, device: torch.device) -> None: ...
 
+    @property
+    def has_own_step(self) -> bool:
+        """Whether a training step is the user's code, which may call the model as it likes."""
+
     def run(self, model: nn.Module, batch: Any) -> Outcome: ...
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Outcome: ...
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """The prediction of each sample of a batch: a tensor, or a mapping or sequence of tensors."""
 
     def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: LossTrial) -> Outcome | None:
         """The first outcome of a world, with the weight that all ranks agree on; every rank must call it."""
@@ -157,6 +174,9 @@ class Strategy(Protocol):
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput: ...
 
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]: ...
+
+    def predict_step(self, batch: Any) -> Any:
+        """The predictions of this rank's batch; None: another rank with the same samples has them."""
 
     def train(self, mode: bool) -> None: ...
 

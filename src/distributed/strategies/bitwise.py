@@ -19,7 +19,6 @@ from distributed.core.env import announce_unset
 from distributed.core.errors import CheckpointError, TaskError
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
-from distributed.data.loading.transfer import to_device
 from distributed.data.virtual_ranks import seed_generators
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import foreach_mul_
@@ -118,7 +117,7 @@ class BitwiseReplicas(OneRankStep):
     def _train_share(self, micro: Microbatch) -> Outcome:
         """Forward and backward under the share's random streams; the scalars hold its loss and weight."""
         assert micro.virtual_share is not None, "this strategy needs micro-batches of virtual ranks"
-        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        batch = self._moved(micro.batch)
         seed_generators(micro.virtual_share.training_seed, self._session.device)
         with self._parts:
             outcome = self._forward(self._model, batch)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,13 +16,13 @@ from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import foreach_mul_
-from distributed.strategies.base import NonFiniteLoss, StepOutput, StepTask
+from distributed.strategies.base import NonFiniteLoss, Outcome, StepOutput, StepTask
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.parameter_hooks import ParameterHooks
 from distributed.strategies.checks.reduction import reduction_check
 from distributed.strategies.checks.sparse_layers import refuse_sparse
 from distributed.strategies.checks.torch_errors import explain
-from distributed.strategies.data_parallel.ddp import buffers_can_differ
+from distributed.strategies.data_parallel.ddp import StepModule, buffers_can_differ, replicate
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
 from distributed.strategies.microbatches import MicrobatchStep, Passed
 from distributed.strategies.placement import local
@@ -86,10 +88,21 @@ class MeshStep(MicrobatchStep):
             layers, self._restore_layers = use_float8(self.module)
             self.decisions.append(layers.decision())
 
+    def _replicate(self, *, group: dist.ProcessGroup | None = None, is_alike: bool = False) -> nn.Module:
+        """The DDP module that training calls in place of the model, or in place of the user's own step."""
+        module = StepModule(self.module, self._task.run) if self._task.has_own_step else self.module
+        device, sends_buffers = self._session.device, self._buffers_differ
+        plan = self._plan.replicate
+        return replicate(module, plan, device, sends_buffers=sends_buffers, group=group, is_alike=is_alike)
+
+    def _run(self, model: nn.Module, batch: Any) -> Outcome:
+        is_step = self._task.has_own_step and isinstance(model, DistributedDataParallel)
+        return model(batch) if is_step else self._task.run(model, batch)
+
     def _check_reduction(self) -> None:
         """Check the reduction of DDP, if training calls DDP."""
         if isinstance(self._model, DistributedDataParallel):
-            self._check_reduced = reduction_check(self._model, self._session.rank)
+            self._check_reduced = reduction_check(self._model, self.module, self._session.rank)
 
     def _lay_out_state(self) -> None:
         """Give the optimizer's state the memory format of the parameters, which DDP may have changed."""

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from distributed.data.loading.loader import Microbatch
-from distributed.data.loading.transfer import to_device
 from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.parameter_hooks import refuse_new_hooks
@@ -123,7 +122,7 @@ class MicrobatchStep(OneRankStep):
             return self._pass_share(micro)
 
     def _pass_share(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
-        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        batch = self._moved(micro.batch)
         outcome = self._forward(self._model, batch)
         if not self._is_settled:
             outcome = self._settle(outcome, batch, micro.size)

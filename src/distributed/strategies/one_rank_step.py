@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from distributed.strategies.speed.device_settings import device_settings
 from distributed.strategies.speed.fused import begin_with_momentum, fuse, has_dampening, is_fused, why_not_fused
 from distributed.strategies.speed.memory_format import lay_out_state, to_channels_last
 
+T = TypeVar("T")
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
 
 
@@ -189,8 +190,16 @@ class OneRankStep:
 
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
         with torch.no_grad():
-            outcome = self._forward(self.module, to_device(batch, self._session.device) if self._moves else batch)
+            outcome = self._call(self._task.evaluate, self.module, self._moved(batch))
         return self._measured(outcome, size)
+
+    def predict_step(self, batch: Any) -> Any:
+        """The predictions of this rank's batch."""
+        with torch.no_grad():
+            return self._call(self._task.predict, self.module, self._moved(batch))
+
+    def _moved(self, batch: Any) -> Any:
+        return to_device(batch, self._session.device) if self._moves else batch
 
     def _measured(self, outcome: Outcome, size: int) -> Mapping[str, MetricSum]:
         """The metric sums of an evaluation's batch; none for a stand-in."""
@@ -348,11 +357,19 @@ class OneRankStep:
             self._buffers_before = BufferSnapshot(self.module, *([] if self._loss is None else [self._loss]))
 
     def _forward(self, model: nn.Module, batch: Any) -> Outcome:
+        """The outcome of a batch in training."""
+        return self._call(self._run, model, batch)
+
+    def _run(self, model: nn.Module, batch: Any) -> Outcome:
+        return self._task.run(model, batch)
+
+    def _call(self, step: Callable[[nn.Module, Any], T], model: nn.Module, batch: Any) -> T:
+        """A step of the task, in the precision of the plan."""
         try:
             if self._autocast is None:
-                return self._task.run(model, batch)
+                return step(model, batch)
             with self._autocast:
-                return self._task.run(model, batch)
+                return step(model, batch)
         except ValueError as error:
             if self._has_shares:
                 explain_sample(error)

@@ -14,7 +14,7 @@ from distributed.runtime.session import Session
 from distributed.runtime.torch_module_compat import forget_unscaled
 from distributed.strategies.base import StateTree, StepOutput, StepTask
 from distributed.strategies.checks.forward_changes import ForwardChanges
-from distributed.strategies.data_parallel.ddp import own_buffers, replicate, why_not_captured
+from distributed.strategies.data_parallel.ddp import own_buffers, why_not_captured
 from distributed.strategies.data_parallel.gradient_buckets import GradientBuckets
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
 from distributed.strategies.mesh_step import MeshStep
@@ -77,11 +77,6 @@ class Replicated(MeshStep):
             send_weights(self.module, session)
         self._buckets = GradientBuckets(self.module, self._plan.replicate, session, sends_buffers=self._buffers_differ)
         self._check_reduced = self._buckets.reduce
-
-    def _replicate(self, *, is_alike: bool) -> nn.Module:
-        """The DDP module that training calls in place of the model."""
-        device, sends_buffers = self._session.device, self._buffers_differ
-        return replicate(self.module, self._plan.replicate, device, sends_buffers=sends_buffers, is_alike=is_alike)
 
     def stay_eager(self) -> None:
         if self._buckets is None:

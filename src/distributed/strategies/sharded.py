@@ -13,7 +13,6 @@ from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.core.protocol.failure import is_collateral
 from distributed.data.loading.loader import Microbatch
-from distributed.data.loading.transfer import to_device
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box
 from distributed.runtime.torch_module_compat import found_overflows
@@ -23,13 +22,12 @@ from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.replica_tensors import Named, optimizer_options
 from distributed.strategies.checks.sharded_models import refuse_extra_state
 from distributed.strategies.checks.sparse_layers import refuse_sparse
-from distributed.strategies.data_parallel.ddp import replicate
 from distributed.strategies.data_parallel.whole_batch import NoWholeBatch, PartsOfBatch, WholeBatch
 from distributed.strategies.data_parallel.zero1 import rebind
 from distributed.strategies.mesh_step import MeshStep
 from distributed.strategies.microbatches import Passed
 from distributed.strategies.model.buffer_snapshot import kept_buffers
-from distributed.strategies.pipeline.schedule import Pipeline
+from distributed.strategies.pipeline.schedule import Pipeline, Run
 from distributed.strategies.sharded_model import ShardedModel, check_model
 from distributed.strategies.sharded_state import ShardedState
 from distributed.strategies.speed.bf16_shards import RoundedShards
@@ -70,9 +68,7 @@ class Sharded(MeshStep):
             self._stepper = shards.share_optimizer(self.optimizer)
         self._state = shards.state_of(self.optimizer, self._groups, self._saved)
         if (group := shards.replicas) is not None and not session.is_dry:
-            self._model = replicate(
-                self.module, self._plan.replicate, session.device, sends_buffers=self._buffers_differ, group=group
-            )
+            self._model = self._replicate(group=group)
             self._check_reduction()
             self._lay_out_state()
 
@@ -133,7 +129,7 @@ class Sharded(MeshStep):
     def _verify(self, micro: Microbatch) -> None:
         """Check before the first step that the model allows sharded sequences."""
         assert self._shards.context is not None
-        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        batch = self._moved(micro.batch)
         with kept_buffers(self._loss):
             self._shards.context.verify(lambda: self._forward(self.module, batch).loss)
         self._verifies = False
@@ -143,7 +139,7 @@ class Sharded(MeshStep):
 
         A model that has a loss only in training is settled by its first training pass, without a trial.
         """
-        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        batch = self._moved(micro.batch)
         try:
             outcome = self._try(batch)
         except Exception as failed:  # the user's code, in a trial pass
@@ -218,7 +214,7 @@ class Sharded(MeshStep):
             self._settle_pipeline(pipeline, microbatches[0])
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=device))  # creates the scale on ranks without a loss
-        batches = [to_device(micro.batch, device) if self._moves else micro.batch for micro in microbatches]
+        batches = [self._moved(micro.batch) for micro in microbatches]
         watched = nullcontext() if self._changes is None else self._watched_changes()
         with watched, self._autocast or nullcontext(), self._whole_batch or nullcontext():
             pipeline.forward_backward(batches, self._task.run, weigh)
@@ -233,7 +229,7 @@ class Sharded(MeshStep):
 
     def _settle_pipeline(self, pipeline: Pipeline, micro: Microbatch) -> None:
         """Settle the loss by one more pass, as in an evaluation, because only the last stage has an outcome."""
-        batch = to_device(micro.batch, self._session.device) if self._moves else micro.batch
+        batch = self._moved(micro.batch)
         devices = [self._session.device] if self._session.device.type == "cuda" else []
         self.train(False)
         with torch.random.fork_rng(devices=devices), torch.no_grad(), self._autocast or nullcontext():
@@ -247,10 +243,24 @@ class Sharded(MeshStep):
         if self._shards.pipeline is None:
             found = super().eval_step(batch, size)
             return found if self.owns_metrics else {}
-        moved = to_device(batch, self._session.device) if self._moves else batch
-        with torch.no_grad(), self._autocast or nullcontext():
-            outcome = self._shards.pipeline.forward(moved, self._task.run)
+        outcome = self._through(self._shards.pipeline, batch, self._task.evaluate)
         return {} if outcome is None or not self.owns_metrics else self._measured(outcome, size)
+
+    def predict_step(self, batch: Any) -> Any:
+        if self._shards.pipeline is None:
+            found = super().predict_step(batch)
+            return found if self.owns_metrics else None
+
+        def predict(model: nn.Module, moved: Any) -> Outcome:
+            return Outcome(torch.zeros((), device=self._session.device), self._task.predict(model, moved), None)
+
+        outcome = self._through(self._shards.pipeline, batch, predict)
+        return outcome.outputs if outcome is not None and self.owns_metrics else None
+
+    def _through(self, pipeline: Pipeline, batch: Any, run: Run) -> Outcome | None:
+        """A batch without gradients; only the ranks of the last stage have the outcome."""
+        with torch.no_grad(), self._autocast or nullcontext():
+            return pipeline.forward(self._moved(batch), run)
 
     def state(self) -> StateTree:
         self._agree_on_buffers()

@@ -13,7 +13,7 @@ from distributed.runtime.session import Session
 from distributed.runtime.shutdown import StopRequest
 from distributed.strategies.base import Strategy
 from distributed.train.checks.samples import SampleCheck
-from distributed.train.metrics import MetricTotals
+from distributed.train.metrics import MetricNames, MetricTotals
 from distributed.train.run_events import RunEvents
 
 
@@ -26,14 +26,18 @@ class Evaluator:
         session: Session,
         *,
         loader: EvalLoader | None,
-        metric_names: list[str],
+        names: MetricNames,
         stop: StopRequest,
         heartbeat: Heartbeat,
         samples: SampleCheck,
         events: RunEvents,
     ) -> None:
-        self._strategy, self._session, self._loader, self._metric_names = strategy, session, loader, metric_names
+        self._strategy, self._session, self._loader, self._names = strategy, session, loader, names
         self._stop, self._heartbeat, self._samples, self._events = stop, heartbeat, samples, events
+
+    @property
+    def has_data(self) -> bool:
+        return self._loader is not None
 
     def evaluate(self, epoch: int, step: int) -> dict[str, float]:
         """Every validation sample once, over all ranks; the sums are added in one collective."""
@@ -51,7 +55,7 @@ class Evaluator:
                 was_cut = True
                 break
             totals.add(self._strategy.eval_step(batch, size))
-        metrics = totals.mean("validation metrics", self._session, ["loss", *self._metric_names])
+        metrics = totals.mean("validation metrics", self._session, self._names)
         cut = torch.tensor([int(was_cut)], device=self._session.device)
         self._strategy.train(True)
         is_cut_short = self._session.max("evaluation was cut short", cut).item()

@@ -11,7 +11,7 @@ import torch
 
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, NonFiniteLoss, StepOutput
-from distributed.train.metrics import MetricTotals
+from distributed.train.metrics import MetricNames, MetricTotals
 from distributed.train.stragglers.pace import Pace, RankPace
 
 
@@ -41,7 +41,7 @@ class Meter:
     def __init__(
         self,
         session: Session,
-        names: list[str],
+        names: MetricNames,
         *,
         checks_loss: bool,
         pace: Pace | None = None,
@@ -49,7 +49,7 @@ class Meter:
     ) -> None:
         """`owns_metrics`: whether this rank's numbers are part of the means; they are the same for all ranks."""
         self._owns_metrics = owns_metrics
-        self._session, self._names, self._checks_loss = session, ["loss", *names], checks_loss
+        self._session, self._names, self._checks_loss = session, names, checks_loss
         self._pace = pace
         self._losses: list[torch.Tensor | float] = []
         self._samples: list[int] = []

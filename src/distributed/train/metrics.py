@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from distributed.core.errors import TaskError
 from distributed.runtime.session import Session
-from distributed.strategies.base import MetricSum
+from distributed.strategies.base import Logged, MetricSum
 
 Metric = Callable[[Any, Any], torch.Tensor]
 """(outputs, target) → a value for each sample, or one mean over them. One value a sample adds up exactly; a mean is
@@ -63,6 +64,31 @@ def sum_metrics(metrics: Mapping[str, Metric], outputs: Any, target: Any, size: 
     return sums
 
 
+def sum_logged(logged: Mapping[str, Logged], size: int) -> dict[str, MetricSum]:
+    """What a step of the user's own has logged for one batch.
+
+    >>> sum_logged({"kl": Logged(0.5, None)}, size=4)
+    {'kl': MetricSum(total=2.0, weight=4)}
+    """
+    weights = {name: size if weight is None else weight for name, (_, weight) in logged.items()}
+    return {name: MetricSum(value * weights[name], weights[name]) for name, (value, _) in logged.items()}
+
+
+class MetricNames:
+    """The names of a run's metrics, in one order on all ranks; one that a step logs is added where the ranks meet."""
+
+    def __init__(self, known: Iterable[str], session: Session) -> None:
+        self.known, self._session = list(known), session
+
+    def add(self, found: Iterable[str]) -> list[str]:
+        """Add the new names of all ranks, each of which must call it; returns these."""
+        mine = json.dumps([name for name in found if name not in self.known])
+        texts = [mine] if self._session.world_size == 1 else self._session.gather_texts("names of metrics", mine)
+        new = sorted({name for text in texts for name in json.loads(text)})
+        self.known += new
+        return new
+
+
 class MetricTotals:
     """Sums of many batches on the device, and one collective for all of them at the end."""
 
@@ -77,14 +103,25 @@ class MetricTotals:
             else:
                 self._totals[name] = (total, weight)
 
-    def mean(self, name: str, session: Session, names: list[str]) -> dict[str, float]:
-        """The means over all ranks; `names` must be the same on each, and may include some that a rank never saw."""
+    def mean(self, name: str, session: Session, names: MetricNames) -> dict[str, float]:
+        """The means over all ranks, also of metrics that only some of them have."""
         return self.mean_and_sums(name, session, names, [])[0]
 
     def mean_and_sums(
-        self, name: str, session: Session, names: list[str], more: list[float]
+        self, name: str, session: Session, names: MetricNames, more: list[float]
     ) -> tuple[dict[str, float], list[float]]:
         """The means, and in the same collective the sums of more numbers, as many on every rank."""
+        new = [metric for metric in self._totals if metric not in names.known]
+        if session.world_size == 1:
+            return self._add_up(name, session, [*names.known, *(names.add(new) if new else ())], more)
+        means, sums = self._add_up(name, session, names.known.copy(), [*more, float(bool(new))])
+        if sums.pop():  # some rank has a new one
+            means |= self._add_up(name, session, names.add(new), [])[0]
+        return means, sums
+
+    def _add_up(
+        self, name: str, session: Session, names: list[str], more: list[float]
+    ) -> tuple[dict[str, float], list[float]]:
         pairs = [self._totals.get(metric, (0.0, 0.0)) for metric in names]
         is_number = not any(isinstance(part, torch.Tensor) for pair in pairs for part in pair)
         if is_number and session.world_size == 1:

@@ -9,34 +9,48 @@ from typing import Any
 import torch
 from torch import nn
 
+from distributed.core.choices import LossWeighting
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
-from distributed.strategies.base import LossTrial, MetricSum, Outcome
+from distributed.strategies.base import Logged, LossTrial, MetricSum, Outcome
+from distributed.train.batches import apply, takes_inputs
 from distributed.train.given_schedulers import check_scheduler
 from distributed.train.loss.probe import logits_of
 from distributed.train.loss.state import LossState, holder_of, load_loss, refuse_trained_loss, state_of
-from distributed.train.loss.torch_losses import entropy_of, squared_error
+from distributed.train.loss.torch_losses import entropy_of
 from distributed.train.loss.weights import LossWeights
-from distributed.train.metrics import Metric, binary_accuracy, class_hits, sum_metrics
+from distributed.train.metrics import Metric, binary_accuracy, class_hits, sum_logged, sum_metrics
+from distributed.train.model_outputs import fitting_loss, of_inputs, own_loss, prediction_of, with_weight
+from distributed.train.step_results import logged_value, read_result
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-_TARGET_KEYS = ("labels", "label", "targets", "target", "y")
-_CROSS_ENTROPY = nn.CrossEntropyLoss()
+Step = Callable[[nn.Module, Any], Any]
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
 @dataclass
 class Task:
-    """What is trained. A batch is read by these rules:
+    """What is trained: a model with its loss, optimizer and metrics, or a subclass with steps of its own.
+
+    Without a step of its own, a batch is read by these rules:
 
     - `(inputs, target)` → `model(inputs)`; `(a, b, …, target)` → `model(a, b, …)`; inputs that are a dict are keywords;
     - a dict → `model(**batch)`; with a `loss_fn`, its `labels`/`target` entry is the target and not an input;
     - anything else is the input and the target at once.
 
-    The loss is `loss_fn(outputs, target)`; without a `loss_fn`, the model's own (a scalar, `.loss`, `["loss"]` or the
-    first of a tuple), or cross entropy for integer targets and mean squared error for floating ones. Where a step has
-    several parts, it is found out whether a loss is a mean over the samples, over the targets that count, or a sum; one
-    that is none of them is returned as `(loss, weight)` with how much it goes over.
+    The loss is `loss_fn(outputs, target)`, or `loss_fn(outputs, target, inputs=…)` where it has such an argument;
+    without a `loss_fn`, the model's own (a scalar, `.loss`, `["loss"]` or the scalar of a tuple), or cross entropy for
+    integer targets and mean squared error for floating ones. Where a step has several parts, it is found out whether a
+    loss is a mean over the samples, over the targets that count, or a sum; one that is none of them is returned as
+    `(loss, weight)` with how much it goes over.
+
+    >>> class Autoencoder(Task):
+    ...     def training_step(self, model, batch):
+    ...         restored = model(batch[0])
+    ...         self.log("largest", (restored - batch[0]).abs().max())
+    ...         return nn.functional.mse_loss(restored, batch[0])
+    >>> Autoencoder(nn.Linear(4, 4)).has_own_step
+    True
     """
 
     model: nn.Module
@@ -44,13 +58,65 @@ class Task:
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None
     scheduler: Any = None  # a torch scheduler, or a function that makes one of the optimizer
     metrics: Mapping[str, Metric] | None = None
-    loss_weighting: str = "auto"
+    loss_weighting: LossWeighting = "auto"
     _resolved: dict[str, Metric] = field(init=False, default_factory=dict)
     _weights: LossWeights = field(init=False, repr=False)
+    _logged: dict[str, Logged] = field(init=False, default_factory=dict, repr=False)  # in the step that runs
 
     def __post_init__(self) -> None:
         self._resolved = dict(self.metrics or {})
-        self._weights = LossWeights(self.loss_fn, self.loss_weighting)
+        self._takes_inputs = takes_inputs(self.loss_fn)
+        self.weigh_by(self.loss_weighting)
+
+    def weigh_by(self, weighting: LossWeighting) -> None:
+        """Begin a run in which the parts of a step are weighted so."""
+        self.loss_weighting = weighting
+        loss_fn = None if self.has_own_step or self._takes_inputs else self.loss_fn
+        self._weights = LossWeights(loss_fn, weighting)
+
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        """The loss of a batch, or a dict with `loss`, perhaps `weight`, `outputs` and `target`, and values to log.
+
+        A subclass may replace it; its `model` is to be called, and is this task's, made ready for the ranks.
+        """
+        inputs, outputs, target = apply(model, batch, takes_target=self.loss_fn is not None)
+        loss_fn = self.loss_fn
+        if loss_fn is None:
+            own = own_loss(outputs, target)
+            if own is not None:
+                return own
+            loss_fn = fitting_loss(outputs, target)
+        elif self._takes_inputs:
+            return of_inputs(loss_fn(outputs, target, inputs=inputs), outputs, target)
+        loss = loss_fn(outputs, target)
+        if isinstance(loss, tuple):
+            return with_weight(loss, outputs, target)
+        return self._weights.of(Outcome(loss, outputs, target, fitted=None if self.loss_fn else loss_fn), loss_fn)
+
+    def validation_step(self, model: nn.Module, batch: Any) -> Any:
+        """The same for a batch of an evaluation, without gradients; a loss may be missing."""
+        return self.training_step(model, batch)
+
+    def predict_step(self, model: nn.Module, batch: Any) -> Any:
+        """The prediction for each sample of a batch: by default the model's outputs, without its loss."""
+        return prediction_of(apply(model, batch, takes_target=True).outputs)
+
+    def configure_optimizers(self, model: nn.Module) -> Any:
+        """The optimizer of this model, where the settings do not name it; None: they do."""
+        return None
+
+    def log(self, name: str, value: Any, weight: Any = None) -> None:
+        """Report a number from inside of a step: averaged over micro-batches and ranks, by samples or by `weight`."""
+        self._logged[name] = logged_value(name, value, weight)
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether a training step is a subclass's."""
+        return type(self).training_step is not Task.training_step
+
+    @property
+    def has_own_optimizers(self) -> bool:
+        return self.optimizer is not None or type(self).configure_optimizers is not Task.configure_optimizers
 
     @property
     def metric_names(self) -> list[str]:
@@ -86,28 +152,24 @@ class Task:
             load_loss(holder, state)
 
     def run(self, model: nn.Module, batch: Any) -> Outcome:
-        if isinstance(batch, (list, tuple)) and len(batch) == 2:
-            inputs, target = batch
-            outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
-        elif isinstance(batch, (list, tuple)) and len(batch) > 2:
-            target = batch[-1]
-            outputs = model(*batch[:-1])
-        elif isinstance(batch, Mapping):
-            inputs_by_name, target = _split_mapping(batch, self.loss_fn is not None)
-            outputs = model(**inputs_by_name)
-        else:
-            target = batch[0] if isinstance(batch, (list, tuple)) else batch
-            outputs = model(target)
-        loss_fn = self.loss_fn
-        if loss_fn is None:
-            own = _own_loss(outputs, target)
-            if own is not None:
-                return own if own.is_given else self._weights.of(own, None)
-            loss_fn = _fitting_loss(outputs, target)
-        loss = loss_fn(outputs, target)
-        if isinstance(loss, tuple):
-            return _with_weight(loss, outputs, target)
-        return self._weights.of(Outcome(loss, outputs, target, fitted=None if self.loss_fn else loss_fn), loss_fn)
+        return self._take(self.training_step, model, batch)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Outcome:
+        return self._take(self.validation_step, model, batch)
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        return self.predict_step(model, batch)
+
+    def _take(self, step: Step, model: nn.Module, batch: Any) -> Outcome:
+        self._logged.clear()
+        outcome = step(model, batch)
+        if not isinstance(outcome, Outcome):
+            outcome = read_result(outcome, step.__name__, needs_loss=torch.is_grad_enabled())
+        if outcome.is_own and not outcome.is_given:
+            outcome = self._weights.of(outcome, None)
+        if self._logged:
+            outcome = outcome._replace(logged={**(outcome.logged or {}), **self._logged})
+        return outcome
 
     def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: LossTrial) -> Outcome | None:
         if outcome is not None and outcome.loss.numel() != 1:
@@ -121,9 +183,8 @@ class Task:
     def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:
         outputs, target = outcome.outputs, outcome.target
         logits = getattr(outputs, "logits", None)
-        return sum_metrics(self._resolved, outputs if logits is None else logits, target, size) | self._accuracy(
-            outcome
-        )
+        found = sum_metrics(self._resolved, outputs if logits is None else logits, target, size)
+        return found | self._accuracy(outcome) | sum_logged(outcome.logged or {}, size)
 
     def _accuracy(self, outcome: Outcome) -> dict[str, MetricSum]:
         """The default, unless the user has one: where the classes lie and which targets count, the loss says."""
@@ -182,54 +243,54 @@ class Task:
             group["lr"] = group["scaled_lr"] = group["unscaled_lr"] * plan.optimizer.lr_factor
 
 
-def _split_mapping(batch: Mapping[str, Any], takes_target: bool) -> tuple[Mapping[str, Any], Any]:
-    key = next((key for key in _TARGET_KEYS if key in batch), None)
-    if key is None:
-        return batch, None
-    return ({k: v for k, v in batch.items() if k != key} if takes_target else batch), batch[key]
+@dataclass
+class FunctionTask(Task):
+    """A task whose steps are functions of (model, batch)."""
+
+    steps: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by the method that each replaces
+
+    @property
+    def has_own_step(self) -> bool:
+        return "training_step" in self.steps
+
+    @property
+    def has_own_optimizers(self) -> bool:
+        return "configure_optimizers" in self.steps or self.optimizer is not None
+
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        return self.steps.get("training_step", super().training_step)(model, batch)
+
+    def validation_step(self, model: nn.Module, batch: Any) -> Any:
+        return self.steps.get("validation_step", super().validation_step)(model, batch)
+
+    def predict_step(self, model: nn.Module, batch: Any) -> Any:
+        return self.steps.get("predict_step", super().predict_step)(model, batch)
+
+    def configure_optimizers(self, model: nn.Module) -> Any:
+        make = self.steps.get("configure_optimizers")
+        return None if make is None else make(model)
 
 
-def _own_loss(outputs: Any, target: Any) -> Outcome | None:
-    """The loss that the model itself returned, if it did."""
-    if isinstance(outputs, Mapping) and "loss" in outputs:
-        weight = outputs.get("weight")
-        given = None if weight is None else torch.as_tensor(weight)
-        return Outcome(outputs["loss"], outputs, target, given, is_own=True, is_given=given is not None)
-    if isinstance(getattr(outputs, "loss", None), torch.Tensor):
-        return Outcome(outputs.loss, outputs, target, is_own=True)
-    if isinstance(outputs, tuple) and isinstance(outputs[0], torch.Tensor) and outputs[0].dim() == 0:
-        return Outcome(outputs[0], outputs[1] if len(outputs) > 1 else None, target, is_own=True)
-    if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
-        return Outcome(outputs, None, target, is_own=True)
-    return None
-
-
-def _with_weight(loss: tuple[Any, ...], outputs: Any, target: Any) -> Outcome:
-    """What a loss function returned as `(loss, weight)`, if it is that."""
-    if len(loss) == 2 and isinstance(loss[0], torch.Tensor) and loss[0].dim() == 0:
-        weight = torch.as_tensor(loss[1], device=loss[0].device)
-        if weight.dim() == 0 and not hasattr(loss, "_fields"):
-            return Outcome(loss[0], outputs, target, weight, is_given=True)
-    kinds = ", ".join(f"{tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__ for x in loss)
-    raise TaskError(
-        f"loss_fn returned a {type(loss).__name__} of {len(loss)} ({kinds})",
-        why="loss_fn returns the loss, a number, or (loss, weight), two numbers; the loss is a mean over the weight",
-        do="loss_fn=lambda outputs, target: my_loss(outputs, target).loss, or another part of it",
-    )
-
-
-def _fitting_loss(outputs: Any, target: Any) -> Callable[[Any, Any], torch.Tensor]:
-    """Cross entropy or mean squared error, by the kind of the target."""
-    if isinstance(outputs, torch.Tensor) and isinstance(target, torch.Tensor):
-        if not target.is_floating_point() and outputs.dim() > target.dim():
-            return _CROSS_ENTROPY
-        if target.is_floating_point() and outputs.numel() == target.numel():
-            return squared_error
-    raise TaskError(
-        f"no loss: the model returned a {type(outputs).__name__}, and the target is a {type(target).__name__}",
-        why="no loss_fn is given, and none can be guessed from these",
-        do="pass loss_fn=…, or let the model return its loss",
-    )
+def make_task(model: Any, parts: Mapping[str, Any], steps: Mapping[str, Callable[..., Any] | None]) -> Task:
+    """The task of a trainer's arguments: a task as it is, or one of a model, its parts and its step functions."""
+    given = {name: step for name, step in steps.items() if step is not None}
+    if isinstance(model, Task):
+        own = [name for name, value in {**parts, **given}.items() if value is not None]
+        if own:
+            raise TaskError(
+                f"{', '.join(own)} beside a task",
+                why=f"the task has its own: {type(model).__name__} is a Task, and a run has one",
+                do=f"pass {own[0]} to {type(model).__name__}, or pass the model alone",
+            )
+        return model
+    for name, step in given.items():
+        if not callable(step):
+            raise TaskError(
+                f"{name} is a {type(step).__name__}",
+                why=f"{name} is a function that the trainer calls",
+                do=f"{name}=lambda model, batch: …",
+            )
+    return FunctionTask(model, **parts, steps=given) if given else Task(model, **parts)
 
 
 def check_task(task: Task) -> None:

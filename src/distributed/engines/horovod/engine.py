@@ -67,7 +67,7 @@ class HorovodEngine(Replicated):
         refuse_sparse(module, "backend='horovod'", "this engine sends dense gradients")
         super()._refuse_sparse(module)
 
-    def _replicate(self, *, is_alike: bool) -> nn.Module:
+    def _replicate(self, *, group: Any = None, is_alike: bool = False) -> nn.Module:
         plan, session = self._plan, self._session
         _refuse_wrapped(self.optimizer)
         self._hvd, self._handled = import_horovod(), sys.exception()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.core.errors import TaskError
@@ -18,10 +19,9 @@ _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _SHOWN = 5
 
 
-def reduction_check(replicated: DistributedDataParallel, rank: int) -> Callable[[], None]:
+def reduction_check(replicated: DistributedDataParallel, model: nn.Module, rank: int) -> Callable[[], None]:
     """A check that raises after a step's last backward pass if a gradient was not reduced; never synchronizes."""
-    module = replicated.module
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     finished, first = reduction_finished(replicated), named[0][1]
     finds_unused = replicated.find_unused_parameters or replicated.static_graph
 

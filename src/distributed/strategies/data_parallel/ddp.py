@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,20 @@ from distributed.runtime.torch_compat import BatchNormBase, NormBase
 from distributed.strategies.checks.sparse_layers import sparse_parameters
 
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+
+
+class StepModule(nn.Module):
+    """A module whose forward is a whole training step, for DDP, which wants one forward for each backward pass.
+
+    A step of the user's own may call the model several times, or other methods of it than forward.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.module, self._run = module, run
+
+    def forward(self, batch: Any) -> Any:
+        return self._run(self.module, batch)
 
 
 def replicate(
