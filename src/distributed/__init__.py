@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from distributed.engines.ray.data import RayRows as RayRows
     from distributed.engines.ray.trainer import RayTrainer as RayTrainer
     from distributed.engines.tensorflow.trainer import TensorFlowDistributedTrainer as TensorFlowDistributedTrainer
+    from distributed.train.callbacks.callback import Callback as Callback
+    from distributed.train.task import Task as Task
     from distributed.trainers.ddp import PyTorchDDPTrainer as PyTorchDDPTrainer
     from distributed.trainers.trainer import Trainer as Trainer
     from distributed.tune.tuner import DistributedTuner as DistributedTuner
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _PUBLIC = {
+    "Callback": "distributed.train.callbacks.callback",
     "DistributedConfig": "distributed.core.config",
     "DistributedError": "distributed.core.errors",
     "DistributedTuner": "distributed.tune.tuner",
@@ -31,10 +34,12 @@ _PUBLIC = {
     "PyTorchDDPTrainer": "distributed.trainers.ddp",
     "RayRows": "distributed.engines.ray.data",
     "RayTrainer": "distributed.engines.ray.trainer",
+    "Task": "distributed.train.task",
     "TensorFlowDistributedTrainer": "distributed.engines.tensorflow.trainer",
     "Trainer": "distributed.trainers.trainer",
 }
 __all__ = [
+    "Callback",
     "DistributedConfig",
     "DistributedError",
     "DistributedTuner",
@@ -43,6 +48,7 @@ __all__ = [
     "PyTorchDDPTrainer",
     "RayRows",
     "RayTrainer",
+    "Task",
     "TensorFlowDistributedTrainer",
     "Trainer",
     "__version__",

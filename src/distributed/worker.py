@@ -39,6 +39,8 @@ from distributed.runtime.shutdown import StopRequest, defer_signals_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.runtime.world import CollectiveError, abandon_world, leave_world
 from distributed.strategies.base import Strategy
+from distributed.train.callbacks.callback import Callback
+from distributed.train.callbacks.calls import Callbacks, Control
 from distributed.train.checks.samples import check_datasets
 from distributed.train.checks.user_state import UserState, take_over
 from distributed.train.loaders import open_evaluation, open_training
@@ -62,6 +64,7 @@ class RankJob:
     task: Task
     train: Source
     evaluation: Source | None
+    callbacks: tuple[Callback, ...] = ()
 
 
 def meet(env: WorkerEnv, run_dir: str, timeout_s: float) -> Rendezvous:
@@ -236,6 +239,7 @@ def _run_world(
                 host=host,
                 user=UserState(task, plan, session),
                 facts=describe(task, job.train, strategy.optimizer, schedule, total, compares_data=plan.sample_check),
+                callbacks=Callbacks(job.callbacks, Control(plan, strategy, session, task.model), session),
             )
             loop.begin(inherited)
             held = inherited = None  # a second copy of the state on every rank that was given it
@@ -248,6 +252,8 @@ def _run_world(
             history.save(RunDir(plan.run_dir).history)
         return history
     except Exception as failed:
+        if loop is not None:
+            loop.failed(failed)
         if line is None or not line.regroups or not _is_of_world(failed, session):
             raise
         _come_to_rest(session, line, failed)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,11 +19,12 @@ from distributed.core.protocol.heartbeat import Phase
 from distributed.core.protocol.process_owner import OwnProcess, ProcessOwner
 from distributed.core.run_dir import RunDir
 from distributed.data.checks.ledger import Ledger, complete_ledgers, rewind_ledgers
-from distributed.data.loading.loader import EvalLoader
+from distributed.data.loading.loader import EvalLoader, Microbatch
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
 from distributed.runtime.shutdown import StopRequest
-from distributed.strategies.base import NonFiniteLoss, Strategy
+from distributed.strategies.base import NonFiniteLoss, StepOutput, Strategy
+from distributed.train.callbacks.calls import NOTHING, Callbacks
 from distributed.train.capture.capture import StepCapture
 from distributed.train.capture.compile_trial import TrainStep, steps_of
 from distributed.train.checks.replicas import ReplicaCheck
@@ -32,13 +34,14 @@ from distributed.train.evaluation import Evaluator
 from distributed.train.explanations import explain_nonfinite
 from distributed.train.loaders import Loader
 from distributed.train.meter import Meter, Reading
+from distributed.train.metrics import MetricNames
 from distributed.train.progress import Due, EpochSteps, record_epoch
 from distributed.train.reports import Reports
 from distributed.train.resume.facts import Facts
 from distributed.train.resume.survivor_state import HandedOver, SurvivorState
 from distributed.train.run_events import RunEvents, nothing_to_resume
 from distributed.train.schedule import Schedule
-from distributed.train.state import RunState
+from distributed.train.state import BEGINNING, RunState
 from distributed.train.stragglers.links import Links
 from distributed.train.stragglers.pace import Pace
 from distributed.train.stragglers.stragglers import Stragglers
@@ -49,6 +52,17 @@ _LATER = 8  # are reported that many steps later, when the device has enough to 
 
 class LeftWorld(Exception):
     """All ranks finished the same step and continue in another world."""
+
+
+class Turn(NamedTuple):
+    """What comes next in a run: a step, answered with its StepOutput, or an evaluation, with its metrics."""
+
+    microbatches: Sequence[Microbatch] | None  # of the step; None: an evaluation
+    measures: bool = False  # whether the step's numbers are read
+    epoch: int = 0
+
+
+Turns = Generator[Turn, Any, History]
 
 
 class Loop:
@@ -72,6 +86,7 @@ class Loop:
         host: ProcessOwner | None = None,
         user: UserState,
         facts: Facts,
+        callbacks: Callbacks,
     ) -> None:
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
         self._train, self._stop, self._heartbeat, self._utilization = train, stop, heartbeat, utilization
@@ -80,7 +95,7 @@ class Loop:
         self._notes: list[str] = []  # of what this run resumes from
         keeps_ledger = plan.checkpoint.ledger and plan.mesh.is_first_of_replica(session.rank)
         self._ledger = Ledger(RunDir(plan.run_dir).ledger, session.data_rank) if keeps_ledger else None
-        self._due = Due(plan)
+        self._due, self._callbacks = Due(plan), callbacks
         self._on_resumed, self._reports = on_resumed, Reports(host or OwnProcess())
         self.has_begun = False  # whether the state is that of the run
         self._pace, self._stragglers = (
@@ -88,9 +103,9 @@ class Loop:
             Stragglers(),
         )
         checks_loss = plan.on_nan == "stop" and session.device.type != "cpu"
-        self._meter = Meter(
-            session, metric_names, checks_loss=checks_loss, pace=self._pace, owns_metrics=strategy.owns_metrics
-        )
+        names = MetricNames(["loss", *metric_names], session)
+        owns = strategy.owns_metrics
+        self._meter = Meter(session, names, checks_loss=checks_loss, pace=self._pace, owns_metrics=owns)
         self._replicas = ReplicaCheck(
             session,
             lambda: chain(strategy.replicated(), user.replicated()),
@@ -102,7 +117,7 @@ class Loop:
             strategy,
             session,
             loader=evaluation,
-            metric_names=metric_names,
+            names=names,
             stop=stop,
             heartbeat=heartbeat,
             samples=self._samples,
@@ -121,6 +136,7 @@ class Loop:
             on_taken=lambda: stop.request(signal.SIGTERM),
             user=user,
             facts=facts,
+            callbacks=callbacks,
         )
         self._capture: StepCapture | None = None
         self._train_step = steps_of(
@@ -139,17 +155,38 @@ class Loop:
         """Take what the ranks of an earlier world handed over, or a checkpoint, or nothing."""
         self._restore(inherited)
         self._announce()
+        self._callbacks.begin(self._state.progress, has_state=self._state.source != BEGINNING)
 
     def run(self) -> History:
+        """Take the turns of the run with the strategy's steps and our evaluation."""
+        turns = self.turns()
+        answer: StepOutput | dict[str, float] | None = None
+        try:
+            while True:
+                turn = turns.send(answer)
+                try:
+                    if turn.microbatches is not None:
+                        answer = self._train_step(turn.microbatches, measure=turn.measures)
+                    else:
+                        answer = self._evaluate(turn.epoch)
+                except NonFiniteLoss as found:
+                    turns.throw(found)
+        except StopIteration as end:
+            return end.value
+
+    def turns(self) -> Turns:
         """Train until the epochs or steps are done, or a stop is requested; then save."""
         begun = time.perf_counter()
-        state = self._state
+        state, callbacks = self._state, self._callbacks
         stopped, metrics = self._due.is_over(state.progress.step), {}
         while not stopped and state.progress.epoch < self._plan.epochs:
             epoch = state.progress.epoch
-            stopped, is_whole, seconds, samples = self._train_epoch(epoch)
-            evaluated = {} if self._interrupted else self._evaluator.evaluate(epoch, state.progress.step)
+            callbacks.call("on_epoch_start")
+            stopped, is_whole, seconds, samples = yield from self._epoch_turns(epoch)
+            evaluated = {} if self._interrupted else (yield Turn(None, epoch=epoch))
             metrics = self._meter.epoch_metrics() | evaluated
+            metrics |= callbacks.epoch_ended(metrics)
+            stopped = callbacks.agree().stops or stopped
             if is_whole:  # from here to the end of the epoch nothing waits for another rank
                 self._schedule.epoch_ended(metrics)
                 state.progress.begin_next_epoch()
@@ -159,6 +196,7 @@ class Loop:
             self._reports.measured(state.progress, metrics)
             if is_whole and self._due.save_after_epoch(state.progress):
                 self._save(metrics)
+        callbacks.call("on_fit_end")
         self._save(metrics, wait=True)
         self._events.resume_compared(state.conclude())
         self._session.barrier("the end")  # rank 0 holds the store through which the others learn of the last save
@@ -176,14 +214,20 @@ class Loop:
             if self._ledger is not None:
                 self._ledger.close()
 
+    def failed(self, error: Exception) -> None:
+        """The run or its world has ended so; a callback may have to take something back before anything is held."""
+        if self.has_begun and not isinstance(error, LeftWorld):
+            self._callbacks.call("on_exception", error)
+
     def held(self) -> SurvivorState | None:
         """What this rank holds when its world has broken: the state at the last step boundary."""
         return self._state.held()
 
-    def _train_epoch(self, epoch: int) -> tuple[bool, bool, float, int]:
+    def _epoch_turns(self, epoch: int) -> Generator[Turn, Any, tuple[bool, bool, float, int]]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
-        state, meter, train_step, ledger = self._state, self._meter, self._train_step, self._ledger
+        state, meter, ledger, callbacks = self._state, self._meter, self._ledger, self._callbacks
         progress, train, replicas, proven = state.progress, self._train, self._replicas, state.proven
+        follows_steps = callbacks.follows_steps
         check_step = self._samples.step_ended
         schedule, heartbeat, stop, due = self._schedule, self._heartbeat, self._stop, self._due
         seed_step, seed, check_world = self._session.seed_step, self._plan.seed, self._session.check
@@ -212,12 +256,14 @@ class Loop:
                 step += 1
                 saves = due.save_in_epoch(step, last_step)
                 looks = due.look(step, last_step, saves=saves)
-                output = train_step(microbatches, measure=looks)
+                output = yield Turn(microbatches, looks, epoch)
                 if step == self._tells_at:
                     self._events.catch_up()
                 schedule.step_ended(step)
                 meter.add(output, samples)
                 progress.end_step(step, within, samples)
+                if follows_steps:  # before anything at which a world can break
+                    callbacks.call("on_step_end")
                 heartbeat.beat(step)
                 check_step(step - before_epoch, looks=looks)  # of a stream: all ranks have read the same
                 if ledger is not None:
@@ -226,11 +272,13 @@ class Loop:
                     replicas.compare(step)
                 if state.is_watched(step):
                     self._events.resume_compared(state.witness(output.loss, train.indices))
+                asked = NOTHING
                 if looks:
                     self._log(epoch, meter.read())
                     proven.mark(step)
                     replicas.settle()
-                if saves or (looks and step != last_step and due.minutes_are_over(self._first_decides)):
+                    asked = callbacks.agree()
+                if saves or asked.saves or (looks and step != last_step and due.minutes_are_over(self._first_decides)):
                     self._save()
                 if looks:
                     stop.hear()
@@ -239,7 +287,7 @@ class Loop:
                         raise LeftWorld
                     stopped = True
                     break
-                if due.is_over(step):
+                if asked.stops or due.is_over(step):
                     stopped = True
                     break
                 seed_step(seed, step)
@@ -258,7 +306,16 @@ class Loop:
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
         return stopped, not stopped or step == last_step, seconds, trained
 
+    def _evaluate(self, epoch: int) -> dict[str, float]:
+        if not self._evaluator.has_data:
+            return {}
+        self._callbacks.call("on_validation_start")
+        metrics = self._evaluator.evaluate(epoch, self._state.progress.step)
+        self._callbacks.call("on_validation_end", metrics)
+        return metrics
+
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        self._callbacks.call("on_save")
         self._replicas.compare(self._state.progress.step)
         self._replicas.settle()  # what ranks that differ hold is not saved
         if self._capture is not None:

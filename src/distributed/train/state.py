@@ -22,6 +22,7 @@ from distributed.core.plan import Plan
 from distributed.core.protocol.failure import is_collateral
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
+from distributed.train.callbacks.calls import Callbacks
 from distributed.train.checks.samples import SampleCheck
 from distributed.train.checks.user_state import LOSS, UserState
 from distributed.train.meter import Meter
@@ -34,6 +35,8 @@ from distributed.train.resume.rates import OwnRates
 from distributed.train.resume.resuming import Resuming, resume_from
 from distributed.train.resume.survivor_state import HandedOver, SurvivorState
 from distributed.train.schedule import Schedule
+
+BEGINNING = "the beginning"  # the source of a run that resumes from nothing
 
 
 class RunState:
@@ -54,11 +57,12 @@ class RunState:
         on_taken: Callable[[], None],
         user: UserState,
         facts: Facts,
+        callbacks: Callbacks,
     ) -> None:
         """`facts`: what of the user's objects identifies a run; see `train/resume/facts.py`. `on_taken`: requests a
         stop of this run, as another one has taken the checkpoint folder."""
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
-        self._user, self._facts = user, facts
+        self._user, self._facts, self._callbacks = user, facts, callbacks
         self._meter, self._samples, self._on_saved, self._on_failed = meter, samples, on_saved, on_failed
         self._data = data
         self.progress = Progress()
@@ -72,7 +76,7 @@ class RunState:
         self.path = ""  # of the newest checkpoint
         self.verdict: Verdict | None = None  # when the checkpoint itself is all there is to compare
         self.is_watched = self._certificate.wants
-        self.source = "the beginning"  # of the state that this run resumes from
+        self.source = BEGINNING  # of the state that this run resumes from
         self.changes: list[str] = []  # what has changed since the checkpoint that it resumes from
         self._published_at = -1
         self._own_groups: list[dict[str, Any]] = []  # the optimizer's, as this run has made them
@@ -141,12 +145,16 @@ class RunState:
         progress = self.progress
         behind = self.proven.steps_behind(progress.step)
         unread = self._meter.samples_of_last(behind) if behind else 0
-        if behind is None or unread is None or (behind and LOSS in self._user.here()):
-            return False  # a loss keeps what it likes, in ways of its own
+        if behind is None or unread is None or (behind and self._keeps_own()):
+            return False
         if behind:
             self.proven.go_back(progress.step - behind)
             progress.go_back(behind, unread)
         return True
+
+    def _keeps_own(self) -> bool:
+        """Whether a loss or a callback keeps state in ways of its own, from which no step can be taken back."""
+        return LOSS in self._user.here() or bool(self._callbacks.state())
 
     def _load(self, restored: Restored) -> None:
         self._check(restored)
@@ -213,6 +221,7 @@ class RunState:
     def _take(self, shared: dict[str, Any], how: Resuming | None = None) -> None:
         self._strategy.load_state(shared)
         self._user.load(shared, takes_loss=how is None or how.takes_loss)
+        self._callbacks.load_state(shared.get("callbacks", {}))
         for group, decay in zip(self._strategy.optimizer.param_groups, how.decays if how else (), strict=False):
             group["lr"] = group["lr"] * decay
         self.progress = Progress(**shared["progress"])
@@ -295,7 +304,7 @@ class RunState:
         if not self._certificate.wants(step):
             return None
         rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
-        components = self._strategy.state() | self._user.here()
+        components = self._strategy.state() | self._user.here() | self._own_of_callbacks()
         components |= {
             "position": asdict(self.progress),
             "schedule": {"state": self._schedule.state(), "rates": rates},
@@ -327,12 +336,20 @@ class RunState:
 
     def _position(self) -> dict[str, Any]:
         data = self._data.state(self.progress.epoch)
-        return ({"data": data} if data else {}) | {
-            "schedule": self._schedule.state(),
-            "progress": asdict(self.progress),
-            "epochs": [asdict(record) for record in self.epochs],
-            "totals": self._meter.state()["epoch"],
-        }
+        return (
+            ({"data": data} if data else {})
+            | self._own_of_callbacks()
+            | {
+                "schedule": self._schedule.state(),
+                "progress": asdict(self.progress),
+                "epochs": [asdict(record) for record in self.epochs],
+                "totals": self._meter.state()["epoch"],
+            }
+        )
+
+    def _own_of_callbacks(self) -> dict[str, Any]:
+        found = self._callbacks.state()
+        return {"callbacks": found} if found else {}
 
     def _own(self) -> dict[str, Any]:
         data = self._data.own_state()

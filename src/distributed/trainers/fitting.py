@@ -29,6 +29,7 @@ from distributed.planner.planning import JobProfile, make_plan
 from distributed.runtime.launch_id import launch_id
 from distributed.strategies.data_parallel.batchnorm import has_batchnorm
 from distributed.strategies.model.blocks import find_blocks
+from distributed.train.callbacks.callback import Callback
 from distributed.train.given_schedulers import is_made
 from distributed.train.task import Task
 from distributed.trainers.agreement import check_alike
@@ -49,6 +50,7 @@ class FitRequest:
     train: Source
     evaluation: Source | None
     notes: tuple[Decision, ...] = ()  # what a trainer has decided before
+    callbacks: tuple[Callback, ...] = ()
 
     @property
     def profile(self) -> JobProfile:
@@ -60,7 +62,7 @@ class FitRequest:
             has_batchnorm=has_batchnorm(self.task.model),
             has_convolutions=any(isinstance(module, nn.Conv2d) for module in self.task.model.modules()),
             has_blocks=bool(find_blocks(self.task.model)),
-            owns_optimizer=self.task.optimizer is not None,
+            owns_optimizer=self.task.has_own_optimizers,
             owns_schedule=self.task.scheduler is not None,
             binds_schedule=is_made(self.task.scheduler),
             parameters=sum(parameter.numel() for parameter in self.task.model.parameters()),
@@ -79,7 +81,8 @@ class FitRequest:
         return plan if world is None else plan.for_world(world.world_size, world.num_nodes)
 
     def job(self, plan: Plan) -> RankJob:
-        return RankJob(plan, replace(self.task, loss_weighting=plan.loss_weighting), self.train, self.evaluation)
+        self.task.weigh_by(plan.loss_weighting)
+        return RankJob(plan, self.task, self.train, self.evaluation, self.callbacks)
 
 
 def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:

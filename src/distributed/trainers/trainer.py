@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,8 +18,9 @@ from distributed.core.history import History
 from distributed.core.plan import Decision
 from distributed.core.settings.typed import Settings, TrainerSettings
 from distributed.data.source import read_source
+from distributed.train.callbacks.callback import Callback, check_callbacks
 from distributed.train.metrics import check_metrics
-from distributed.train.task import Task, check_task
+from distributed.train.task import Step, Task, check_task, make_task
 from distributed.trainers.fitting import FitRequest, fit_alone, fit_in_world
 from distributed.trainers.settings import build_fit_config, plain
 
@@ -45,13 +46,18 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Task,
         config: DistributedConfig | Mapping[str, Any] | None = None,
         *,
         loss_fn: Callable[..., Any] | None = None,
         optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str | None = None,
         scheduler: Any = None,
         metrics: Mapping[str, Callable[[Any, Any], torch.Tensor]] | None = None,
+        training_step: Step | None = None,
+        validation_step: Step | None = None,
+        predict_step: Step | None = None,
+        configure_optimizers: Callable[[nn.Module], Any] | None = None,
+        callbacks: Sequence[Callback] = (),
         **settings: Unpack[TrainerSettings],
     ) -> None:
         keywords = plain(settings)
@@ -62,8 +68,16 @@ class Trainer:
         self.config = build_config(
             [(preset, type(self).__name__, {}), (given, "config", {}), (keywords, "argument", {})]
         )
-        self.model = model
-        self._task = Task(model, loss_fn, optimizer, scheduler, metrics)
+        steps = {
+            "training_step": training_step,
+            "validation_step": validation_step,
+            "predict_step": predict_step,
+            "configure_optimizers": configure_optimizers,
+        }
+        parts = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler, "metrics": metrics}
+        self._task = make_task(model, parts, steps)
+        self.model = self._task.model
+        self.callbacks = tuple(callbacks)
         self.history: History | None = None
 
     @property
@@ -90,7 +104,8 @@ class Trainer:
         check_metrics(self._task.metrics or {})
         train = read_source(train_loader, "train_loader")
         evaluation = None if val_loader is None else read_source(val_loader, "val_loader")
-        request = FitRequest(config, self._task, train, evaluation, self.notes)
+        check_callbacks(self.callbacks)
+        request = FitRequest(config, self._task, train, evaluation, self.notes, self.callbacks)
         ranks = dry_ranks()
         if ranks is not None:
             from distributed.trainers.dry_run import dry_run  # imports much of torch that training does not need
