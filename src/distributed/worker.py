@@ -27,7 +27,6 @@ from distributed.core.protocol.process_owner import ProcessOwner, process_owner_
 from distributed.core.protocol.rank_protocol import Broke, Joined, LauncherLink, Lost, Resumed
 from distributed.core.protocol.ticket import Ticket
 from distributed.core.run_dir import RunDir
-from distributed.data.source import Source
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
@@ -35,36 +34,19 @@ from distributed.runtime.agent_line import launcher_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.rendezvous import Rendezvous, find_rendezvous
 from distributed.runtime.session import Session
-from distributed.runtime.shutdown import StopRequest, defer_signals_to_launcher
+from distributed.runtime.shutdown import defer_signals_to_launcher
 from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.runtime.world import CollectiveError, abandon_world, leave_world
 from distributed.strategies.base import Strategy
-from distributed.train.callbacks.callback import Callback
-from distributed.train.callbacks.calls import Callbacks, Control
-from distributed.train.checks.samples import check_datasets
-from distributed.train.checks.user_state import UserState, take_over
-from distributed.train.loaders import open_evaluation, open_training
+from distributed.train.checks.user_state import take_over
 from distributed.train.loop import LeftWorld, Loop
-from distributed.train.resume.facts import describe
+from distributed.train.rank_job import RankJob, open_loop
 from distributed.train.resume.survivor_state import SurvivorState, hand_over, take_model
-from distributed.train.schedule import make_schedule
-from distributed.train.task import Task
 
 _LEAVE_S = 60.0  # for the launcher of a rank whose world broke to have all ranks leave it
 _TOGETHER_S = 30.0  # for all ranks that leave at the same step to end it
 _LOOK_EVERY_S = 0.01
 PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code when it is loaded
-
-
-@dataclass(frozen=True)
-class RankJob:
-    """Plan, task and data of one rank."""
-
-    plan: Plan
-    task: Task
-    train: Source
-    evaluation: Source | None
-    callbacks: tuple[Callback, ...] = ()
 
 
 def meet(env: WorkerEnv, run_dir: str, timeout_s: float) -> Rendezvous:
@@ -209,38 +191,18 @@ def _run_world(
         if line is not None and line.regroups and _is_exposed(plan, session, strategy):
             line.tell(Joined(False, plan.legal_sizes, in_run=True))
             line.on_cut_off(lambda: None)  # an abort would send its peers garbage, and this rank is ended anyway
-        check_datasets(plan, session, {"train_loader": job.train, "val_loader": job.evaluation})
-        train, worker_count, decisions = open_training(job.train, plan, session, strategy.optimizer)
-        evaluation, more = open_evaluation(
-            job.evaluation, plan, session, worker_count, strategy.optimizer, lockstep=strategy.lockstep_eval
-        )
-        plan = plan.with_decisions(*decisions, *more)
-        per_epoch = train.steps_per_epoch
-        total = plan.total_steps(per_epoch)
-        schedule = make_schedule(task.scheduler, plan.schedule, strategy.optimizer, per_epoch, total)
-        asked = (lambda: False) if line is None else (lambda: _asked_to_leave(line, env.attempt, strategy))
-        with StopRequest(
-            session.rank, session.world_size, session.store, asked, session.named, is_supervised=line is not None
-        ) as stop:
-            host.on_stop(stop.request)
-            loop = Loop(
-                plan,
-                strategy,
-                schedule,
-                session,
-                train=train,
-                evaluation=evaluation,
-                metric_names=task.metric_names,
-                stop=stop,
-                heartbeat=heartbeat,
-                observer=watchers.observer(plan, session),
-                utilization=UtilizationSampler(session.device.type, session.device.index or 0).percent,
-                on_resumed=_teller(line, host, session),
-                host=host,
-                user=UserState(task, plan, session),
-                facts=describe(task, job.train, strategy.optimizer, schedule, total, compares_data=plan.sample_check),
-                callbacks=Callbacks(job.callbacks, Control(plan, strategy, session, task.model), session),
-            )
+        with open_loop(
+            job,
+            session,
+            strategy,
+            heartbeat=heartbeat,
+            host=host,
+            observer=lambda plan: watchers.observer(plan, session),
+            utilization=UtilizationSampler(session.device.type, session.device.index or 0).percent,
+            on_resumed=_teller(line, host, session),
+            asked_to_leave=lambda: line is not None and _asked_to_leave(line, env.attempt, strategy),
+            is_supervised=line is not None,
+        ) as loop:
             loop.begin(inherited)
             held = inherited = None  # a second copy of the state on every rank that was given it
             history = loop.run()

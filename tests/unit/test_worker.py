@@ -24,8 +24,9 @@ from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
 from distributed.runtime.session import Session
 from distributed.runtime.world import CollectiveError
+from distributed.train.rank_job import RankJob
 from distributed.train.task import Task
-from distributed.worker import RankJob, line_for, open_session, run_rank
+from distributed.worker import line_for, open_session, run_rank
 
 SAMPLES, BATCH, EPOCHS = 14, 2, 2
 STEPS = EPOCHS * SAMPLES // BATCH

@@ -31,12 +31,13 @@ from distributed.strategies.data_parallel.batchnorm import has_batchnorm
 from distributed.strategies.model.blocks import find_blocks
 from distributed.train.callbacks.callback import Callback
 from distributed.train.given_schedulers import is_made
+from distributed.train.rank_job import RankJob
 from distributed.train.task import Task
 from distributed.trainers.agreement import check_alike
 from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, record_run, refuse
 from distributed.trainers.payload import write_payload
 from distributed.trainers.trained_model import UntrainedTask, load_trained_state
-from distributed.worker import RankJob, line_for, meet, open_session, run_rank
+from distributed.worker import line_for, meet, open_session, run_rank
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
 

@@ -17,8 +17,9 @@ import torch
 
 from distributed.core.atomic import Sealed, create_private, seal
 from distributed.core.errors import Problem, TaskError
+from distributed.train.rank_job import RankJob
 from distributed.trainers.pickling import JobPickler, PickleModule
-from distributed.worker import PICKLE, RankJob
+from distributed.worker import PICKLE
 
 
 def write_payload(job: RankJob, path: Path) -> Sealed:
