@@ -24,12 +24,13 @@ from distributed.strategies.checks.sparse_layers import refuse_sparse
 from distributed.strategies.checks.torch_errors import explain
 from distributed.strategies.data_parallel.ddp import StepModule, buffers_can_differ, replicate
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
-from distributed.strategies.microbatches import MicrobatchStep, Passed
+from distributed.strategies.microbatches import Passed
 from distributed.strategies.placement import local
 from distributed.strategies.speed.memory_format import lay_out_state
+from distributed.strategies.step_by_hand import StepByHand
 
 
-class MeshStep(MicrobatchStep):
+class MeshStep(StepByHand):
     """Forward, backward, reduction, clipping and the optimizer, with no host synchronization in between on a GPU."""
 
     def __init__(self, plan: Plan) -> None:
@@ -89,9 +90,13 @@ class MeshStep(MicrobatchStep):
             self.decisions.append(layers.decision())
 
     def _replicate(self, *, group: dist.ProcessGroup | None = None, is_alike: bool = False) -> nn.Module:
-        """The DDP module that training calls in place of the model, or in place of the user's own step."""
-        module = StepModule(self.module, self._task.run) if self._task.has_own_step else self.module
-        device, sends_buffers = self._session.device, self._buffers_differ
+        """The DDP module that training calls in place of the model, of the user's own step or of a loss alone."""
+        module = self.module
+        if self.is_by_hand:
+            module = StepModule(self.module, lambda model, loss: loss)
+        elif self._task.has_own_step:
+            module = StepModule(self.module, self._task.run)
+        device, sends_buffers = self._session.device, self._buffers_differ and not self.is_by_hand
         plan = self._plan.replicate
         return replicate(module, plan, device, sends_buffers=sends_buffers, group=group, is_alike=is_alike)
 

@@ -18,12 +18,19 @@ from distributed.strategies.checks.reduction import left_out
 _BROADCAST_BYTES = 250 << 20  # of buffers that are sent together, as DDP does
 
 
+def send_buffers(module: nn.Module, session: Session) -> None:
+    """Broadcast rank 0's buffers to all ranks."""
+    if buffers := [buffer for buffer in module.buffers() if not buffer.is_meta]:  # forward may put in others
+        with session.named("buffers of rank 0"):
+            broadcast_coalesced(default_group(), buffers, _BROADCAST_BYTES, 0)
+
+
 class GradientBuckets:
     """The mean over all ranks of each gradient, in flat tensors that stay where they are."""
 
     def __init__(self, module: nn.Module, plan: ReplicatePlan, session: Session, *, sends_buffers: bool) -> None:
         """For a model with equal weights on all ranks. `sends_buffers`: buffers may differ between ranks."""
-        self._group, self._session = default_group(), session
+        self._session = session
         self._part = 1 / session.world_size
         self._module, self._sends_buffers = module, sends_buffers
         self._names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -33,11 +40,8 @@ class GradientBuckets:
 
     def send_buffers(self) -> None:
         """Broadcast rank 0's buffers before the first pass of a step."""
-        if not self._sends_buffers:
-            return
-        if buffers := [buffer for buffer in self._module.buffers() if not buffer.is_meta]:  # forward may put in others
-            with self._session.named("buffers of rank 0"):
-                broadcast_coalesced(self._group, buffers, _BROADCAST_BYTES, 0)
+        if self._sends_buffers:
+            send_buffers(self._module, self._session)
 
     @torch.no_grad()
     def reduce(self) -> None:
