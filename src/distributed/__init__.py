@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from distributed.train.callbacks.callback import Callback as Callback
     from distributed.train.task import Task as Task
     from distributed.trainers.ddp import PyTorchDDPTrainer as PyTorchDDPTrainer
+    from distributed.trainers.own_loop.run import TrainingRun as TrainingRun
+    from distributed.trainers.own_loop.start import start as start
     from distributed.trainers.trainer import Trainer as Trainer
     from distributed.tune.tuner import DistributedTuner as DistributedTuner
 
@@ -37,6 +39,8 @@ _PUBLIC = {
     "Task": "distributed.train.task",
     "TensorFlowDistributedTrainer": "distributed.engines.tensorflow.trainer",
     "Trainer": "distributed.trainers.trainer",
+    "TrainingRun": "distributed.trainers.own_loop.run",
+    "start": "distributed.trainers.own_loop.start",
 }
 __all__ = [
     "Callback",
@@ -51,7 +55,9 @@ __all__ = [
     "Task",
     "TensorFlowDistributedTrainer",
     "Trainer",
+    "TrainingRun",
     "__version__",
+    "start",
 ]
 
 

@@ -113,7 +113,7 @@ def run_rank(
     """
     held: SurvivorState | None = None
     model_is_stale = False  # its model and optimizer are those of a run that is gone
-    watchers = _Watchers(shows_progress)
+    watchers = Watchers(shows_progress)
     try:
         while True:
             outcome = _run_world(
@@ -159,7 +159,7 @@ def _run_world(
     *,
     held: SurvivorState | None,
     model_is_stale: bool,
-    watchers: _Watchers,
+    watchers: Watchers,
     line: LauncherLink | None,
     gives_back: bool,
 ) -> History | WorldLost:
@@ -300,7 +300,7 @@ def _teller(line: LauncherLink | None, host: ProcessOwner, session: Session) -> 
     return lambda step, source: line.tell(Resumed(attempt, step, source, is_furthest))
 
 
-class _Watchers:
+class Watchers:
     """Rank 0's observers, which live as long as its process: a world that breaks is part of one and the same run."""
 
     def __init__(self, shows_progress: bool) -> None:

@@ -6,13 +6,12 @@ import platform
 import sys
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from distributed.cli import bench, chaos, checkpoint, config, doctor, resize, train, tune
 from distributed.cli.words import ScriptCommand
-from distributed.core.errors import DistributedError, RankFailedError
+from distributed.core.errors import DistributedError
 from distributed.core.registry import DISTRIBUTION, installed_version
+from distributed.observe.shown_error import show_error
 
 # Plain help texts: their examples keep their lines, and can be copied.
 app = typer.Typer(
@@ -78,14 +77,3 @@ def split_arguments(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return words, ()
     at = words.index("--")
     return words[:at], tuple(words[at + 1 :])
-
-
-def show_error(error: DistributedError) -> None:
-    """The error last, where the eye is; above it the one traceback of a failed rank."""
-    sys.stdout.flush()
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if isinstance(error, RankFailedError) and error.traceback:
-        console.print(Text(error.traceback.rstrip()))
-    console.print(Text(f"{type(error).__name__}: {error}", style="red"))
-    if isinstance(error, RankFailedError) and error.log_path:
-        console.print(Text(f"log of rank {error.rank}: {error.log_path}"))

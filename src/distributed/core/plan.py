@@ -348,6 +348,10 @@ class Plan:
         """The same plan whose model runs as it is."""
         return replace(self, memory=replace(self.memory, compile=False))
 
+    def without_capture(self) -> Plan:
+        """The same plan whose steps run eagerly."""
+        return replace(self, speed=replace(self.speed, capture="off"))
+
     def to_plain(self) -> dict[str, Any]:
         """As plan.json and a checkpoint's manifest hold it; secrets are masked."""
         return typed_json.to_plain(self, PLAN_VERSION)

@@ -117,7 +117,7 @@ class BitwiseReplicas(OneRankStep):
     def _train_share(self, micro: Microbatch) -> Outcome:
         """Forward and backward under the share's random streams; the scalars hold its loss and weight."""
         assert micro.virtual_share is not None, "this strategy needs micro-batches of virtual ranks"
-        batch = self._moved(micro.batch)
+        batch = self.moved(micro.batch)
         seed_generators(micro.virtual_share.training_seed, self._session.device)
         with self._parts:
             outcome = self._forward(self._model, batch)

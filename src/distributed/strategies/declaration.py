@@ -37,6 +37,7 @@ MESH = REPLICAS | {
     "static_graph": Support(),
     "meta": Support(),
     "dry_run": Support(),
+    "own_loop": Support("without pipelines and context parallelism"),
     "fp8": Support("on Ada, Hopper and later, where layers are not cut", device="cuda"),
     "bf16_parameters": Support("replicated, or with ZeRO-2, ZeRO-3 or hybrid"),
 }

@@ -122,7 +122,7 @@ class MicrobatchStep(OneRankStep):
             return self._pass_share(micro)
 
     def _pass_share(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
-        batch = self._moved(micro.batch)
+        batch = self.moved(micro.batch)
         outcome = self._forward(self._model, batch)
         if not self._is_settled:
             outcome = self._settle(outcome, batch, micro.size)

@@ -190,15 +190,16 @@ class OneRankStep:
 
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
         with torch.no_grad():
-            outcome = self._call(self._task.evaluate, self.module, self._moved(batch))
+            outcome = self._call(self._task.evaluate, self.module, self.moved(batch))
         return self._measured(outcome, size)
 
     def predict_step(self, batch: Any) -> Any:
         """The predictions of this rank's batch."""
         with torch.no_grad():
-            return self._call(self._task.predict, self.module, self._moved(batch))
+            return self._call(self._task.predict, self.module, self.moved(batch))
 
-    def _moved(self, batch: Any) -> Any:
+    def moved(self, batch: Any) -> Any:
+        """A batch on this rank's device."""
         return to_device(batch, self._session.device) if self._moves else batch
 
     def _measured(self, outcome: Outcome, size: int) -> Mapping[str, MetricSum]:

@@ -129,7 +129,7 @@ class Sharded(MeshStep):
     def _verify(self, micro: Microbatch) -> None:
         """Check before the first step that the model allows sharded sequences."""
         assert self._shards.context is not None
-        batch = self._moved(micro.batch)
+        batch = self.moved(micro.batch)
         with kept_buffers(self._loss):
             self._shards.context.verify(lambda: self._forward(self.module, batch).loss)
         self._verifies = False
@@ -139,7 +139,7 @@ class Sharded(MeshStep):
 
         A model that has a loss only in training is settled by its first training pass, without a trial.
         """
-        batch = self._moved(micro.batch)
+        batch = self.moved(micro.batch)
         try:
             outcome = self._try(batch)
         except Exception as failed:  # the user's code, in a trial pass
@@ -214,7 +214,7 @@ class Sharded(MeshStep):
             self._settle_pipeline(pipeline, microbatches[0])
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=device))  # creates the scale on ranks without a loss
-        batches = [self._moved(micro.batch) for micro in microbatches]
+        batches = [self.moved(micro.batch) for micro in microbatches]
         watched = nullcontext() if self._changes is None else self._watched_changes()
         with watched, self._autocast or nullcontext(), self._whole_batch or nullcontext():
             pipeline.forward_backward(batches, self._task.run, weigh)
@@ -229,7 +229,7 @@ class Sharded(MeshStep):
 
     def _settle_pipeline(self, pipeline: Pipeline, micro: Microbatch) -> None:
         """Settle the loss by one more pass, as in an evaluation, because only the last stage has an outcome."""
-        batch = self._moved(micro.batch)
+        batch = self.moved(micro.batch)
         devices = [self._session.device] if self._session.device.type == "cuda" else []
         self.train(False)
         with torch.random.fork_rng(devices=devices), torch.no_grad(), self._autocast or nullcontext():
@@ -260,7 +260,7 @@ class Sharded(MeshStep):
     def _through(self, pipeline: Pipeline, batch: Any, run: Run) -> Outcome | None:
         """A batch without gradients; only the ranks of the last stage have the outcome."""
         with torch.no_grad(), self._autocast or nullcontext():
-            return pipeline.forward(self._moved(batch), run)
+            return pipeline.forward(self.moved(batch), run)
 
     def state(self) -> StateTree:
         self._agree_on_buffers()

@@ -47,7 +47,7 @@ class StepByHand(MicrobatchStep):
             if self._whole_batch is not None:
                 scope.enter_context(self._whole_batch.of(micro.size))
             scope.enter_context(self._autocast or nullcontext())
-            yield self._moved(micro.batch)
+            yield self.moved(micro.batch)
 
     def backward(self, micro: Microbatch, loss: torch.Tensor, weight: torch.Tensor | None) -> None:
         """Run a loss backward: a mean over the samples of this rank's share, or over `weight`."""

@@ -95,7 +95,7 @@ class Loop:
         self._notes: list[str] = []  # of what this run resumes from
         keeps_ledger = plan.checkpoint.ledger and plan.mesh.is_first_of_replica(session.rank)
         self._ledger = Ledger(RunDir(plan.run_dir).ledger, session.data_rank) if keeps_ledger else None
-        self._due, self._callbacks = Due(plan), callbacks
+        self._due, self.callbacks, self._is_ended = Due(plan), callbacks, False
         self._on_resumed, self._reports = on_resumed, Reports(host or OwnProcess())
         self.has_begun = False  # whether the state is that of the run
         self._pace, self._stragglers = (
@@ -155,7 +155,7 @@ class Loop:
         """Take what the ranks of an earlier world handed over, or a checkpoint, or nothing."""
         self._restore(inherited)
         self._announce()
-        self._callbacks.begin(self._state.progress, has_state=self._state.source != BEGINNING)
+        self.callbacks.begin(self._state.progress, has_state=self._state.source != BEGINNING)
 
     def run(self) -> History:
         """Take the turns of the run with the strategy's steps and our evaluation."""
@@ -177,7 +177,7 @@ class Loop:
     def turns(self) -> Turns:
         """Train until the epochs or steps are done, or a stop is requested; then save."""
         begun = time.perf_counter()
-        state, callbacks = self._state, self._callbacks
+        state, callbacks = self._state, self.callbacks
         stopped, metrics = self._due.is_over(state.progress.step), {}
         while not stopped and state.progress.epoch < self._plan.epochs:
             epoch = state.progress.epoch
@@ -186,7 +186,7 @@ class Loop:
             evaluated = {} if self._interrupted else (yield Turn(None, epoch=epoch))
             metrics = self._meter.epoch_metrics() | evaluated
             metrics |= callbacks.epoch_ended(metrics)
-            stopped = callbacks.agree().stops or stopped
+            stopped = callbacks.agree().stops or stopped or self._is_ended
             if is_whole:  # from here to the end of the epoch nothing waits for another rank
                 self._schedule.epoch_ended(metrics)
                 state.progress.begin_next_epoch()
@@ -214,10 +214,22 @@ class Loop:
             if self._ledger is not None:
                 self._ledger.close()
 
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches of this rank in a whole epoch; of a stream, it is not known."""
+        steps = self._train.steps_per_epoch
+        if steps is None:
+            raise TypeError("the length of a stream is not known")
+        return steps * self._plan.batch.accumulation
+
+    def end_early(self) -> None:
+        """Let the turn that comes next be the run's last; every rank calls it between the same two turns."""
+        self._is_ended = True
+
     def failed(self, error: Exception) -> None:
         """The run or its world has ended so; a callback may have to take something back before anything is held."""
         if self.has_begun and not isinstance(error, LeftWorld):
-            self._callbacks.call("on_exception", error)
+            self.callbacks.call("on_exception", error)
 
     def held(self) -> SurvivorState | None:
         """What this rank holds when its world has broken: the state at the last step boundary."""
@@ -225,7 +237,7 @@ class Loop:
 
     def _epoch_turns(self, epoch: int) -> Generator[Turn, Any, tuple[bool, bool, float, int]]:
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
-        state, meter, ledger, callbacks = self._state, self._meter, self._ledger, self._callbacks
+        state, meter, ledger, callbacks = self._state, self._meter, self._ledger, self.callbacks
         progress, train, replicas, proven = state.progress, self._train, self._replicas, state.proven
         follows_steps = callbacks.follows_steps
         check_step = self._samples.step_ended
@@ -245,7 +257,7 @@ class Loop:
             self._capture.begin_epoch()
         meter.begin_epoch(goes_on=first_step > 0)
         begun = time.perf_counter()
-        step, stopped = progress.step, False
+        step, stopped, is_cut = progress.step, False, False
         heartbeat.epoch_begins()
         if note := self._samples.epoch_begins(epoch, first_step):  # all ranks have the same order
             self._events.warn(note)
@@ -257,6 +269,9 @@ class Loop:
                 saves = due.save_in_epoch(step, last_step)
                 looks = due.look(step, last_step, saves=saves)
                 output = yield Turn(microbatches, looks, epoch)
+                if output is None:  # a loop of the user's own ends the epoch here
+                    step, is_cut = step - 1, True
+                    break
                 if step == self._tells_at:
                     self._events.catch_up()
                 schedule.step_ended(step)
@@ -304,18 +319,18 @@ class Loop:
             proven.mark(step)
         self._samples.epoch_ended(step - before_epoch)  # all ranks together have taken every sample once
         seconds, trained = time.perf_counter() - begun, progress.samples_in_epoch - before
-        return stopped, not stopped or step == last_step, seconds, trained
+        return stopped, is_cut or not stopped or step == last_step, seconds, trained
 
     def _evaluate(self, epoch: int) -> dict[str, float]:
         if not self._evaluator.has_data:
             return {}
-        self._callbacks.call("on_validation_start")
+        self.callbacks.call("on_validation_start")
         metrics = self._evaluator.evaluate(epoch, self._state.progress.step)
-        self._callbacks.call("on_validation_end", metrics)
+        self.callbacks.call("on_validation_end", metrics)
         return metrics
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
-        self._callbacks.call("on_save")
+        self.callbacks.call("on_save")
         self._replicas.compare(self._state.progress.step)
         self._replicas.settle()  # what ranks that differ hold is not saved
         if self._capture is not None:

@@ -95,6 +95,11 @@ class MetricTotals:
     def __init__(self) -> None:
         self._totals: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = {}
 
+    @property
+    def sums(self) -> dict[str, MetricSum]:
+        """Of this rank."""
+        return {name: MetricSum(*pair) for name, pair in self._totals.items()}
+
     def add(self, sums: Mapping[str, MetricSum]) -> None:
         for name, (total, weight) in sums.items():
             if name in self._totals:

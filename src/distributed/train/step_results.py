@@ -33,15 +33,15 @@ def read_result(result: Any, step: str, *, needs_loss: bool) -> Outcome:
     raise _unreadable(result, step)
 
 
-def logged_value(name: str, value: Any, weight: Any = None) -> Logged:
-    """A checked value, without its graph."""
+def logged_value(name: str, value: Any, weight: Any = None, *, of_own_loop: bool = False) -> Logged:
+    """A checked value, without its graph. A loop of the user's own names what it validates itself."""
     if not _is_number(value) or not (weight is None or _is_number(weight)):
         raise TaskError(
             f"log({name!r}, …) got a {_kind(value)}" + ("" if weight is None else f", and the weight {_kind(weight)}"),
             why="what is logged is one number, which is averaged over micro-batches and ranks",
             do=f"log({name!r}, value.mean())",
         )
-    if name == "loss" or name.startswith("val_"):
+    if name == "loss" or (name.startswith("val_") and not of_own_loop):
         why = "the trainer reports 'loss' and names that begin with 'val_' itself"
         raise TaskError(f"a logged value cannot be called {name!r}", why=why, do=f"log('my_{name}', …)")
     return Logged(_plain(value), None if weight is None else _plain(weight))

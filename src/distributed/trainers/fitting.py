@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from distributed.core.env import WorkerEnv
 from distributed.core.errors import ConfigError
 from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
+from distributed.core.protocol.rank_protocol import LauncherLink
 from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
 from distributed.launch.preflight import check_port, check_resume, check_run_dir, new_run_dir, next_attempt
@@ -27,6 +29,7 @@ from distributed.planner.hardware import Gpu, Hardware, probe_for, probe_hardwar
 from distributed.planner.memory import ModelSize
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.runtime.launch_id import launch_id
+from distributed.runtime.session import Session
 from distributed.strategies.data_parallel.batchnorm import has_batchnorm
 from distributed.strategies.model.blocks import find_blocks
 from distributed.train.callbacks.callback import Callback
@@ -86,15 +89,29 @@ class FitRequest:
         return RankJob(plan, self.task, self.train, self.evaluation, self.callbacks)
 
 
-def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
-    """Join the world that torchrun, horovodrun, srun, mpirun or our own command line made, as one of its ranks."""
+@dataclass(frozen=True)
+class JoinedWorld:
+    """This process as a rank of a world that a launcher made."""
+
+    session: Session
+    plan: Plan
+    line: LauncherLink | None
+    shows_progress: bool
+
+
+@contextmanager
+def join_world(request: FitRequest, world: WorkerEnv, *, outlives_peers: bool = True) -> Iterator[JoinedWorld]:
+    """Join the world of torchrun, horovodrun, srun, mpirun or our own command line, which holds its run directory.
+
+    `outlives_peers`: whether this rank can continue in another world where this one breaks.
+    """
     number = next(_JOINED)
     run_dir = world.run_dir or request.config.run_dir or new_run_dir()
     if world.run_dir and number > 1:
         run_dir = str(RunDir(world.run_dir).fit(number))
     rendezvous = meet(world, run_dir, request.config.collective_timeout_s)
     plan = request.plan(run_dir, rendezvous.env)
-    line = line_for(plan, is_first=number == 1)
+    line = line_for(plan, is_first=number == 1 and outlives_peers)
     session = open_session(plan, world, line, rendezvous)
     if not world.run_dir:  # each rank has made up its own; some learn rank 0's where they meet
         run_dir = session.env.run_dir or session.share_text("run_dir", run_dir if session.is_main else None)
@@ -111,16 +128,30 @@ def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
                 token = launch_id(run_dir, session.env) if session.env.restarts else ""
                 held.enter_context(owned(run_dir, resume=resumes, token=token))
             record_run(plan, request.config)
-        on_all = request.config.whole_model_on == "all"
-        is_given = (on_all or session.is_main) and not plan.is_replicated
-        untrained = UntrainedTask(request.task, plan) if is_given else None
-        shows_progress = plan.observe.progress and not followed
-        history = run_rank(request.job(plan), session, shows_progress=shows_progress, line=line)
-        if untrained is not None and on_all:
-            untrained.restore_on_all(history.checkpoint, session)
-        elif untrained is not None:
-            untrained.restore(history.checkpoint)
+        yield JoinedWorld(session, plan, line, plan.observe.progress and not followed)
+
+
+def fit_in_world(request: FitRequest, world: WorkerEnv) -> History:
+    """Train as one of the ranks of a world that a launcher made."""
+    with join_world(request, world) as joined:
+        restore = whole_afterwards(request, joined.plan, joined.session)
+        history = run_rank(
+            request.job(joined.plan), joined.session, shows_progress=joined.shows_progress, line=joined.line
+        )
+        restore(history.checkpoint)
         return history
+
+
+def whole_afterwards(request: FitRequest, plan: Plan, session: Session) -> Callable[[str], None]:
+    """What makes the model whole again after a run that sharded it, on the ranks that are to have it.
+
+    It is called before the strategy changes the model; what it returns is given the last checkpoint.
+    """
+    on_all = request.config.whole_model_on == "all"
+    if plan.is_replicated or not (on_all or session.is_main):
+        return lambda checkpoint: None
+    untrained = UntrainedTask(request.task, plan)
+    return partial(untrained.restore_on_all, session=session) if on_all else untrained.restore
 
 
 def fit_alone(request: FitRequest) -> History:

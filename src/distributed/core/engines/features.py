@@ -107,6 +107,7 @@ HAD: dict[str, Feature] = {
     "load": Feature("loads checkpoints of every engine and number of ranks"),
     "restart": Feature("a rank that dies: all resume from the last checkpoint"),
     "regroup": Feature("... and the others resume from memory, with fewer or more ranks"),
+    "own_loop": Feature("loops of the user's own (`distributed.start`)"),
     "meta": Feature("models built on the meta device"),
     "dry_run": Feature("dry run of a world of any size in one process"),
 }

@@ -1,0 +1,46 @@
+"""Tracked objects: the user's own, saved in checkpoints and taken back at a resume."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from distributed.core.errors import TaskError
+from distributed.train.callbacks.callback import Callback
+
+
+class Stateful(Protocol):
+    """What can be saved: schedulers, samplers, counters of the user's own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class Tracked(Callback):
+    """The objects of one run, by name."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+
+    def add(self, name: str, found: Any) -> None:
+        if not (hasattr(found, "state_dict") and hasattr(found, "load_state_dict")):
+            raise TaskError(
+                f"track({name}=…) got a {type(found).__name__}",
+                why="a checkpoint keeps what state_dict() returns, and load_state_dict takes it back",
+                do=f"give {type(found).__name__} these two methods",
+            )
+        if name in self._objects:
+            raise TaskError(
+                f"{name} is tracked twice",
+                why="a checkpoint keeps one state by each name",
+                do="track it by another name",
+            )
+        self._objects[name] = found
+
+    def state(self) -> dict[str, Any]:
+        return {name: found.state_dict() for name, found in self._objects.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        for name, found in self._objects.items():
+            if name in state:
+                found.load_state_dict(state[name])
