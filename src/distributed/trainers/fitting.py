@@ -100,10 +100,13 @@ class JoinedWorld:
 
 
 @contextmanager
-def join_world(request: FitRequest, world: WorkerEnv, *, outlives_peers: bool = True) -> Iterator[JoinedWorld]:
+def join_world(
+    request: FitRequest, world: WorkerEnv, *, outlives_peers: bool = True, is_watched: bool = True
+) -> Iterator[JoinedWorld]:
     """Join the world of torchrun, horovodrun, srun, mpirun or our own command line, which holds its run directory.
 
-    `outlives_peers`: whether this rank can continue in another world where this one breaks.
+    `outlives_peers`: whether this rank can continue in another world where this one breaks. `is_watched`: whether its
+    launcher is to expect steps of it, until the end of a run is reported.
     """
     number = next(_JOINED)
     run_dir = world.run_dir or request.config.run_dir or new_run_dir()
@@ -111,7 +114,7 @@ def join_world(request: FitRequest, world: WorkerEnv, *, outlives_peers: bool = 
         run_dir = str(RunDir(world.run_dir).fit(number))
     rendezvous = meet(world, run_dir, request.config.collective_timeout_s)
     plan = request.plan(run_dir, rendezvous.env)
-    line = line_for(plan, is_first=number == 1 and outlives_peers)
+    line = line_for(plan, is_first=number == 1 and outlives_peers) if is_watched else None
     session = open_session(plan, world, line, rendezvous)
     if not world.run_dir:  # each rank has made up its own; some learn rank 0's where they meet
         run_dir = session.env.run_dir or session.share_text("run_dir", run_dir if session.is_main else None)

@@ -17,12 +17,13 @@ from distributed.core.errors import TaskError
 from distributed.core.history import History
 from distributed.core.plan import Decision
 from distributed.core.settings.typed import Settings, TrainerSettings
-from distributed.data.source import read_source
+from distributed.data.source import Source, read_source
 from distributed.train.callbacks.callback import Callback, check_callbacks
 from distributed.train.metrics import check_metrics
 from distributed.train.task import Step, Task, check_task, make_task
 from distributed.trainers.fitting import FitRequest, fit_alone, fit_in_world
 from distributed.trainers.settings import build_fit_config, plain
+from distributed.trainers.single_steps import SingleSteps, UnknownData
 
 Loader = DataLoader[Any] | Dataset[Any]
 
@@ -79,6 +80,7 @@ class Trainer:
         self.model = self._task.model
         self.callbacks = tuple(callbacks)
         self.history: History | None = None
+        self._steps: SingleSteps | None = None  # of a loop of the user's own
 
     @property
     def is_main(self) -> bool:
@@ -99,6 +101,9 @@ class Trainer:
         KeyboardInterrupt is raised. SIGTERM and SIGUSR1 do the same; a rank that srun, mpirun or torchrun started then
         ends with `requeue_exit_code`.
         """
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
         config = self._merge(settings)
         check_task(self._task)
         check_metrics(self._task.metrics or {})
@@ -122,6 +127,25 @@ class Trainer:
                 raise SystemExit(config.requeue_exit_code)  # for Slurm, which started this rank itself
             raise KeyboardInterrupt
         return self.history
+
+    def train_step(self, data: Any, target: Any) -> float:
+        """One synchronized step with this rank's batch, in a loop of your own; returns the mean loss over all ranks.
+
+        Every rank calls it as often, under `distributed train`, torchrun or the like, or one process alone does. Shares
+        of data, evaluation and checkpoints are the loop's matter: `fit`, or `distributed.start`, takes care of them.
+
+        >>> trainer = Trainer(nn.Linear(4, 2), num_gpus=1, learning_rate=0.1, run_dir=tmp / "steps")
+        >>> x, y = torch.randn(16, 4), torch.randint(0, 2, (16,))
+        >>> first, *_, last = [trainer.train_step(x, y) for _ in range(20)]
+        >>> last < first
+        True
+        """
+        if self._steps is None:
+            check_task(self._task)
+            config = self._merge({})
+            source = Source(UnknownData(), batch_size=config.batch_size or 1)  # the loop's batches have any size
+            self._steps = SingleSteps(FitRequest(config, self._task, source, None, self.notes))
+        return self._steps.take((data, target))
 
     def save_model(self, path: str | Path) -> None:
         """Write the trained weights to one file: safetensors, or what torch.save writes if its name ends in `.pt`.
