@@ -107,6 +107,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "pytorch-ddp": "e2e/test_survival.py::test_killing_each_of_two_ranks_resumes_with_same_bytes",
         "horovod": "e2e/test_horovod_survival.py::test_lost_horovod_ranks_resume_from_memory_with_same_bytes",
     },
+    "own_loop": dict.fromkeys(
+        ("pytorch-ddp", "fsdp"), "ranks/test_own_loop.py::test_own_loop_trains_what_one_process_does"
+    ),
     "meta": dict.fromkeys(NATIVE, "ranks/test_mesh.py::test_mesh_matches_one_process"),
     "dry_run": dict.fromkeys(NATIVE, "e2e/test_cli_dry_run.py::test_dry_run_step_on_mesh_holds_its_shard"),
 }

@@ -37,10 +37,10 @@ MESH = REPLICAS | {
     "static_graph": Support(),
     "meta": Support(),
     "dry_run": Support(),
-    "own_loop": Support("without pipelines and context parallelism"),
     "fp8": Support("on Ada, Hopper and later, where layers are not cut", device="cuda"),
     "bf16_parameters": Support("replicated, or with ZeRO-2, ZeRO-3 or hybrid"),
 }
+OWN_LOOP = {"own_loop": Support("without pipelines and context parallelism")}
 # Features of engines whose ranks may each hold the whole model.
 WHOLE = {
     "bitwise": Support(),
@@ -55,7 +55,7 @@ def _why_fsdp(wanted: EngineRequest) -> str:
 PYTORCH_DDP = Engine(
     TORCH_MESH,
     does="PyTorch's own, with a replica of the model on every rank unless a setting shards it",
-    can=MESH | WHOLE | {"regroup": Support("without sharding, on gloo")},
+    can=MESH | WHOLE | OWN_LOOP | {"regroup": Support("without sharding, on gloo")},
     offloads=OFFLOADS,
     bitwise=BITWISE,
     claims=lambda wanted: "" if _why_fsdp(wanted) else "data-parallel ranks hold the same parameters",
@@ -63,7 +63,7 @@ PYTORCH_DDP = Engine(
 FSDP = Engine(
     TORCH_MESH,
     does="PyTorch's own, with all state sharded unless a setting says otherwise",
-    can=MESH,
+    can=MESH | OWN_LOOP,
     shards="full",
     offloads=OFFLOADS,
     claims=_why_fsdp,
