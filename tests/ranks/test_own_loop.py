@@ -144,6 +144,7 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("plain", {"sharding": "full", "gradient_clipping": 0.05}),
     "fsdp-accumulated": ("weighted", {"sharding": "full", "gradient_accumulation_steps": 2}),
     "zero1": ("plain", {"zero_stage": 1}),
+    "tensor": ("twice", {"tensor_parallel": 2, "tensor_parallel_plan": {"first": "column_gather"}}),
     "static": ("plain", {"static_graph": True}),
     "unused": ("plain", {"find_unused_parameters": True}),
 }
