@@ -55,6 +55,15 @@ def replace_file(path: str | os.PathLike[str], data: bytes | str, *, mode: int =
         raise
 
 
+def append_line(path: Path, line: str) -> None:
+    """A line at the end of a file, in one write, so that lines of several processes do not mix."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
+    try:
+        os.write(fd, f"{line}\n".encode())
+    finally:
+        os.close(fd)
+
+
 def create_private(path: str | os.PathLike[str]) -> int:
     """A new file to write to and read from; raises FileExistsError where there is one."""
     return os.open(path, _NEW, FILE_MODE)

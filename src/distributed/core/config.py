@@ -79,6 +79,11 @@ class DistributedConfig(  # pydantic takes the fields of the last base first
         """Whether it was set, and is not a default."""
         return name in self._sources
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it resumes an earlier run; fast_dev_run never does."""
+        return bool(self.resume_from_checkpoint) and not self.fast_dev_run
+
     def given_values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._sources}
 

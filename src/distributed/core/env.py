@@ -18,6 +18,7 @@ from distributed.core.engines.engine import ENGINES
 from distributed.core.engines.launchers import OURS, launcher_of, launchers_of_engines
 from distributed.core.errors import ConfigError
 from distributed.core.registry import load_target
+from distributed.core.run_dir import RunDir
 
 RUN_DIR = "DISTRIBUTED_RUN_DIR"  # set by our launchers: the run directory that all ranks share
 ATTEMPT = "DISTRIBUTED_ATTEMPT"
@@ -33,6 +34,7 @@ TRIAL = "DISTRIBUTED_TRIAL"  # the file that says which trial of a search this p
 STORE = "DISTRIBUTED_STORE"  # the address of the rendezvous store of our launcher's ranks
 STORE_SECRET = "DISTRIBUTED_STORE_SECRET"  # what a rank shows there; others are refused
 JOIN_TOKEN = "DISTRIBUTED_JOIN_TOKEN"  # the secret of a run over several nodes, or @ and a file that holds it
+FIND = "DISTRIBUTED_FIND"  # what `fit` is to find by trials in place of training
 DRY_RUN = "DISTRIBUTED_DRY_RUN"  # ranks of a world that `fit` is to try out in this process alone
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
 
@@ -87,11 +89,24 @@ class WorkerEnv:
             "GROUP_WORLD_SIZE": str(self.num_nodes),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
+            **self._as_torchrun(),
             RUN_DIR: self.run_dir,
             ATTEMPT: str(self.attempt),
             RESTARTS: str(self.restarts),
             NOMINAL: str(self.nominal_ranks),
             **{name: text for engine in ENGINES.entries.values() for name, text in engine.environ.items()},
+        }
+
+    def _as_torchrun(self) -> dict[str, str]:
+        """What else torchrun sets, and scripts read: to see that they were launched, and for which time."""
+        # Not TORCHELASTIC_USE_AGENT_STORE: torch would expect a store in the launcher.
+        roles = {"ROLE_NAME": "default", "ROLE_RANK": str(self.rank), "ROLE_WORLD_SIZE": str(self.world_size)}
+        if not self.run_dir:
+            return roles
+        return roles | {
+            "TORCHELASTIC_RUN_ID": os.path.basename(os.path.abspath(self.run_dir)),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCHELASTIC_ERROR_FILE": os.path.abspath(RunDir(self.run_dir).attempt(self.attempt).error(self.rank)),
         }
 
 
@@ -276,6 +291,11 @@ def overrides_in_env() -> str:
 def trial_in_env() -> str:
     """The file of the trial that this process belongs to; "": it is no part of a search."""
     return os.environ.get(TRIAL, "")
+
+
+def finding_in_env() -> str | None:
+    """What `fit` is to find by trials in place of training: "learning_rate" or "batch_size"; None: it trains."""
+    return os.environ.get(FIND) or None
 
 
 def dry_ranks() -> int | None:

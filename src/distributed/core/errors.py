@@ -8,6 +8,15 @@ from dataclasses import dataclass
 from distributed.core.secrets import mask_text
 
 
+def first_of(texts: Sequence[str], most: int = 3, *, between: str = ", ") -> str:
+    """The first of them, and how many there are besides.
+
+    >>> first_of(["a", "b", "c"]), first_of(["a", "b", "c"], most=1)
+    ('a, b, c', 'a and 2 more')
+    """
+    return between.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong: what it is, why it cannot be, and what to do about it."""
@@ -110,6 +119,16 @@ class ReplicasDifferError(DistributedError):
     """Ranks that should hold the same do not. Another attempt begins with a checkpoint, where they did."""
 
     exit_code = 8
+
+
+class MismatchError(DistributedError):
+    """Ranks called a collective with other shapes, dtypes or operations than their peers."""
+
+
+class CallbackError(DistributedError):
+    """A callback failed, or asked for what cannot be; steps that are taken meanwhile would not show that it works."""
+
+    exit_code = 2
 
 
 class RankFailedError(DistributedError):

@@ -64,7 +64,8 @@ class EvaluationEnded(Event):
     step: int
     epoch: int
     seconds: float
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # of several validation sets, by names that begin with the set's
+    within_epoch: bool = False  # whether steps of its epoch may follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +139,10 @@ class RankSlow(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnded(Event):
-    """The world broke, or is about to get another size; what is left of it continues in the next attempt."""
+    """The world broke, or is about to get other ranks; what is left of it continues in the next attempt."""
 
     attempt: int
-    cause: str  # "machine", "code", "hang", "resize" or "unknown"
+    cause: str  # "machine", "code", "hang", "resize", "slow" or "unknown"
     message: str
     rank: int = -1  # -1: not one rank's doing
     host: str = ""
@@ -168,8 +169,20 @@ class RunReported(Event):
     faults: dict[str, int]  # by cause
     seconds: float
     seconds_lost: float
-    goodput: float  # the part of the time in which steps were taken that count
+    goodput: float | None  # the part of the time in which steps were taken that count; None: they are not known
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStopped(Event):
+    """The run ends before its last epoch or step, as a callback or a limit has asked; `RunEnded` follows."""
+
+    step: int
+    epoch: int  # that it stood in
+    reason: str
+    by: str  # the class of the callback, or the setting with its value
+    rank: int  # the first that asked
+    text: str  # the same in words
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,30 @@ class EpochRecord:
         return self.samples / self.seconds if self.seconds else 0.0
 
 
+def is_validation(name: str) -> bool:
+    """Whether a metric of an epoch comes from its evaluation, by its name."""
+    return name.startswith(("val_", "val/"))
+
+
+def validation_name(name: str) -> str:
+    """The name in an epoch of what an evaluation has measured.
+
+    >>> validation_name("loss"), validation_name("val/loss")
+    ('val_loss', 'val/loss')
+    """
+    return name if is_validation(name) else f"val_{name}"
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """What one evaluation of the validation data came to."""
+
+    step: int  # optimizer steps that were done
+    epoch: int
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class History:
     """The record of one `fit`: per-epoch metrics, time and throughput.
@@ -48,6 +72,9 @@ class History:
     interrupted: bool = False
     stop_signal: int = 0  # that it was interrupted by
     checkpoint: str = ""  # the last one: the trained model
+    evaluations: tuple[EvaluationRecord, ...] = ()  # all of the validation, also those within an epoch
+    left_in_ranks: tuple[str, ...] = ()  # what training has changed in the ranks that fit started, and in them alone
+    stopped: str = ""  # why the run ended before its last epoch, if a callback or a limit asked for it
 
     def __getitem__(self, metric: str) -> list[float]:
         """The values of one metric, an entry an epoch in which it was measured."""
@@ -65,8 +92,14 @@ class History:
 
     @property
     def best_accuracy(self) -> float:
-        """The highest validation accuracy, or training accuracy when nothing was validated; NaN without either."""
-        return max(self["val_accuracy"] or self["accuracy"], default=float("nan"))
+        """The highest validation accuracy, or training accuracy when nothing was validated; NaN without either.
+
+        Of several validation sets none is singled out: `history["val_clean_accuracy"]` has those of one.
+        """
+        measured = [record.metrics["val_accuracy"] for record in self.evaluations if "val_accuracy" in record.metrics]
+        is_validated = any(name.startswith("val_") for name in self.metrics)
+        trained = [] if is_validated and "val_accuracy" not in self else self["accuracy"]
+        return max([*self["val_accuracy"], *measured] or trained, default=float("nan"))
 
     @property
     def samples(self) -> int:
@@ -89,4 +122,7 @@ class History:
     def load(path: Path) -> History:
         raw = json.loads(path.read_text())
         own = {f.name: raw[f.name] for f in fields(History) if f.name in raw}
-        return History(**own | {"epochs": tuple(EpochRecord(**record) for record in raw["epochs"])})
+        epochs = tuple(EpochRecord(**record) for record in raw["epochs"])
+        evaluations = tuple(EvaluationRecord(**record) for record in raw.get("evaluations", ()))
+        left = tuple(raw.get("left_in_ranks", ()))
+        return History(**own | {"epochs": epochs, "evaluations": evaluations, "left_in_ranks": left})

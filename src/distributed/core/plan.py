@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from distributed.core import typed_json
+from distributed.core.batch_plan import BatchPlan
 from distributed.core.choices import (
     Collectives,
     CompileMode,
+    Compression,
     Device,
     FrequencyUnit,
     Interval,
@@ -28,13 +29,16 @@ from distributed.core.choices import (
     ReplicaCheck,
     Schedule,
     Shard,
+    SlowRank,
     Switch,
 )
+from distributed.core.documents import typed_json
 from distributed.core.errors import PlanError
 from distributed.core.mesh import MeshSpec
 from distributed.core.run_dir import RunDir
 
-PLAN_VERSION = 1  # of plan.json and of the plan in a manifest: raised with every change of a field
+ENDLESS = 2**31 - 1  # epochs of a run whose script says when it ends
+PLAN_VERSION = 3  # of plan.json and of the plan in a manifest: raised with every change of a field
 
 
 @dataclass(frozen=True)
@@ -50,49 +54,11 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
-    """How a global batch is cut: `accumulation` micro-batches, each shared by all ranks; or into leaves, if any."""
+class DataPlan:
+    """Which of the data a run uses, where it is not all."""
 
-    per_device: int
-    ranks: int = 1
-    accumulation: int = 1
-    drop_last: bool = False
-    whole: int = 0  # the global batch of a run whose number of ranks changed; 0: as the three numbers above say
-    of_stream: bool = False
-    leaves: int = 0  # virtual ranks among which a whole global batch is shared; 0: none, the ranks themselves share
-    parts: int = 1  # into which a pipeline cuts each micro-batch that was asked for
-    least_leaf: int = 1  # samples of a leaf, where a step has that many; a short step then has fewer leaves
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of one micro-batch over all ranks; the last of a step may have fewer."""
-        return -(-self.whole // self.accumulation) if self.whole else self.per_device * self.ranks
-
-    @property
-    def global_batch(self) -> int:
-        return self.whole or self.micro_batch * self.accumulation
-
-    def for_ranks(self, ranks: int) -> BatchPlan:
-        """The same global batch cut for another number of ranks, none of which gets more than `per_device` at once.
-
-        >>> batch = BatchPlan(per_device=8, ranks=4).for_ranks(3)
-        >>> batch.global_batch, batch.accumulation, batch.micro_batch
-        (32, 2, 16)
-        """
-        whole = self.global_batch
-        least = -(-whole // (self.per_device * ranks))
-        # Even micro-batches are what a stream needs, and one that leaves no rank without a sample wastes nothing.
-        even = [n for n in range(least, 2 * least + 1) if whole % n == 0 and whole // n >= ranks]
-        return replace(self, ranks=ranks, accumulation=even[0] if even else least, whole=whole)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all micro-batches of a step are of one size."""
-        return self.micro_batch * self.accumulation == self.global_batch
-
-    def steps(self, samples: int) -> int:
-        """Optimizer steps in one pass over that many samples."""
-        return samples // self.global_batch if self.drop_last else -(-samples // self.global_batch)
+    evaluation: int | float | None = None  # batches of an evaluation at most, or their part; None: all
+    overfits: bool = False  # the first steps of the dataset's order in every epoch, also for the evaluation
 
 
 @dataclass(frozen=True)
@@ -111,6 +77,7 @@ class OptimizerPlan:
     weight_decay: float | None = None
     momentum: float | None = None
     clip_norm: float | None = None
+    clip_value: float | None = None
     lr_factor: float = 1.0  # the scaling rule's factor, for optimizers that were passed in
 
 
@@ -121,10 +88,26 @@ class SchedulePlan:
     warmup_epochs: float = 0.0
     min_ratio: float = 0.0
     interval: Interval = "epoch"  # of a scheduler that was passed in
+    metric: str = ""  # that it gets, if it wants one; "": the loss of the validation, or of the training without one
 
     @property
     def is_constant(self) -> bool:
         return self.kind == "constant" and not self.warmup_steps and not self.warmup_epochs
+
+
+@dataclass(frozen=True)
+class CompressionPlan:
+    """What ranks send in place of their gradients."""
+
+    kind: Compression = "none"
+    ratio: float = 0.01  # of a tensor's numbers, for topk and randomk
+    rank: int = 4  # of the factors, for powersgd
+    min_size: int = 4096  # numbers of a tensor below which it is sent whole
+
+    @property
+    def keeps(self) -> bool:
+        """Whether each rank keeps what it has not sent for the next step."""
+        return self.kind not in ("none", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -136,6 +119,7 @@ class ReplicatePlan:
     bucket_cap_mb: float = 25.0
     sync_batchnorm: bool = True
     check: ReplicaCheck = "all"  # what of them is compared
+    compression: CompressionPlan = field(default_factory=CompressionPlan)
 
 
 @dataclass(frozen=True)
@@ -213,9 +197,25 @@ class CheckpointPlan:
     asynchronous: bool = True
     keep_last: int | None = None
     keep_every: int | None = None
-    best: str = ""  # 'min:val_loss': the metric by which the best one is kept
+    best: str = ""  # 'min:val_loss': the metric by which the best ones are kept
+    best_count: int = 1
     certificate: int = 3  # steps after a checkpoint that a resumed run is compared with
     ledger: bool = False
+    saves: bool = True  # False: of a trial before a run, of which nothing is kept
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """When the validation data is evaluated."""
+
+    every: float = 1
+    unit: FrequencyUnit = "epochs"
+    sanity_batches: int = 2  # batches that a new run evaluates before its first step
+
+    @property
+    def is_by_epoch(self) -> bool:
+        """Whether ends of epochs are evaluated for their own sake, and parts of epochs besides."""
+        return self.unit == "epochs"
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,7 @@ class MlflowPlan:
 class ObservePlan:
     log_every: int = 50
     progress: bool = True
+    csv: bool = False
     tensorboard_dir: str = ""
     mlflow: MlflowPlan | None = None
 
@@ -239,6 +240,7 @@ class Plan:
 
     run_dir: str
     batch: BatchPlan
+    trains: bool = True  # else nothing is: no gradient is reduced, and there is no optimizer
     strategy: str = "pytorch-ddp"
     mesh: MeshSpec = field(default_factory=MeshSpec)
     num_nodes: int = 1
@@ -250,10 +252,16 @@ class Plan:
     seed: int = 0
     epochs: int = 1
     max_steps: int | None = None
+    max_time_s: float | None = None  # of the whole run
     on_nan: OnNan = "stop"
+    detect_anomaly: bool = False
+    slow_rank: SlowRank = "report"
+    slow_rank_wait_s: float = 30.0
     loss_weighting: LossWeighting = "auto"
     iterable_split: IterableSplit = "share"
     sample_check: bool = True  # whether the ranks compare their data
+    is_dev_run: bool = False  # whether it only tries what a run does
+    data: DataPlan = field(default_factory=DataPlan)
     precision: PrecisionPlan = field(default_factory=PrecisionPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)
@@ -264,6 +272,7 @@ class Plan:
     memory: MemoryPlan = field(default_factory=MemoryPlan)
     speed: SpeedPlan = field(default_factory=SpeedPlan)
     workers: int | Literal["auto"] | None = None  # processes that read data; None: as many as the data loader says
+    validation: ValidationPlan = field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
     engine: dict[str, Any] = field(default_factory=dict)  # what only this strategy knows: its `plans` made it
@@ -280,8 +289,13 @@ class Plan:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of the state, so that any of them can continue alone."""
+        """Whether every rank holds the whole model and its optimizer's state."""
         return self.mesh.is_replicas and self.shard.kind == "none"
+
+    @property
+    def is_held_by_each(self) -> bool:
+        """Whether what any rank has in memory is all of the run: none keeps gradients that it has not sent."""
+        return self.is_replicated and not self.replicate.compression.keeps
 
     @property
     def division(self) -> dict[str, Any]:
@@ -328,17 +342,24 @@ class Plan:
     def in_dir(self, run_dir: str) -> Plan:
         """The same plan in the run directory that its ranks have agreed on, with the files that go there."""
         before, after, checkpoint, observe = RunDir(self.run_dir), RunDir(run_dir), self.checkpoint, self.observe
-        if checkpoint.dir == str(before.checkpoints):
-            checkpoint = replace(checkpoint, dir=str(after.checkpoints))
+        for old, new in ((before.checkpoints, after.checkpoints), (before.passing, after.passing)):
+            if checkpoint.dir == str(old):
+                checkpoint = replace(checkpoint, dir=str(new))
         if observe.tensorboard_dir == str(before.tensorboard):
             observe = replace(observe, tensorboard_dir=str(after.tensorboard))
         return replace(self, run_dir=run_dir, checkpoint=checkpoint, observe=observe)
 
-    def total_steps(self, steps_per_epoch: int | None) -> int | None:
-        """Of the whole run; None where a stream's length is not known and nothing limits it."""
-        if steps_per_epoch is None:
+    def total_steps(self, steps_per_epoch: int | None, samples: int | None = None) -> int | None:
+        """Of the whole run; None where nothing limits a stream of unknown length, or a script that ends it.
+
+        `samples`: of an epoch.
+        """
+        if steps_per_epoch is None or self.epochs >= ENDLESS:
             return self.max_steps
-        return min(self.max_steps or steps_per_epoch * self.epochs, steps_per_epoch * self.epochs)
+        total = steps_per_epoch * self.epochs
+        if self.batch.by_epoch and samples is not None:
+            total = sum(self.batch.at(epoch).steps(samples) for epoch in range(self.epochs))
+        return min(self.max_steps or total, total)
 
     def with_decisions(self, *more: Decision, first: Sequence[Decision] = ()) -> Plan:
         """The same plan with choices that were made before or after it."""

@@ -1,4 +1,4 @@
-"""The learning rate's warm-up and decay as a function of the step alone, so that a resumed run needs no state of it."""
+"""The learning rate's warm-up and decay as a function of the step alone, so a resumed run needs no state."""
 
 from __future__ import annotations
 

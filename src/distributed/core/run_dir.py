@@ -1,9 +1,9 @@
 """RunDir: every name in the directory of a run, for writers and readers.
 
 runs/<id>/ config.json plan.json history.json launch.json resize.json owner.lock join-token mlflow.json payload-….pt
-           events.jsonl checkpoints/ ledger/ workers/ tensorboard/ <engine>/ fit-2/
-           attempts/<n>/ parent.log rank-3.log heartbeat-3 failure-3.json stack-3.txt lost-3.txt collectives-3.json
-                         memory-3.{json,txt,pickle} place-3.json resumed.json ended.json
+           events.jsonl metrics.csv checkpoints/ ledger/ workers/ tensorboard/ <engine>/ fit-2/
+           attempts/<n>/ parent.log rank-3.log heartbeat-3 failure-3.json error-3.json stack-3.txt lost-3.txt
+                         collectives-3.json memory-3.{json,txt,pickle} place-3.json resumed.json ended.json
 """
 
 from __future__ import annotations
@@ -59,6 +59,21 @@ class RunDir(_Folder):
         return self.path / "history.json"
 
     @property
+    def evaluation(self) -> Path:
+        """What an evaluation without training came to."""
+        return self.path / "evaluation.json"
+
+    @property
+    def predictions(self) -> Path:
+        """Predictions on their way to the process that has asked for them."""
+        return self.path / "predictions"
+
+    @property
+    def metrics(self) -> Path:
+        """A table of the run's numbers."""
+        return self.path / "metrics.csv"
+
+    @property
     def launch(self) -> Path:
         """The identity of this launch, which distinguishes it from earlier ones in the same directory."""
         return self.path / "launch.json"
@@ -89,6 +104,21 @@ class RunDir(_Folder):
         return self.path / CHECKPOINTS
 
     @property
+    def lengths(self) -> Path:
+        """Of all samples, where they were measured for bucket_by_length."""
+        return self.path / "lengths.npz"
+
+    @property
+    def dev_runs(self) -> Path:
+        """Of runs that only try the run of this directory, each with a directory of its own (fast_dev_run)."""
+        return self.path / "dev-runs"
+
+    @property
+    def passing(self) -> Path:
+        """What such a run saves, until the model is back."""
+        return self.path / "passing"
+
+    @property
     def tensorboard(self) -> Path:
         """Where tensorboard_dir does not name another place."""
         return self.path / "tensorboard"
@@ -112,6 +142,17 @@ class RunDir(_Folder):
     def worker_count(self, rank: int) -> Path:
         """How many processes read the data of a rank."""
         return self.path / "workers" / f"rank-{rank}.json"
+
+    def evaluations(self, kind: str) -> RunDir:
+        """A directory for the next evaluation of a kind: validate-1, predict-1 …"""
+        number = 1
+        while (self.path / f"{kind}-{number}").exists():
+            number += 1
+        return RunDir(self.path / f"{kind}-{number}")
+
+    def probe(self, rank: int) -> Path:
+        """What a rank has measured in a trial before a run."""
+        return self.path / f"probe-{rank}.json"
 
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self.attempts / str(number))
@@ -167,6 +208,10 @@ class AttemptDir(_Folder):
 
     def failure(self, rank: int) -> Path:
         return self.path / f"{_FAILURE}{rank}.json"
+
+    def error(self, rank: int) -> Path:
+        """What torch's `@record` writes of a function that raised."""
+        return self.path / f"error-{rank}.json"
 
     def stack(self, rank: int) -> Path:
         """The stacks of a rank's threads, written at its launcher's request."""

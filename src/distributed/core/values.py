@@ -32,13 +32,53 @@ def parse_frequency(value: int | str) -> tuple[float, FrequencyUnit]:
     ((10, 'epochs'), (500, 'steps'), (1.5, 'minutes'))
     """
     match = re.fullmatch(
-        r"(\d+(?:\.\d+)?)\s*(epoch|step|minute)s?", str(value).strip() + (" epochs" * isinstance(value, int))
+        r"(\d+(?:\.\d+)?)\s*(epoch|step|minute|validation)s?",
+        str(value).strip() + (" epochs" * isinstance(value, int)),
     )
     count = float(match.group(1)) if match else 0.0
     if not match or count <= 0 or (match.group(2) != "minute" and count != int(count)):
-        raise ValueError("should be a number of epochs, or like '2 epochs', '500 steps' or '10 minutes'")
+        raise ValueError(
+            "should be a number of epochs, or like '2 epochs', '500 steps', '10 minutes' or '1 validation'"
+        )
     unit = cast(FrequencyUnit, match.group(2) + "s")
     return (count if unit == "minutes" else int(count)), unit
+
+
+def parse_interval(value: int | float | str) -> tuple[float, FrequencyUnit]:
+    """How often something happens within epochs or after some: a whole number counts steps, a part is one of an epoch.
+
+    >>> parse_interval(200), parse_interval(0.25), parse_interval("10 minutes"), parse_interval("2 epochs")
+    ((200, 'steps'), (0.25, 'epochs'), (10.0, 'minutes'), (2, 'epochs'))
+    """
+    text = str(value).strip()
+    if re.fullmatch(r"\d+", text):
+        text += " steps"
+    elif re.fullmatch(r"\d*\.\d+", text):
+        text += " epochs"
+    match = re.fullmatch(r"(\d+|\d*\.\d+)\s*(epoch|step|minute)s?", text)
+    count = float(match.group(1)) if match else 0.0
+    is_part = match is not None and match.group(2) == "epoch" and count <= 1
+    if not match or count <= 0 or not (is_part or match.group(2) == "minute" or count == int(count)):
+        raise ValueError("should be a number of steps, a part of an epoch such as 0.25, '10 minutes' or '2 epochs'")
+    unit = cast(FrequencyUnit, match.group(2) + "s")
+    return (count if unit == "minutes" or count != int(count) else int(count)), unit
+
+
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+
+
+def parse_duration(value: str) -> float:
+    """The seconds of a time that is written with its units.
+
+    >>> parse_duration("2h30m"), parse_duration("1.5 hours"), parse_duration("1d 90s")
+    (9000.0, 5400.0, 86490.0)
+    """
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(d|h|m|s)(?:ays?|ours?|in(?:ute)?s?|ec(?:ond)?s?)?\s*", value.strip())
+    whole = r"(?:\d+(?:\.\d+)?\s*(?:d(?:ays?)?|h(?:ours?)?|m(?:in(?:ute)?s?)?|s(?:ec(?:ond)?s?)?)\s*)+"
+    seconds = sum(float(count) * _UNITS[unit] for count, unit in parts)
+    if not re.fullmatch(whole, value.strip()) or not seconds:
+        raise ValueError("should be a time with its units, like '2h30m', '90 minutes' or '45s'")
+    return seconds
 
 
 def parse_best(value: str) -> tuple[str, str]:

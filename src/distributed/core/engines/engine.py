@@ -58,6 +58,7 @@ class Engine(Entry):
     features: Mapping[str, Feature] = field(default_factory=dict)  # that no other engine has
     claims: Callable[[EngineRequest], str] = lambda wanted: ""  # why backend='auto' is this one; "": it is not
     models: ModelKind = "torch"
+    places: tuple[ModelKind, ...] = ()  # other frameworks' models, whose ranks its launcher places on its cluster
     bitwise: str = ""  # what trains under reproducible='bitwise'
     shards: Shard = "none"  # what is sharded over data-parallel ranks by default
     offloads: tuple[str, ...] = ()  # the kinds of sharding under which it can keep state in host memory
@@ -70,6 +71,7 @@ class Engine(Entry):
     checks: str = ""  # module:function (config) → problems of settings that only it knows
     counts: str = ""  # module:function (address) → GPUs and CPUs of the largest machine there; "": of this one
     plans: str = ""  # module:function that makes its own part of the plan; see planner/planning.py
+    divides: str = ""  # module:function (model) → the stages of a model of its own kind; 0: it is another
     reads: str = ""  # module:function (data) → a dataset of what it needs as torch's, or None: it is something else
 
     # While it is launched
@@ -109,6 +111,19 @@ def engine_of(config: Any) -> Engine:
     """The engine that a config selects, as far as that is known before its model and its data are."""
     name = config.backend if config.backend != "auto" else choose(EngineRequest(config), "cpu")[0]
     return ENGINES.entries[name]
+
+
+def stages_of(model: Any) -> int:
+    """The stages into which an engine's own class of models has cut this one; 0: none has."""
+    found = (load_target(engine.divides)(model) for engine in ENGINES.entries.values() if engine.divides)
+    return next((int(stages) for stages in found if stages), 0)
+
+
+def launching(name: str, config: Any) -> Engine:
+    """The engine whose launcher starts the ranks of this one: on a cluster, the one that places them there."""
+    engine = ENGINES.entries[name]
+    others = (one for one in ENGINES.entries.values() if engine.models in one.places)
+    return engine if config.address is None else next(others, engine)
 
 
 def load_strategy(name: str, is_bitwise: bool = False) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -16,6 +16,8 @@ class EngineRequest:
     is_stream: bool = False
     has_batchnorm: bool = False
     world_size: int = 1
+    task: Mapping[str, str] = field(default_factory=dict)  # features that the task needs, and how it asks for each
+    stages: int = 0  # of a model that an engine's own class has cut; 0: it is not such a model
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ def by_value(name: str, *values: Any) -> Callable[[EngineRequest], str]:
     return asked_as
 
 
+def by_task(feature: str) -> Callable[[EngineRequest], str]:
+    """Asked for by the task: by its steps and its optimizers."""
+    return lambda wanted: wanted.task.get(feature, "")
+
+
 def _sharding(kind: str) -> Callable[[EngineRequest], str]:
     def asked_as(wanted: EngineRequest) -> str:
         if wanted.sharding != kind:
@@ -57,6 +64,7 @@ def _sharding(kind: str) -> Callable[[EngineRequest], str]:
     return asked_as
 
 
+_LOSSY = ("bf16", "topk", "randomk", "powersgd", "int8", "onebit")
 ASKED: dict[str, Feature] = {
     "bf16": Feature("bf16", by_value("mixed_precision", "bf16")),
     "fp16": Feature("fp16 with a scaled loss", by_value("mixed_precision", "fp16")),
@@ -65,7 +73,15 @@ ASKED: dict[str, Feature] = {
     "capture": Feature("the whole step as one CUDA graph", by_value("capture", True)),
     "accumulation": Feature("gradient accumulation", by_setting("gradient_accumulation_steps", 1)),
     "clipping": Feature("clipping by the norm of the whole gradient", by_setting("gradient_clipping")),
+    "clip_value": Feature("clipping of each number of the gradient", by_setting("gradient_clip_value")),
+    "anomaly": Feature("the operation that made NaN is named", by_setting("detect_anomaly")),
+    "layerwise": Feature("LARS and LAMB, by the norms of whole layers", by_value("optimizer", "lars", "lamb")),
+    "buckets": Feature("batches of samples of similar length", by_setting("bucket_by_length")),
     "targets": Feature("mean over targets, also when they are unevenly spread", by_value("loss_weighting", "targets")),
+    "own_step": Feature("training, validation and prediction steps of your own", by_task("own_step")),
+    "several_optimizers": Feature("several optimizers, each with its phase of a step", by_task("several_optimizers")),
+    "manual": Feature("manual optimization", by_task("manual")),
+    "closure": Feature("optimizers that call the model by a closure (LBFGS)", by_task("closure")),
     "stream": Feature("streams (iterable datasets)", lambda wanted: "an iterable dataset" * wanted.is_stream),
     "batchnorm": Feature(
         "BatchNorm over all ranks",
@@ -79,7 +95,7 @@ ASKED: dict[str, Feature] = {
     "offload_optimizer": Feature("optimizer state alone in host memory or on a disk", by_setting("offload_optimizer")),
     "offload_parameters": Feature("parameters alone in host memory or on a disk", by_setting("offload_parameters")),
     "tensor": Feature("tensor parallelism", by_setting("tensor_parallel", 1)),
-    "pipeline": Feature("pipeline parallelism", by_setting("pipeline_parallel", 1)),
+    "pipeline": Feature("pipeline parallelism", lambda w: "" if w.stages else by_setting("pipeline_parallel", 1)(w)),
     "context": Feature("context parallelism", by_setting("context_parallel", 1)),
     "recompute": Feature("activations computed again", by_setting("activation_checkpointing")),
     "compile": Feature("torch.compile of each block", by_setting("compile", "auto")),
@@ -91,7 +107,11 @@ ASKED: dict[str, Feature] = {
     ),
     "unused": Feature("parameters left out in some steps", by_setting("find_unused_parameters")),
     "static_graph": Feature("static graph", by_setting("static_graph")),
-    "compression": Feature("gradients compressed on the wire", by_setting("compression", "none")),
+    "compression": Feature("gradients in fp16 on the wire", by_value("compression", "fp16")),
+    "feedback": Feature(
+        "gradients in bf16; in 8 bits or 1 bit, as factors or a few of them, with error feedback",
+        by_value("compression", *_LOSSY),
+    ),
     "adasum": Feature("Adasum", by_value("gradient_reduction", "adasum")),
     "fusion": Feature(
         "size of fused gradients, and cycle time",

@@ -57,6 +57,15 @@ class Lost:
 
     attempt: int
     message: str = ""
+    holds: bool = False  # the whole state of the run, as it was then
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Rank to launcher: the others have waited for it for longer than a new process in its place takes."""
+
+    attempt: int
+    message: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ class Measure:
     rank: int
 
 
-Message = Joined | Broke | Closed | Lost | Resumed | World | Close | Leave | Dump | Measure
+Message = Joined | Broke | Closed | Lost | Slow | Resumed | World | Close | Leave | Dump | Measure
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
@@ -144,7 +153,7 @@ class LauncherLink(Protocol):
 def encode(message: Message) -> bytes:
     """
     >>> decode(encode(Lost(attempt=0)))
-    Lost(attempt=0, message='')
+    Lost(attempt=0, message='', holds=False)
     """
     return json.dumps({"kind": type(message).__name__} | asdict(message)).encode() + b"\n"
 

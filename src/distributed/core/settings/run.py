@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from distributed.core.engines.engine import ENGINES
 from distributed.core.registry import nearest_hint
 from distributed.core.settings.section import SettingsSection
-from distributed.core.values import CHANGES, parse_best, parse_changes, parse_frequency
+from distributed.core.values import (
+    CHANGES,
+    parse_best,
+    parse_changes,
+    parse_duration,
+    parse_frequency,
+    parse_interval,
+)
 
 
 class ResourceSettings(SettingsSection):
@@ -64,14 +71,23 @@ class TrainingSettings(SettingsSection):
     )
     epochs: int = Field(1, ge=1, description="passes over the training data")
     max_steps: int | None = Field(None, ge=1, description="stop after that many optimizer steps")
+    max_time: str | None = Field(
+        None,
+        description="stop after that much time, like '2h30m'; a resumed run has what is left of it",
+    )
+    fast_dev_run: bool | Annotated[int, Field(ge=1)] = Field(
+        False,
+        description="try everything with one step and one validation batch, or that many: no checkpoint is kept, and "
+        "TensorBoard and MLflow get nothing",
+    )
     learning_rate: float = Field(0.001, gt=0, description="peak learning rate, before any scaling rule")
-    optimizer: Literal["adamw", "adam", "sgd"] = Field(
-        "adamw", description="used when no optimizer is passed to the trainer"
+    optimizer: Literal["adamw", "adam", "sgd", "lars", "lamb"] = Field(
+        "adamw", description="used when no optimizer is passed to the trainer; lars and lamb: for large batches"
     )
     weight_decay: float | None = Field(
         None, ge=0, description="for the optimizer named here; by default that optimizer's own"
     )
-    momentum: float | None = Field(None, ge=0, lt=1, description="for sgd")
+    momentum: float | None = Field(None, ge=0, lt=1, description="for sgd and lars")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="scale the rate by global batch / base_batch_size"
     )
@@ -87,6 +103,9 @@ class TrainingSettings(SettingsSection):
     scheduler_interval: Literal["epoch", "step"] = Field(
         "epoch", description="when a scheduler passed to the trainer steps"
     )
+    scheduler_metric: str | None = Field(
+        None, description="for ReduceLROnPlateau: its metric; by default val_loss, or loss where nothing is validated"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="of the data order and of dropout")
     reproducible: Literal["off", "bitwise"] = Field(
         "off", description="bitwise: the same bytes at any number of ranks that divides virtual_ranks; slower"
@@ -94,10 +113,35 @@ class TrainingSettings(SettingsSection):
     virtual_ranks: int = Field(
         8, ge=1, description="for bitwise: parts of a global batch, each on one rank; a power of two"
     )
+    val_check_interval: int | float | str | None = Field(
+        None,
+        description="when the validation data is evaluated: after that many steps, 0.25 of an epoch, '10 minutes' or "
+        "'2 epochs'; by default after each epoch. The end of a run is always evaluated",
+    )
+    sanity_val_steps: int = Field(
+        2, ge=0, description="batches of the validation data that a new run tries before its first step; 0: none"
+    )
     loss_weighting: Literal["auto", "samples", "targets"] = Field(
         "auto", description="what the loss is a mean over; auto: it is found out, and refused where it is neither"
     )
     on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is not finite")
+    detect_anomaly: bool = Field(
+        False, description="name the operation that first made NaN or infinity, in forward and backward; slow"
+    )
+
+    @field_validator("val_check_interval")
+    @classmethod
+    def _known_interval(cls, value: int | float | str | None) -> int | float | str | None:
+        if value is not None:
+            parse_interval(value)
+        return value
+
+    @field_validator("max_time")
+    @classmethod
+    def _known_time(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_duration(value)
+        return value
 
     @field_validator("virtual_ranks")
     @classmethod
@@ -125,6 +169,14 @@ class SurvivalSettings(SettingsSection):
     hang_timeout_s: float | None = Field(
         None, gt=0, description="seconds without a step after which a rank is stuck; by default from its own steps"
     )
+    slow_rank: Literal["report", "replace"] = Field(
+        "report",
+        description="what to do with a rank that stays slower than its peers; replace: start a new process in its "
+        "place, once for each place",
+    )
+    slow_rank_wait_s: float = Field(
+        30.0, gt=0, description="for replace: seconds that the others have waited for the rank before it is replaced"
+    )
     warm_start: bool = Field(True, description="fork the ranks of a machine from one process that has imported torch")
     requeue_exit_code: int = Field(
         143, ge=1, le=255, description="exit code after SIGTERM or SIGUSR1: what Slurm or Kubernetes starts again"
@@ -140,6 +192,22 @@ class DataSettings(SettingsSection):
     iterable_split: Literal["share", "dataset"] = Field(
         "share", description="streams: every rank reads all and keeps its shard, or the dataset shards itself"
     )
+    bucket_by_length: bool | str = Field(
+        False,
+        description="put samples of similar length into a batch, for less padding: true: by what a sample looks like; "
+        "or the name of its entry whose length counts",
+    )
+    limit_train_batches: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="steps of an epoch at most, or a part of them as 0.1; each epoch takes the first of its order"
+    )
+    limit_val_batches: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="batches of an evaluation at most, over all ranks, or a part of them as 0.1; 0: none"
+    )
+    overfit_batches: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="train on the first steps of the dataset's order alone, or a part of them, in every epoch, and "
+        "evaluate with the same samples",
+    )
 
 
 class CheckpointSettings(SettingsSection):
@@ -147,7 +215,9 @@ class CheckpointSettings(SettingsSection):
 
     checkpoint_dir: str | None = Field(None, description="by default in the run directory")
     checkpoint_frequency: int | str | None = Field(
-        None, description="epochs between checkpoints, or '500 steps', '10 minutes'; the last state is always saved"
+        None,
+        description="epochs between checkpoints, or '500 steps', '10 minutes', '1 validation'; the last state is "
+        "always saved",
     )
     checkpoint_async: bool = Field(True, description="keep training while a checkpoint is written")
     keep_last: int | None = Field(
@@ -155,8 +225,9 @@ class CheckpointSettings(SettingsSection):
     )
     keep_every: int | None = Field(None, ge=1, description="keep those whose step is a multiple of this besides")
     keep_best: str | None = Field(
-        None, description="keep the best by a metric of epochs besides: 'val_loss', 'val_accuracy', 'min:val_mae' …"
+        None, description="which is the best, and is kept besides: 'val_loss', 'val_accuracy', 'min:val_mae' …"
     )
+    keep_best_k: int = Field(1, ge=1, description="for keep_best: how many of them")
     certificate_steps: int = Field(
         3, ge=0, description="steps after each checkpoint that a resumed run is compared with; 0: none"
     )
@@ -205,6 +276,7 @@ class MonitoringSettings(SettingsSection):
     run_dir: str | None = Field(None, description="where this run writes; by default runs/<time>")
     tensorboard: bool = Field(False, description="write TensorBoard files")
     tensorboard_dir: str | None = Field(None, description="where; implies tensorboard")
+    csv: bool = Field(False, description="write metrics.csv, with a row for each step that is logged or evaluated")
     mlflow_tracking: bool = Field(False, description="log to MLflow")
     mlflow_experiment: str | None = Field(None, description="its experiment; implies mlflow_tracking")
     mlflow_tracking_uri: str | None = Field(
@@ -214,3 +286,6 @@ class MonitoringSettings(SettingsSection):
         50, ge=1, description="steps between log lines; losses stay on the device in between"
     )
     progress: bool = Field(True, description="show progress on the console")
+    model_summary: bool | Annotated[int, Field(ge=1)] = Field(
+        False, description="print the model's layers before training, with shapes, FLOPs and memory; or down to a depth"
+    )

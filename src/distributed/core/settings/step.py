@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from distributed.core.choices import Compression
 from distributed.core.settings.section import SettingsSection
 
 
@@ -130,13 +131,27 @@ class OptimizationSettings(SettingsSection):
     """Precision, gradients, and what replicas compare."""
 
     mixed_precision: bool | Literal["fp16", "bf16", "fp8"] = Field(
-        False, description="True: bf16 where the device has it, else fp16; fp8: bf16 with linear layers in 8 bits"
+        False,
+        description="True: bf16 where the device has it, else fp16, and fp16 with settings of a gradient scaler; "
+        "fp8: bf16 with linear layers in 8 bits",
     )
-    gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches a step")
+    gradient_accumulation_steps: Annotated[int, Field(ge=1)] | dict[int, int] = Field(
+        1, description="micro-batches a step; by epoch: {0: 1, 4: 2} has two of them from the fifth epoch on"
+    )
     gradient_clipping: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
+    gradient_clip_value: float | None = Field(None, gt=0, description="largest value of each number of the gradient")
     scaler_init_scale: float | None = Field(None, gt=0, description="first loss scale under fp16; by default 65536")
     scaler_growth_interval: int | None = Field(None, ge=1, description="good steps before it doubles; by default 2000")
     sync_batchnorm: bool = Field(True, description="BatchNorm statistics over the micro-batch of all ranks")
+
+    @field_validator("gradient_accumulation_steps")
+    @classmethod
+    def _from_the_first_epoch(cls, value: int | dict[int, int]) -> int | dict[int, int]:
+        if isinstance(value, int):
+            return value
+        if 0 not in value or min(value) < 0 or min(value.values()) < 1:
+            raise ValueError("should be a number, or say from epoch 0 on how many: {0: 1, 4: 2}")
+        return value if len(set(value.values())) > 1 else value[0]
 
     check_replicas: bool | Literal["parameters"] = Field(
         True,
@@ -149,7 +164,18 @@ class CommunicationSettings(SettingsSection):
     """What ranks send each other, and how long they wait."""
 
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"] = Field("auto", description="library for collectives")
-    compression: Literal["none", "fp16"] = Field("none", description="gradients in this precision on the wire")
+    compression: Compression = Field(
+        "none",
+        description="what ranks send of their gradients: fp16, bf16: in that precision; topk, randomk: "
+        "compression_ratio of the numbers; powersgd: factors of compression_rank; int8, onebit: so many bits of each",
+    )
+    compression_ratio: float = Field(
+        0.01, gt=0, lt=1, description="for compression=topk and randomk: the part of a tensor's numbers that is sent"
+    )
+    compression_rank: int = Field(4, ge=1, description="for compression=powersgd: rank of what stands for a matrix")
+    compression_min_size: int = Field(
+        4096, ge=1, description="for all but fp16 and bf16: smaller tensors are sent whole, in numbers"
+    )
     gradient_reduction: Literal["average", "adasum"] = Field(
         "average", description="how the gradients of the ranks become one"
     )

@@ -30,6 +30,8 @@ class TrainerSettings(TypedDict, total=False):
     batch_size: int | None
     epochs: int
     max_steps: int | None
+    max_time: str | None
+    fast_dev_run: bool | int
     learning_rate: float
     weight_decay: float | None
     momentum: float | None
@@ -40,11 +42,15 @@ class TrainerSettings(TypedDict, total=False):
     warmup_epochs: float
     min_lr_ratio: float
     scheduler_interval: Literal["epoch", "step"]
+    scheduler_metric: str | None
     seed: int
     reproducible: Literal["off", "bitwise"]
     virtual_ranks: int
+    val_check_interval: int | float | str | None
+    sanity_val_steps: int
     loss_weighting: Literal["auto", "samples", "targets"]
     on_nan: Literal["stop", "continue"]
+    detect_anomaly: bool
     # Parallelism
     sharding: Literal["none", "grad_op", "full", "hybrid"] | None
     zero_stage: Literal[0, 1, 2, 3] | None
@@ -81,15 +87,19 @@ class TrainerSettings(TypedDict, total=False):
     keep_freed_memory: bool | Literal["auto"]
     # Optimization
     mixed_precision: bool | Literal["fp16", "bf16", "fp8"]
-    gradient_accumulation_steps: int
+    gradient_accumulation_steps: int | dict[int, int]
     gradient_clipping: float | None
+    gradient_clip_value: float | None
     scaler_init_scale: float | None
     scaler_growth_interval: int | None
     sync_batchnorm: bool
     check_replicas: bool | Literal["parameters"]
     # Communication
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"]
-    compression: type[Any] | Literal["none", "fp16"]
+    compression: type[Any] | Literal["none", "fp16", "bf16", "topk", "randomk", "powersgd", "int8", "onebit"]
+    compression_ratio: float
+    compression_rank: int
+    compression_min_size: int
     gradient_reduction: Literal["average", "adasum"]
     fusion_threshold_mb: float | None
     cycle_time_ms: float | None
@@ -104,11 +114,17 @@ class TrainerSettings(TypedDict, total=False):
     max_nodes: int | None
     min_gpus: int | None
     hang_timeout_s: float | None
+    slow_rank: Literal["report", "replace"]
+    slow_rank_wait_s: float
     warm_start: bool
     requeue_exit_code: int
     # Data
     drop_last: bool | None
     iterable_split: Literal["share", "dataset"]
+    bucket_by_length: bool | str
+    limit_train_batches: int | float | None
+    limit_val_batches: int | float | None
+    overfit_batches: int | float | None
     # Checkpoints
     checkpoint_dir: str | PathLike[str] | None
     checkpoint_frequency: int | str | None
@@ -116,6 +132,7 @@ class TrainerSettings(TypedDict, total=False):
     keep_last: int | None
     keep_every: int | None
     keep_best: str | None
+    keep_best_k: int
     certificate_steps: int
     sample_ledger: bool
     sample_check: bool
@@ -126,14 +143,16 @@ class TrainerSettings(TypedDict, total=False):
     run_dir: str | PathLike[str] | None
     tensorboard: bool
     tensorboard_dir: str | PathLike[str] | None
+    csv: bool
     mlflow_tracking: bool
     mlflow_experiment: str | None
     mlflow_tracking_uri: str | None
     log_every_n_steps: int
     progress: bool
+    model_summary: bool | int
 
 
 class Settings(TrainerSettings, total=False):
     """All settings."""
 
-    optimizer: Literal["adamw", "adam", "sgd"]
+    optimizer: Literal["adamw", "adam", "sgd", "lars", "lamb"]

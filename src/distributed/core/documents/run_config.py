@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed.core import typed_json
 from distributed.core.atomic import write_private
 from distributed.core.config import DistributedConfig, build_config
+from distributed.core.documents import typed_json
 from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask_arguments
 
