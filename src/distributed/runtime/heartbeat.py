@@ -6,8 +6,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from distributed.core.atomic import make_private
 from distributed.core.protocol.heartbeat import RECORD, Phase
@@ -63,11 +63,16 @@ class Heartbeat:
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
         """Inside, this rank waits for the others under this name."""
+        if self._map.closed:  # the run has ended, and the script has collectives of its own
+            yield
+            return
+        around = self._map[_NAME_AT:]
         self._map[_NAME_AT:] = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         try:
             yield
         finally:
-            self._map[_NAME_AT:] = bytes(_NAME_BYTES)
+            if not self._map.closed:
+                self._map[_NAME_AT:] = around
 
     def _write(self) -> None:
         self._last = time.monotonic_ns()
@@ -77,3 +82,24 @@ class Heartbeat:
         self._phase = int(Phase.ENDED)
         self._write()
         self._map.close()
+
+
+Enter = Callable[[str], AbstractContextManager[None]]
+
+
+def _nobody(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class _Listener:
+    enter: Enter = staticmethod(_nobody)  # one a process, as it has one heartbeat
+
+
+def tell_names_to(enter: Enter | None) -> None:
+    """`enter` is called around every collective that belongs to no session, with its name; None: nothing is."""
+    _Listener.enter = staticmethod(enter or _nobody)  # type: ignore[assignment]
+
+
+def reported(name: str) -> AbstractContextManager[None]:
+    """Around a wait for other ranks."""
+    return _Listener.enter(name)

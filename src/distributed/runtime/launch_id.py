@@ -1,4 +1,4 @@
-"""The identity of one launch among others in the same folder, and what its later worlds must know of the first."""
+"""The identity of a launch among others in its folder, and what its later worlds must know of the first."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ from distributed.core.env import WorkerEnv, announce_unset, inherited_environ
 from distributed.core.errors import LaunchError
 from distributed.core.mesh import MeshSpec
 from distributed.runtime import world
-from distributed.runtime.nccl import Communicators, Graphs, leave_errors_to_us
+from distributed.runtime.abort.nccl import Communicators, Graphs, leave_errors_to_us
+from distributed.runtime.abort.sockets import open_sockets, shut_down
+from distributed.runtime.heartbeat import tell_names_to
 from distributed.runtime.rank_store import RankStore
-from distributed.runtime.sockets import open_sockets, shut_down
 from distributed.runtime.step_gate import StepGate
 from distributed.runtime.torch_compat import default_store, set_timeout
 from distributed.runtime.world import CollectiveError
@@ -71,6 +72,12 @@ class Session:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def neighbours(self) -> range:
+        """The ranks on this host, as launchers number them: one after the other."""
+        first = self.rank - self.env.local_rank
+        return range(max(0, first), min(first + self.env.local_world_size, self.world_size))
 
     @staticmethod
     def open(
@@ -156,6 +163,7 @@ class Session:
     def report_collectives_to(self, enter: Callable[[str], AbstractContextManager[None]] | None) -> None:
         """`enter` is called around every collective, with its name; None: nothing is."""
         self._enter = _unreported if enter is None else enter
+        tell_names_to(enter)
 
     def reported(self, name: str) -> AbstractContextManager[None]:
         """Around a wait for other ranks of which another library makes its own errors; else `named`."""
@@ -278,7 +286,8 @@ class Session:
         """One rank's bytes of a contiguous tensor to the ranks of a group (None: to all ranks), in place."""
         if self.world_size > 1:
             with self.named(name):
-                dist.broadcast(values.view(-1).view(torch.uint8), rank, group=group)
+                flat = values.as_strided((values.numel(),), (1,))  # one element is contiguous with any stride
+                dist.broadcast(flat.view(torch.uint8), rank, group=group)
         return values
 
     def share_text(self, key: str, text: str | None) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -56,12 +55,6 @@ class StopRequest(StopSignals):
         self._has_asked = False
         self.is_leaving = False  # the ranks stop in order to continue in another world
 
-    def request(self, number: int) -> None:
-        """What a signal does, for a rank whose process is another's, which hears signals in its place; from any
-        thread."""
-        if self.received is None:
-            self.received, self._received_at = signal.Signals(number), time.monotonic()
-
     @property
     def is_agreed(self) -> bool:
         """Whether the run has ended before its time: the same on every rank, though one may know it sooner."""
@@ -75,6 +68,12 @@ class StopRequest(StopSignals):
                     self.received = signal.SIGTERM
                 elif self._store.check(["stop/leave"]):
                     self.is_leaving = True
+
+    def end_here(self) -> None:
+        """All ranks have learnt at this step that one of them got a signal, and end."""
+        if self.received is None:
+            self.received = signal.SIGTERM
+        self._is_over, self.is_leaving = True, False
 
     def due(self, step: int) -> bool:
         """Whether the run or this world ends here, after `step` steps. Costs a look at two attributes until then."""

@@ -31,6 +31,12 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def request(self, number: int) -> None:
+        """What a signal does, for a rank whose process is another's, which hears signals in its place; from any
+        thread."""
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), time.monotonic()
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """A second one does what it always did. A launcher passes on what it gets, and what is sent to all processes
         of a job comes twice then: that is one."""

@@ -29,6 +29,12 @@ class TensorShard:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.pieces)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's local tensor of a parameter."""
+    here = getattr(tensor, "to_local", None)
+    return here() if here is not None else tensor  # type: ignore[no-any-return]
+
+
 def whole_box(shape: tuple[int, ...]) -> Box:
     """
     >>> whole_box((4, 3))

@@ -58,6 +58,18 @@ def default_backends() -> str:
     return str(_state._world.pg_backend_config[_state._get_default_group()])
 
 
+def reduce_scatter_flat(into: torch.Tensor, rows: torch.Tensor, *, op: Any, group: Any) -> Any:
+    """Started, under the name that this torch has for it: 2.11 knows the older one only, and 2.13 warns of that."""
+    start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return start(into, rows, op=op, group=group, async_op=True)
+
+
+def all_gather_flat(into: torch.Tensor, own: torch.Tensor, *, group: Any) -> Any:
+    """The same for an all-gather."""
+    start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return start(into, own, group=group, async_op=True)
+
+
 def known_groups() -> list[Any]:
     """All groups that this process is in. Instead: keep those that we make; a script's own would be missed."""
     return list(_state._world.pg_map)
@@ -71,12 +83,22 @@ def ranks_of_groups() -> dict[str, list[int]]:
 
 def backend_of(group: Any, device: str) -> Any:
     """What a group's tensors of a device are sent by. Without it a rank that survives NCCL has to be restarted."""
-    return group._get_backend(torch.device(device))
+    backend = group._get_backend(torch.device(device))
+    return getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL, it is in one that knows less
 
 
-def set_timeout(seconds: float) -> None:
+def set_timeout(seconds: float, group: Any = None) -> None:
     """Of gloo's collectives from now on. Instead: give `init_process_group` the longer one, also to connect."""
-    backend_of(default_group(), "cpu")._set_default_timeout(timedelta(seconds=seconds))
+    backend_of(group or default_group(), "cpu")._set_default_timeout(timedelta(seconds=seconds))
+
+
+def timeout_of(group: Any, device: str) -> float:
+    """Seconds that a group's collectives of a device may take. Instead: keep what we gave; a script's own is missed."""
+    options = getattr(
+        backend_of(group, device), "options", None
+    )  # of what TORCH_DISTRIBUTED_DEBUG wraps there are none
+    timeout = dist.default_pg_timeout if options is None else options._timeout
+    return float(timeout.total_seconds())
 
 
 def forget_groups() -> None:
@@ -166,6 +188,10 @@ def step_microbatches(schedule: Any, count: int) -> None:
 # ---- many tensors at once: of each, the loop over its tensors does the same, slower
 
 
+def foreach_lerp_(into: Tensors, values: Tensors, share: float) -> None:
+    torch._foreach_lerp_(into, values, share)
+
+
 def foreach_copy_(into: Tensors, values: Tensors) -> None:
     torch._foreach_copy_(into, values)
 
@@ -180,6 +206,23 @@ def foreach_add_(tensors: Tensors, values: Any) -> None:
 
 def foreach_mul_(tensors: Tensors, factor: Any) -> None:
     torch._foreach_mul_(tensors, factor)
+
+
+def foreach_addcmul_(tensors: Tensors, left: Tensors, right: Tensors, factor: float) -> None:
+    torch._foreach_addcmul_(tensors, left, right, factor)
+
+
+def foreach_div_(tensors: Tensors, divisors: Any) -> None:
+    torch._foreach_div_(tensors, divisors)
+
+
+def foreach_sqrt(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    return tuple(torch._foreach_sqrt(tensors))
+
+
+def foreach_clamp_(tensors: Tensors, least: float, most: float) -> None:
+    torch._foreach_clamp_min_(tensors, least)
+    torch._foreach_clamp_max_(tensors, most)
 
 
 def foreach_sub(tensors: Tensors, values: Tensors) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,9 @@ Torch 2.11 and 2.13 have every name below; the tests run with 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +49,20 @@ def set_step_hooks(optimizer: torch.optim.Optimizer, hooks: StepHooks) -> None:
 def has_global_step_hooks() -> bool:
     """Whether a script hooks into every optimizer's step. Instead: ask users, who rarely do."""
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # its own
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """A scope in which calling a module calls none of its own hooks. Without it, DDP's set-up calls the user's."""
+    kept = {name: module.__dict__[name] for name in MODULE_HOOKS}
+    module.__dict__.update({name: OrderedDict() for name in MODULE_HOOKS})
+    try:
+        yield
+    finally:
+        module.__dict__.update(kept)
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[Hooks | None, Hooks | None]:
@@ -99,6 +115,12 @@ def set_compiled_call(module: nn.Module, call: Any) -> None:
 def forget_compiled_call(module: nn.Module) -> None:
     """As if `module.compile()` had not been called."""
     module.__dict__.pop("_compiled_call_impl", None)
+
+
+def without_compile_wrapper(module: nn.Module) -> nn.Module:
+    """The model inside of what `torch.compile(model)` returns. Instead: refuse it, or save all names with a prefix."""
+    inner = module._modules.get("_orig_mod")
+    return inner if type(module).__name__ == "OptimizedModule" and inner is not None else module
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:

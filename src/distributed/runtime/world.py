@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distributed.core.engines.launchers import launcher_of
 from distributed.core.env import WorkerEnv, announce, announce_unset
 from distributed.core.errors import LaunchError, PlanError
-from distributed.runtime.nccl import forget_groups, has_nccl
+from distributed.runtime.abort.nccl import forget_groups, has_nccl
 from distributed.runtime.rank_store import RankStore
 from distributed.runtime.torch_compat import default_group, reset_group_count
 
