@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from distributed.comm.algorithms.wire import TAG
 from distributed.comm.layout import FlatBlock, FlatLayout, align
 from distributed.runtime.session import Session
 from distributed.runtime.world import CollectiveError
@@ -109,7 +110,8 @@ class TreeSum:
             out, into = outgoing.cpu(), torch.empty(incoming.shape, dtype=torch.uint8)
         try:
             with self._session.reported(self._name):
-                works = dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)])
+                posted = [dist.P2POp(dist.isend, out, peer, tag=TAG), dist.P2POp(dist.irecv, into, peer, tag=TAG)]
+                works = dist.batch_isend_irecv(posted)
                 for work in works:
                     work.wait()
         except (RuntimeError, dist.DistError) as failed:
