@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from distributed.core.errors import DataError
 from distributed.data.drawn import OwnSampler, SeededOrder
+from distributed.data.length_buckets import LengthBucketSampler, Lengths, SampleLength
 
 _ITERATION = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")  # by which a DataLoader makes batches
 
@@ -35,6 +36,8 @@ class Sampling:
     shuffle: bool = False
     sampler: OwnSampler | None = None
     note: str = ""
+    length_of: SampleLength | None = None
+    lengths: Lengths | None = None  # given with it
 
 
 def check_loader(loader: DataLoader[Any], role: str) -> None:
@@ -89,6 +92,8 @@ def read_sampling(loader: DataLoader[Any], role: str) -> Sampling:
 
 def _read_sampler(found: Sampling, sampler: Any, loader: DataLoader[Any], role: str) -> Sampling:
     kind, dataset = type(sampler), loader.dataset
+    if kind is LengthBucketSampler and _length(sampler.dataset) == _length(dataset):
+        return replace(found, shuffle=True, length_of=sampler.rule, lengths=sampler.lengths)
     if kind is DistributedSampler:
         return _read_distributed(found, sampler, dataset, role)
     if getattr(sampler, "num_replicas", 1) != 1 and hasattr(sampler, "rank"):

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distributed.core.plan import BatchPlan
+from distributed.core.batch_plan import BatchPlan
+from distributed.core.errors import DataError
+from distributed.core.plan import Plan
 
 
 def share(count: int, parts: int, part: int) -> tuple[int, int]:
@@ -58,7 +60,18 @@ class EpochSplit:
 
     @property
     def full_steps(self) -> int:
-        return self.samples // self.batch.global_batch
+        return min(self.steps, self.samples // self.batch.global_batch)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many a rank reads; the last step may have fewer than the others.
+
+        >>> from distributed.core.plan import BatchPlan
+        >>> EpochSplit(20, BatchPlan(8, accumulation=2), 0).micro_batches
+        3
+        """
+        whole = self.full_steps * len(self.micro_cuts(0)) if self.full_steps else 0
+        return whole + sum(len(self.micro_cuts(step)) for step in range(self.full_steps, self.steps))
 
     def samples_in(self, step: int) -> int:
         """Samples of a step, over all ranks."""
@@ -102,6 +115,37 @@ class EpochSplit:
             low, high = share(total, filled, number) if number < filled else (total, total)
             cuts.append(MicroCut(start + low, start + high, start, (high - low) / total))
         return cuts
+
+
+def most_evaluated(plan: Plan, samples: int | None, own_size: int | None, *, drop_last: bool = False) -> int | None:
+    """Samples of an evaluation whose data has batches of this size, over all ranks; None: all that there are.
+
+    Data without a size of its own is counted in global batches, so that the number of ranks has no part in it.
+
+    >>> from distributed.core.plan import DataPlan
+    >>> plan = Plan("run", BatchPlan(8), data=DataPlan(evaluation=0.5))
+    >>> most_evaluated(plan, 40, 16), most_evaluated(plan, 40, 4)
+    (16, 20)
+    """
+    asked, size = plan.data.evaluation, own_size or plan.batch.global_batch
+    if plan.data.overfits and samples is not None:  # those that are trained on
+        return min(samples, plan.batch.steps(samples) * plan.batch.global_batch)
+    if asked is None or isinstance(asked, int):
+        return None if asked is None else asked * size
+    if samples is None:
+        raise DataError(
+            f"limit_val_batches={asked} of a stream",
+            why="its length is not known, and so no part of it",
+            do="set it to a number of batches",
+        )
+    batches = samples // size if drop_last else -(-samples // size)
+    if asked and not int(asked * batches):
+        raise DataError(
+            f"limit_val_batches={asked} of {batches} batches",
+            why="that part of an evaluation has no whole batch",
+            do="set limit_val_batches=1, or a larger part",
+        )
+    return int(asked * batches) * size
 
 
 def stream_weights(counts: list[int], total: int, ranks: int) -> list[float]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import DataError
 from distributed.core.registry import load_target
 from distributed.data.drawn import OwnSampler
+from distributed.data.length_buckets import Lengths, SampleLength
 from distributed.data.loading.dali import DaliBatches, is_dali_iterator
 from distributed.data.sampling import check_loader, read_sampling
 
@@ -36,6 +39,8 @@ class Source:
     prefetch_factor: int | None = None
     persistent_workers: bool = False
     sampling: str = ""  # what is worth saying of how the loader's sampling was read
+    length_of: SampleLength | None = None  # by which samples are put into batches with others of similar length
+    lengths: Lengths | None = field(default=None, compare=False)  # of all samples, where they are known
 
     def __post_init__(self) -> None:
         if self.sampler is not None and not isinstance(self.sampler, OwnSampler):
@@ -56,6 +61,23 @@ class Source:
         if self.is_stream:
             return None
         return len(self.sampler) if self.sampler is not None else len(self.dataset)  # type: ignore[arg-type]
+
+    def in_order(self) -> Source:
+        """The same samples in the dataset's order, each once."""
+        return replace(self, shuffle=False, sampler=None, sampling="", length_of=None, lengths=None)
+
+    def bucketed(self, by: bool | str, role: str) -> Source:
+        """The same in batches of samples of similar length; `by`: the entry of a sample that has it."""
+        obstacles = {
+            f"{role} is a stream": (self.is_stream, "its samples come in an order of their own"),
+            f"{role} has a sampler of its own": (self.sampler is not None, "it says the order of the samples"),
+            f"{role} is read in the dataset's order": (not self.shuffle, "buckets need an order that is drawn"),
+        }
+        for what, (is_there, why) in obstacles.items():
+            if is_there:
+                do = "pass DataLoader(dataset, batch_size=…, shuffle=True), or leave bucket_by_length out"
+                raise DataError(f"bucket_by_length={by}, and {what}", why=why, do=do)
+        return replace(self, length_of=SampleLength(by if isinstance(by, str) else ""))
 
     def loader_options(self, *, pin_memory: bool) -> dict[str, Any]:
         """The user's options for the DataLoader that a rank makes."""
@@ -100,13 +122,60 @@ def read_source(data: object, role: str) -> Source:
         return Source(ready, batch_size=ready.batch_size, sampling=note)
     if isinstance(data, DataLoader):
         return _read_loader(data, role)
-    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        return Source(data)
-    raise DataError(
-        f"{role} is a {type(data).__name__}",
-        why="the samples are sharded over the ranks, which needs a torch DataLoader or Dataset",
-        do=f"pass {role}=DataLoader(dataset, batch_size=…)",
+    is_listed = (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | bytes | Mapping)
     )
+    if isinstance(data, Dataset) or is_listed:
+        _refuse_columns(data, role)
+        _check_dataset(data, role)
+        return Source(data)
+    why = "the samples are sharded over the ranks, which needs a torch DataLoader or Dataset"
+    do = f"pass {role}=DataLoader(dataset, batch_size=…)"
+    if hasattr(data, "__next__"):  # of a DataLoader, a zip, a generator function
+        why = "an iterator can be read once, by one process, and has no samples that could be divided among ranks"
+        do += "; a stream of samples is a torch IterableDataset whose __iter__ yields them"
+    if isinstance(data, nn.Module | Optimizer):
+        why = "fit takes the data; what is trained, and how, is given to the trainer before"
+        do = "Trainer(model, optimizer=…).fit(train_loader, val_loader)"
+    raise DataError(f"{role} is a {type(data).__name__}", why=why, do=do)
+
+
+def _refuse_columns(data: object, role: str) -> None:
+    """`(x, y)` and `[loader, loader]`, which would be read as two samples."""
+    if isinstance(data, list | tuple) and any(isinstance(one, DataLoader | Dataset) for one in data):
+        raise DataError(
+            f"{role} is a {type(data).__name__} of {len(data)} data loaders or datasets",
+            why="an epoch goes over one dataset; only an evaluation takes several loaders",
+            do=f"pass {role}=DataLoader(ConcatDataset([…]), batch_size=…, shuffle=True)",
+        )
+    if not isinstance(data, tuple) or len(data) < 2 or hasattr(data, "_fields"):
+        return
+    shapes = [tuple(getattr(column, "shape", ())) for column in data]
+    if all(shapes) and len({shape[0] for shape in shapes}) == 1 and len(set(shapes)) > 1:
+        raise DataError(
+            f"{role} is a tuple of {len(data)} arrays with {shapes[0][0]} rows each",
+            why=f"a tuple is read as a dataset of {len(data)} samples, and not as inputs and targets",
+            do=f"pass {role}=TensorDataset(inputs, targets) and batch_size=…",
+        )
+
+
+def _check_dataset(dataset: Any, role: str) -> None:
+    """Refuse a dataset whose samples can neither be counted nor be read as a stream."""
+    if isinstance(dataset, IterableDataset):
+        return
+    lacking = [name for name in ("__len__", "__getitem__") if _lacks(dataset, name)]
+    if lacking:
+        streams = "make it an IterableDataset" if hasattr(dataset, "__iter__") else f"define {' and '.join(lacking)}"
+        raise DataError(
+            f"{role} reads a {type(dataset).__name__}, which has no {' and no '.join(lacking)}",
+            why="ranks take samples by their numbers, from 0 to len(dataset) - 1",
+            do=streams,
+        )
+
+
+def _lacks(dataset: Any, name: str) -> bool:
+    own = getattr(type(dataset), name, None)
+    return own is None or own is getattr(Dataset, name, None)
 
 
 def reader_of(dataset: object) -> str:
@@ -140,6 +209,8 @@ def _read_loader(loader: DataLoader[Any], role: str) -> Source:
             do="set num_workers=0",
         )
     sampling = read_sampling(loader, role)
+    if sampling.sampler is None:
+        _check_dataset(loader.dataset, role)
     return Source(
         loader.dataset,
         batch_size=sampling.batch_size,
@@ -155,6 +226,8 @@ def _read_loader(loader: DataLoader[Any], role: str) -> Source:
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
         sampling=sampling.note,
+        length_of=sampling.length_of,
+        lengths=sampling.lengths,
     )
 
 

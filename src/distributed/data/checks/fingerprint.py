@@ -40,7 +40,7 @@ def fingerprint(source: Source) -> dict[str, str]:
         "shuffle": str(source.shuffle),
         "drop_last": str(source.drop_last),
         "sampler": "none" if own is None else f"{own.name} of {len(own)}",
-    }
+    } | ({} if source.length_of is None else {"length": source.length_of.name})
     return said | data_parts(source)
 
 

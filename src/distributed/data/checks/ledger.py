@@ -118,8 +118,14 @@ class LedgerReport:
         return f"{lost} samples missing, {twice} repeated in {self.steps} steps"
 
 
-def check_ledgers(folder: str | os.PathLike[str], samples_per_epoch: int, *, finished: bool = True) -> LedgerReport:
-    """Whether every epoch used every sample once; the last one may be unfinished."""
+def check_ledgers(
+    folder: str | os.PathLike[str], samples_per_epoch: int, *, finished: bool = True, limit: int | None = None
+) -> LedgerReport:
+    """Whether every epoch used every sample once; the last one may be unfinished.
+
+    `limit`: as many samples of each epoch, where the run takes no more. Of an epoch that took fewer, all that it did
+    not use count as missing.
+    """
     used: dict[int, Counter[int]] = {}
     steps: set[int] = set()
     for path in LedgerDir(folder).files():
@@ -127,10 +133,12 @@ def check_ledgers(folder: str | os.PathLike[str], samples_per_epoch: int, *, fin
             used.setdefault(entry.epoch, Counter()).update(entry.indices.tolist())
             steps.add(entry.step)
     last = max(used, default=-1)
-    everything = range(samples_per_epoch)
+    everything, due = range(samples_per_epoch), min(limit or samples_per_epoch, samples_per_epoch)
     repeated = {epoch: [i for i, n in counts.items() if n > 1] for epoch, counts in used.items()}
     missing = {
-        epoch: [i for i in everything if i not in counts] for epoch, counts in used.items() if finished or epoch != last
+        epoch: [i for i in everything if i not in counts]
+        for epoch, counts in used.items()
+        if (finished or epoch != last) and len(counts) < due
     }
     return LedgerReport(
         steps=len(steps),

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from distributed.core.batch_plan import BatchPlan
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan
 from distributed.data.stream import StreamBatch
 
 _PLUGIN = "nvidia.dali.plugin.pytorch"

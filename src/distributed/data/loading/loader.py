@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
-from distributed.core.plan import BatchPlan
+from distributed.core.batch_plan import BatchPlan
+from distributed.core.errors import DataError
 from distributed.data.checks.stream_digest import total_digest
 from distributed.data.checks.tally import Tally, order_digest, tally
 from distributed.data.drawn import DrawnOrders, Share, Tree, make_here
+from distributed.data.length_buckets import bucketed_order, digest_of
 from distributed.data.loading.dali import DaliBatches
 from distributed.data.loading.forks import ForkedLoader
 from distributed.data.order import derive_seed, shuffled_order
@@ -106,6 +109,7 @@ class TrainLoader:
         self._drawn = None if own is None else DrawnOrders(own, seed, share)
         self._known: tuple[int, Order] | None = None  # an epoch and its order
         self._reads = Reads()
+        self._had_lengths: tuple[int, str] | None = None  # of the epoch in which a run resumes, and their digest
         self.step_samples: StepSamples | None = None  # in the step that came last
 
     @property
@@ -114,8 +118,15 @@ class TrainLoader:
 
     @property
     def steps_per_epoch(self) -> int | None:
+        return self.steps_in(0)
+
+    def steps_in(self, epoch: int) -> int | None:
         samples = self._source.samples
-        return None if samples is None else self._batch.steps(samples)
+        return None if samples is None else self._batch.at(epoch).steps(samples)
+
+    def _split(self, epoch: int, length: int) -> EpochSplit:
+        """This rank's shares of an epoch of that many samples."""
+        return EpochSplit(length, self._batch.at(epoch), self._rank)
 
     read_digest = 0  # a stream has one
 
@@ -125,10 +136,11 @@ class TrainLoader:
         return [] if self.step_samples is None else self.step_samples.indices
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
+        self._check_lengths(epoch, first_step)
         order = self._order(epoch)
-        cut = EpochSplit(len(order), self._batch, self._rank)
+        cut = self._split(epoch, len(order))
         batches = self._read(order, cut, epoch, first_step)
-        samples, full_steps = self._batch.global_batch, max(first_step, cut.full_steps)
+        samples, full_steps = cut.batch.global_batch, max(first_step, cut.full_steps)
         shape = [(c.weight, c.size) for c in cut.micro_cuts(0)] if cut.full_steps else []
         if len(shape) == 1:  # the usual case, without a list comprehension a step
             weight, size = shape[0]
@@ -153,7 +165,7 @@ class TrainLoader:
     def keys(self, part: float) -> Iterator[Any]:
         """What a data loader reads for them, from some part of the epoch on."""
         order = self._order(0)
-        cut = EpochSplit(len(order), self._batch, self._rank)
+        cut = self._split(0, len(order))
         first = int(part * cut.steps)
         while cut.steps:
             yield from self._keys(order, cut, 0, first)
@@ -165,7 +177,7 @@ class TrainLoader:
 
     def tally(self, epoch: int, first_step: int, stop_step: int) -> Tally:
         """What this rank has taken in these steps of an epoch that it has begun."""
-        return tally(EpochSplit(len(self._order(epoch)), self._batch, self._rank), first_step, stop_step)
+        return tally(self._split(epoch, len(self._order(epoch))), first_step, stop_step)
 
     def expect(self, digest: int) -> None:
         """Of a stream alone."""
@@ -177,12 +189,28 @@ class TrainLoader:
 
     def state(self, epoch: int) -> Tree:
         """What a run must save in this epoch to resume with the same samples."""
+        if self._source.lengths is not None:
+            return {"lengths": digest_of(self._source.lengths), "epoch": epoch}
         return {} if self._drawn is None else self._drawn.state(epoch)
 
     def load_state(self, state: Tree) -> None:
         self._known = None
+        if self._source.lengths is not None and "lengths" in state:
+            self._had_lengths = state["epoch"], state["lengths"]
         if self._drawn is not None:
             self._drawn.load_state(state)
+
+    def _check_lengths(self, epoch: int, first_step: int) -> None:
+        """Of a run that resumes in the middle of an epoch: the rest of its order must be the same."""
+        lengths = self._source.lengths
+        if lengths is None or not first_step or self._had_lengths is None or self._had_lengths[0] != epoch:
+            return
+        if self._had_lengths[1] != digest_of(lengths):
+            raise DataError(
+                "the samples have other lengths than when this epoch was begun",
+                why="bucket_by_length orders them by these, so some would be repeated and others left out",
+                do="measure the same lengths as before: they must not depend on what is drawn",
+            )
 
     def _order(self, epoch: int) -> Order:
         if self._known is None or self._known[0] != epoch:
@@ -193,6 +221,8 @@ class TrainLoader:
     def _make_order(self, epoch: int) -> Order:
         if self._drawn is not None:
             return self._drawn.order(epoch)
+        if (lengths := self._source.lengths) is not None:
+            return torch.from_numpy(bucketed_order(lengths, self._batch.global_batch, self._seed, epoch))
         return sequence(self._source, self._seed, epoch)
 
     def _read(self, order: Order, cut: EpochSplit, epoch: int, first_step: int) -> Iterator[Any]:
@@ -204,7 +234,7 @@ class TrainLoader:
         lists = (numbers(order[start:stop]) for start, stop in cut.spans(first_step))
         if not self._seeds_batches:
             return lists
-        prefix, first_read = (self._seed, "batch", epoch, self._rank), first_step * self._batch.accumulation
+        prefix, first_read = (self._seed, "batch", epoch, self._rank), first_step * cut.batch.accumulation
         return (ShareIndices(derive_seed(*prefix, n), indices) for n, indices in enumerate(lists, first_read))
 
     def sample_indices(
@@ -212,7 +242,7 @@ class TrainLoader:
     ) -> list[int]:
         """The dataset indices that this rank, or `rank` with `batch`, used in a step; computed, not recorded."""
         order = self._order(epoch)
-        cut = EpochSplit(len(order), batch or self._batch, self._rank if rank is None else rank)
+        cut = EpochSplit(len(order), (batch or self._batch).at(epoch), self._rank if rank is None else rank)
         return StepSamples(order, cut, step).indices
 
 
@@ -239,35 +269,60 @@ class EvalLoader:
         lockstep: bool = False,
         batch_seed: int | None = None,
         share: Share = make_here,
+        most: int | None = None,
     ) -> None:
         """`lockstep`: as many batches on every rank; those that have fewer end with stand-ins of size 0. With a
         `batch_seed`, what a batch draws does not hang on who reads it. A sampler is drawn from once, for all
-        evaluations, and `share` is how the ranks get what one of them drew."""
+        evaluations, and `share` is how the ranks get what one of them drew. `most`: samples over all ranks, the first
+        ones, in whole batches of a stream; of one that splits itself, of each rank."""
         own = source.own_sampler
         self._drawn = None if own is None else DrawnOrders(own, 0, share)
         self.read_digest = 0  # of what was read of a stream in the evaluation that came last
+        self.position = 0  # of the batch that came last: the number of its first sample
         self._source, self._batch_size, self._rank, self._ranks = source, batch_size, rank, ranks
-        self._lockstep, self._batch_seed = lockstep, batch_seed
+        self._lockstep, self._batch_seed, self._most = lockstep, batch_seed, most
         self._splits_itself, self._pin_memory = split == "dataset", pin_memory
 
     @property
     def is_stream(self) -> bool:
         return self._source.is_stream
 
+    @property
+    def samples(self) -> int | None:
+        """How many samples an evaluation reads, over all ranks; None: a stream."""
+        return None if self._source.is_stream else len(self._order())
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether positions count the samples of all ranks; else each rank's its own."""
+        return not (self.is_stream and (self._splits_itself or self.is_read_once))
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether it must be read to its end before it can be read again."""
+        return isinstance(self._source.dataset, DaliBatches)
+
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         """Batches with their number of samples."""
         if self._source.is_stream:
             yield from self._stream()
             return
-        order = sequence(self._source, 0, 0) if self._drawn is None else self._drawn.order(0)
+        order = self._order()
         length = len(order) // self._batch_size * self._batch_size if self._source.drop_last else len(order)
+        if self._most is not None:
+            length = min(length, self._most)
         start, stop = share(length, self._ranks, self._rank)
         spans = [(i, min(i + self._batch_size, stop)) for i in range(start, stop, self._batch_size)]
         sizes = [stop - start for start, stop in spans]
         if self._lockstep and length:
             most = -(-share(length, self._ranks, 0)[1] // self._batch_size)  # the first rank has the most
             spans, sizes = spans + [(0, 1)] * (most - len(spans)), sizes + [0] * (most - len(spans))
-        yield from zip(self._read(order, spans), sizes, strict=True)
+        for batch, size, (first, _) in zip(self._read(order, spans), sizes, spans, strict=True):
+            self.position = first
+            yield batch, size
+
+    def _order(self) -> Order:
+        return sequence(self._source, 0, 0) if self._drawn is None else self._drawn.order(0)
 
     def _read(self, order: Order, spans: list[tuple[int, int]]) -> Iterable[Any]:
         lists, seed = [numbers(order[start:stop]) for start, stop in spans], self._batch_seed
@@ -284,9 +339,11 @@ class EvalLoader:
         return options
 
     def _stream(self) -> Iterator[tuple[Any, int]]:
-        self.read_digest = 0
-        for batch in self._stream_batches():
+        self.read_digest, done = 0, 0  # of the batches before, over the ranks that share them
+        for batch in islice(self._stream_batches(), None if self._most is None else self._most // self._batch_size):
             self.read_digest = total_digest(self.read_digest, batch.digest)
+            self.position = done + (share(batch.total, self._ranks, self._rank)[0] if self.is_numbered else 0)
+            done += batch.total
             if batch.size or self._lockstep:
                 yield batch.batch, batch.size
 
@@ -298,6 +355,6 @@ class EvalLoader:
         if self._splits_itself:
             stream: Any = OwnStream(dataset, collate, seeds, self._batch_size)
         else:
-            group = self._batch_size * self._ranks
+            group = self._batch_size * (self._ranks if self._most is None else 1)  # the same samples on any ranks
             stream = SharedStream(dataset, collate, seeds, group=group, ranks=self._ranks, rank=self._rank)
         return open_stream(stream, seeds, self._options())

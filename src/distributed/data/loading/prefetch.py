@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from distributed.core.plan import BatchPlan
+from distributed.core.batch_plan import BatchPlan
 from distributed.data.checks.tally import Tally
 from distributed.data.drawn import Tree
 from distributed.data.loading.loader import Step, StepSamples
@@ -24,7 +24,9 @@ class EpochLoader(Protocol):
     """The steps of an epoch, from any step on, and what identifies their samples."""
 
     @property
-    def steps_per_epoch(self) -> int | None: ...
+    def steps_per_epoch(self) -> int | None: ...  # in the first
+
+    def steps_in(self, epoch: int) -> int | None: ...
 
     @property
     def samples_per_epoch(self) -> int | None: ...
@@ -73,7 +75,7 @@ class Prefetch:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step_samples: StepSamples | StreamSamples | None = None
         self.order_digest, self.tally, self.expect = loader.order_digest, loader.tally, loader.expect
-        self.state, self.load_state = loader.state, loader.load_state
+        self.state, self.load_state, self.steps_in = loader.state, loader.load_state, loader.steps_in
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -102,14 +104,14 @@ class Prefetch:
         return self._loader.sample_indices(epoch, step, batch, rank)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
-        steps = self._loader.epoch(epoch, first_step)
+        steps, end = self._loader.epoch(epoch, first_step), self._end_in(epoch)
         coming: _Coming | Exception | None = self._fetch(steps)
         for count in itertools.count(first_step + 1):
             if coming is None:
                 return
             if isinstance(coming, Exception):  # the step before it was trained first, as without reading ahead
                 raise coming
-            now, is_last = coming, self._is_last(epoch, count)
+            now, is_last = coming, count == end
             coming = None if is_last else self._look_ahead(steps)
             if now.copied is not None:
                 torch.cuda.current_stream(self._device).wait_event(now.copied)
@@ -118,12 +120,12 @@ class Prefetch:
             if is_last:  # and yet there is one more
                 coming = self._fetch(steps)
 
-    def _is_last(self, epoch: int, count: int) -> bool:
-        """Whether the run ends with this step of an epoch. A guess after the first epoch of a stream, or where the
-        number of ranks has changed; being wrong, it costs one copy beside a step or one read."""
-        per_epoch = self.steps_per_epoch
-        is_known = per_epoch is not None or epoch == 0
-        return is_known and epoch * (per_epoch or 0) + count == self._max_steps
+    def _end_in(self, epoch: int) -> int | None:
+        """After how many steps of an epoch the run ends; None: not known. A guess where the number of ranks has
+        changed; being wrong, it costs one copy beside a step or one read."""
+        before = [self.steps_in(other) for other in range(epoch)] if self._max_steps is not None else []
+        known = [steps for steps in before if steps is not None]
+        return None if self._max_steps is None or len(known) < epoch else self._max_steps - sum(known)
 
     def _look_ahead(self, steps: Iterator[Step]) -> _Coming | Exception | None:
         try:

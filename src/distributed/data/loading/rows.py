@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from distributed.core.batch_plan import BatchPlan
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan, Decision
+from distributed.core.plan import Decision
 from distributed.data.drawn import Share, make_here
 from distributed.data.loading.loader import EvalLoader, Order, TrainLoader
 from distributed.data.order import permutation
@@ -165,8 +166,9 @@ class RowEvalLoader(EvalLoader):
         *,
         lockstep: bool,
         share: Share = make_here,
+        most: int | None = None,
     ) -> None:
-        super().__init__(source, batch_size, rank, ranks, lockstep=lockstep, share=share)
+        super().__init__(source, batch_size, rank, ranks, lockstep=lockstep, share=share, most=most)
         self._rows = rows
 
     def _read(self, order: Order, spans: list[tuple[int, int]]) -> Iterator[Any]:

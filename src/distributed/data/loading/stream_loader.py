@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from distributed.core.batch_plan import BatchPlan
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan
 from distributed.data.checks.stream_digest import total_digest
 from distributed.data.checks.tally import Tally
 from distributed.data.drawn import Tree
@@ -47,6 +47,10 @@ class StreamLoader:
         self._expected: int | None = None
 
     steps_per_epoch = samples_per_epoch = None
+
+    def steps_in(self, epoch: int) -> None:
+        return None
+
     indices: list[int] = []  # noqa: RUF012 - a stream's samples have no numbers
     note = ""
 
@@ -71,7 +75,7 @@ class StreamLoader:
         self._expected = digest
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
-        batches = self._read(epoch)
+        batches, batch = self._read(epoch), self._batch
         stand_in: StreamBatch | None = None
         step, digest = 0, 0
         expected, self._expected = self._expected, None
@@ -83,7 +87,9 @@ class StreamLoader:
                 if outer is not None:
                     outer.put_back()
                 outer = expected = None
-            micros = [micro for _, micro in zip(range(self._batch.accumulation), batches, strict=False)]
+            if batch.limit and step >= batch.limit:
+                return
+            micros = [micro for _, micro in zip(range(batch.accumulation), batches, strict=False)]
             stand_in = micros[0] if micros else stand_in
             digest = total_digest(digest, *(m.digest for m in micros))
             total, most = sum(m.total for m in micros), len(micros)
@@ -91,7 +97,7 @@ class StreamLoader:
                 total, most = self._agree(sum(m.size for m in micros), len(micros))
             if total == 0:
                 return
-            if self._batch.drop_last and total < self._batch.global_batch:
+            if batch.drop_last and total < batch.global_batch:
                 continue
             if stand_in is None:
                 raise DataError(
@@ -102,7 +108,7 @@ class StreamLoader:
             micros += [stand_in._replace(size=0)] * (most - len(micros))
             if step >= first_step:
                 self.step_samples = StreamSamples(digest)
-                weights = stream_weights([m.size for m in micros], total, self._batch.ranks)
+                weights = stream_weights([m.size for m in micros], total, batch.ranks)
                 rows = zip(micros, weights, strict=True)
                 yield Step([Microbatch(m.batch, weight, m.size) for m, weight in rows], total)
             step += 1

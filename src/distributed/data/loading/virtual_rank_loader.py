@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from distributed.core.plan import BatchPlan
+from distributed.core.batch_plan import BatchPlan
 from distributed.data.drawn import Share, make_here
 from distributed.data.loading.forks import ForkedLoader
 from distributed.data.loading.loader import Microbatch, Order, Step, StepSamples, TrainLoader, numbers
@@ -39,6 +39,7 @@ class VirtualRankLoader(TrainLoader):
         )
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Step]:
+        self._check_lengths(epoch, first_step)
         order = self._order(epoch)
         cut = EpochSplit(len(order), self._batch, self._rank)
         batches = self._read(order, cut, epoch, first_step)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from distributed.core.batch_plan import BatchPlan
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan, Decision
+from distributed.core.plan import Decision
 from distributed.data.loading.forks import ForkedLoader
 from distributed.data.loading.loader import TrainLoader
 from distributed.data.source import Source, reader_of
