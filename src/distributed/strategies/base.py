@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,6 +16,10 @@ from distributed.runtime.tensor_shard import Box
 from distributed.strategies.compute_clock import ComputeClock
 
 StateTree = dict[str, Any]  # nested dicts and lists of tensors and JSON values
+ModelCopy = dict[str, torch.Tensor]  # this rank's part of a model's tensors, or of a copy's, by name
+Copies = dict[str, ModelCopy | None]  # by label; None: it has not begun
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of a forward pass
 
 
 class Logged(NamedTuple):
@@ -36,6 +41,7 @@ class Outcome(NamedTuple):
     is_given: bool = False  # whether the weight came with the loss
     fitted: Any = None  # the loss function, if it was chosen by the target
     logged: Mapping[str, Logged] | None = None
+    is_missing: bool = False  # whether there is no loss
 
 
 class LossTrial(NamedTuple):
@@ -47,6 +53,7 @@ class LossTrial(NamedTuple):
     run: Callable[[Any], Outcome] | None  # runs a batch as an evaluation does; None: ranks compute it in parts
     is_joint: bool  # whether `run` waits until every rank calls it
     is_rough: bool  # whether it computes in low precision
+    beside: Callable[[], Mapping[str, Any]] = dict  # what else of the user's a call may change, by name
 
 
 class MetricSum(NamedTuple):
@@ -54,6 +61,19 @@ class MetricSum(NamedTuple):
 
     total: torch.Tensor | float
     weight: torch.Tensor | float
+
+
+def add_sums(sums: dict[str, MetricSum], more: Mapping[str, MetricSum]) -> None:
+    """Add the sums of another part of a batch, or of a step.
+
+    >>> sums = {"hits": MetricSum(1.0, 2.0)}
+    >>> add_sums(sums, {"hits": MetricSum(2.0, 2.0)})
+    >>> sums
+    {'hits': MetricSum(total=3.0, weight=4.0)}
+    """
+    for name, (total, weight) in more.items():
+        before = sums.get(name)
+        sums[name] = MetricSum(total, weight) if before is None else MetricSum(before[0] + total, before[1] + weight)
 
 
 class StepOutput(NamedTuple):
@@ -67,12 +87,35 @@ class StepOutput(NamedTuple):
 class NonFiniteLoss(ArithmeticError):
     """The loss of a step is not finite: of this step, which changed no weight, or of one some steps ago.
 
-    `ranks`: the ranks with that loss, if all ranks know; otherwise this rank.
+    `ranks`: the ranks with that loss, if all ranks know; otherwise this rank. `origin`: what made it so, if that was
+    looked for, and `is_gradient`: whether it is a gradient, and not the loss.
     """
 
-    def __init__(self, value: float, steps_ago: int = 0, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        value: float,
+        steps_ago: int = 0,
+        ranks: tuple[int, ...] = (),
+        *,
+        origin: str = "",
+        is_gradient: bool = False,
+    ) -> None:
         super().__init__(value)
         self.value, self.steps_ago, self.ranks = value, steps_ago, ranks
+        self.origin, self.is_gradient = origin, is_gradient
+
+    def __str__(self) -> str:
+        return f"{'a gradient' if self.is_gradient else 'the loss'} is {self.value}{self.origin and f': {self.origin}'}"
+
+
+class OptimizerCalls(Protocol):
+    """What a manual step calls for its gradients and its optimizers; every rank makes the same calls."""
+
+    def backward(self, loss: torch.Tensor, weight: Any, *, retain_graph: bool) -> None: ...
+
+    def step(self, name: str) -> None: ...
+
+    def zero_grad(self, name: str) -> None: ...
 
 
 class StepTask(Protocol):
@@ -81,6 +124,37 @@ class StepTask(Protocol):
     model: nn.Module
     optimizer: Any  # the user's: an optimizer, a function that makes one, or None
     loss_fn: Any  # the user's; None: the model's own, or one chosen by its outputs
+    metrics: Any  # the user's, by name
+    samples: int  # of the batch that `run` or `evaluate` gets next; 0: a stand-in
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether a training step makes gradients and steps itself."""
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether a training step is called once for each of several optimizers."""
+
+    @property
+    def computes_own_loss(self) -> bool:
+        """Whether the loss may be another one than `loss_fn` of outputs and target."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the task has a state of its own between steps."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def own_code(self) -> dict[str, Any]:
+        """The objects with code of the user's that runs in a step, beside the model, the loss and the metrics."""
+
+    def begin_phase(self, name: str) -> None:
+        """From here on, training steps are for this optimizer of several; "": for all."""
+
+    def steps_by(self, calls: OptimizerCalls | None) -> None:
+        """What the calls of a manual step go to."""
 
     @property
     def loss_module(self) -> nn.Module | None:
@@ -109,11 +183,25 @@ class StepTask(Protocol):
 
     def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]: ...
 
+    def measure_logged(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:
+        """Of what a step of the user's own logs alone."""
+
     def check_targets(self) -> None:
         """Raise if targets since the last check were invalid; synchronizes with the device."""
 
     def check_share(self, outcome: Outcome, size: int) -> None:
         """Raise if the number of samples of a share cannot weight its loss. Reads shapes only."""
+
+    @property
+    def step_metrics(self) -> Any:
+        """Of the user's metrics those of a batch, by name."""
+
+    @property
+    def has_own_validation(self) -> bool:
+        """Whether the step of an evaluation is the user's own, which may collect what it has seen."""
+
+    def collect(self, outcome: Outcome) -> None:
+        """Add a batch of an evaluation to the metrics of the whole set."""
 
     def check_evaluated(self, outcome: Outcome) -> None:
         """The same as `check_targets` for a batch of an evaluation."""
@@ -161,6 +249,7 @@ class Strategy(Protocol):
     owns_metrics: bool  # whether this rank's losses and metrics are summed: one of the ranks with the same samples
     lockstep_eval: bool  # whether an evaluation step needs all ranks at once
     decisions: list[Decision]  # how settings were applied to this model
+    copies: Copies  # of the model, beside it: part of `state`
 
     @property
     def is_gated(self) -> bool:
@@ -175,10 +264,28 @@ class Strategy(Protocol):
 
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]: ...
 
+    def settle_evaluation(self, batch: Any, size: int) -> None:
+        """Before an evaluation's first batch, on every rank: what the loss is a mean over, if no step has shown it."""
+
     def predict_step(self, batch: Any) -> Any:
         """The predictions of this rank's batch; None: another rank with the same samples has them."""
 
     def train(self, mode: bool) -> None: ...
+
+    def collect_statistics(self, microbatches: Sequence[Microbatch]) -> None:
+        """Forward passes in training mode and without gradients, by which BatchNorm collects statistics."""
+
+    def parameters_changed(self) -> None:
+        """Train what requires a gradient by now; every rank calls it after the same step."""
+
+    def keep_copies(self, labels: Iterable[str]) -> None:
+        """What copies of the model there may be, before a state is loaded: others are left out of it."""
+
+    def weights(self, *, changes: bool = False) -> AbstractContextManager[ModelCopy]:
+        """This rank's part of the tensors of a model that copies have, by name, and as the optimizer steps them.
+
+        Every rank must enter it. `changes`: they are written to.
+        """
 
     def finish(self) -> None:
         """Gather what the user's model needs of other ranks; every rank must call it after a run that ended well."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,17 +23,22 @@ from distributed.data.loading.loader import Microbatch
 from distributed.data.virtual_ranks import seed_generators
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import foreach_mul_
-from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask, add_sums
 from distributed.strategies.checks.sparse_layers import refuse_sparse
+from distributed.strategies.checks.torch_errors import explain_kernel
 from distributed.strategies.data_parallel.whole_batch import PartsOfBatch
-from distributed.strategies.one_rank_step import OneRankStep, unless_empty
+from distributed.strategies.steps.evaluation_step import unless_empty
+from distributed.strategies.steps.one_rank_step import OneRankStep
 from distributed.strategies.virtual_rank_buffers import VirtualRankBuffers
 
+T = TypeVar("T")
 _LOSS, _WEIGHT, _WEIGHTED, _USED = range(4)  # scalars reduced with the gradients; from _USED on, one per parameter
 
 
 class BitwiseReplicas(OneRankStep):
     """Runs forward and backward for each virtual rank, sums over all, then clips and steps on every rank."""
+
+    _tree: TreeSum  # of the gradients, and of what belongs to them
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -48,10 +54,12 @@ class BitwiseReplicas(OneRankStep):
         tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         send_from_first("rank 0's model", tensors, session)
         self._buffers = VirtualRankBuffers(*modules)
-        self._scalars = torch.ones(_USED + len(self._parameters), dtype=torch.float64, device=session.device)
-        self._scalars[:_USED] = 0.0
-        self._tree = self._make_tree()
+        self._make_sums()
         self._restore_kernels = _fix_kernels(session.device)
+
+    def parameters_changed(self) -> None:
+        super().parameters_changed()
+        self._make_sums()
 
     def check(self, task: StepTask) -> None:
         super().check(task)
@@ -65,7 +73,7 @@ class BitwiseReplicas(OneRankStep):
         self._buffers.begin_step()
         missing = set(range(len(self._parameters)))  # parameters that no virtual rank of this rank has used
         is_weighted: bool | None = None
-        metrics = None
+        metrics: dict[str, MetricSum] = {}
         last = max((index for index, micro in enumerate(microbatches) if micro.size), default=-1)
         for index, micro in enumerate(microbatches):
             if not micro.size:
@@ -75,7 +83,9 @@ class BitwiseReplicas(OneRankStep):
             is_weighted = outcome.weight is not None
             missing &= self._add_share(micro)
             if measure and index == last:
-                metrics = self._task.measure(outcome, micro.size)
+                add_sums(metrics, self._task.measure(outcome, micro.size))
+            elif measure and outcome.logged:
+                add_sums(metrics, self._task.measure_logged(outcome, micro.size))
         if not self._is_settled:  # no virtual rank of this rank has a sample; the other ranks wait for this call
             self._is_settled = True
             self._task.settle(None, None, 0, self._trial())
@@ -89,7 +99,7 @@ class BitwiseReplicas(OneRankStep):
         share = microbatches[0].virtual_share
         assert share is not None
         seed_generators(share.after_seed, self._session.device)
-        return StepOutput(loss, norm, metrics)
+        return StepOutput(loss, norm, metrics if measure else None)
 
     def close(self) -> None:
         self._restore_kernels()
@@ -119,6 +129,7 @@ class BitwiseReplicas(OneRankStep):
         assert micro.virtual_share is not None, "this strategy needs micro-batches of virtual ranks"
         batch = self.moved(micro.batch)
         seed_generators(micro.virtual_share.training_seed, self._session.device)
+        self._task.samples = micro.size
         with self._parts:
             outcome = self._forward(self._model, batch)
         if not self._is_settled:
@@ -137,6 +148,20 @@ class BitwiseReplicas(OneRankStep):
         self._backward(part)
         self._scalars[_LOSS] = part.detach()
         return outcome
+
+    def _call(self, step: Callable[[nn.Module, Any], T], model: nn.Module, batch: Any) -> T:
+        try:
+            return super()._call(step, model, batch)
+        except RuntimeError as error:
+            explain_kernel(error)
+            raise
+
+    def _backward(self, part: torch.Tensor) -> None:
+        try:
+            super()._backward(part)
+        except RuntimeError as error:
+            explain_kernel(error)
+            raise
 
     def _add_share(self, micro: Microbatch) -> set[int]:
         """Add the share's gradients, scalars and buffers to the tree; returns the parameters that it did not use."""
@@ -175,6 +200,13 @@ class BitwiseReplicas(OneRankStep):
         if self._checks_loss and not math.isfinite(value := loss.item()):  # a mean over no target at all
             raise NonFiniteLoss(value)
         return loss
+
+    def _make_sums(self) -> None:
+        """What is summed over the virtual ranks, for the parameters that are trained."""
+        device = self._session.device
+        self._scalars = torch.ones(_USED + len(self._parameters), dtype=torch.float64, device=device)
+        self._scalars[:_USED] = 0.0
+        self._tree = self._make_tree()
 
     def _make_tree(self) -> TreeSum:
         layout = FlatLayout([*self._parameters, self._scalars, *self._buffers.tensors])

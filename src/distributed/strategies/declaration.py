@@ -14,7 +14,12 @@ REPLICAS = {
     "fp16": Support(),
     "accumulation": Support(),
     "clipping": Support(),
+    "clip_value": Support(),
+    "anomaly": Support(),
+    "layerwise": Support(),
+    "buckets": Support(),
     "targets": Support(),
+    "own_step": Support(),
     "stream": Support(),
     "batchnorm": Support(),
     "save": Support(),
@@ -22,6 +27,7 @@ REPLICAS = {
     "restart": Support(),
 }
 MESH = REPLICAS | {
+    "several_optimizers": Support("replicated, or with ZeRO-2, ZeRO-3 or hybrid"),
     "zero1": Support(),
     "zero2": Support(),
     "zero3": Support(),
@@ -43,7 +49,11 @@ MESH = REPLICAS | {
 OWN_LOOP = {"own_loop": Support("without pipelines and context parallelism")}
 # Features of engines whose ranks may each hold the whole model.
 WHOLE = {
+    "manual": Support("without sharding"),
+    "closure": Support("without sharding"),
     "bitwise": Support(),
+    "compression": Support("without sharding"),
+    "feedback": Support("without sharding"),
     "capture": Support("without sharding", device="cuda"),
 }
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from distributed.runtime.tensor_shard import Box, TensorShard, whole_box
+from distributed.runtime.tensor_shard import local as local
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # takes long to import
@@ -58,6 +59,7 @@ class Layout:
         self._absent: set[str] = set()
         self._rows: dict[str, tuple[int, int]] = {}  # of the local tensor, where its rows are sharded
         self._stores: dict[str, bool] = {}
+        self._found: dict[str, list[tuple[Box, tuple[slice, ...]]]] = {}  # the places of each, once they were asked for
 
     def __contains__(self, name: str) -> bool:
         return name in self._whole
@@ -72,13 +74,21 @@ class Layout:
     def cut(self, name: str, cut: Cut) -> None:
         """Record that this rank has only these ranges of a tensor."""
         self._cuts[name] = cut
+        self._found.clear()
 
     def cut_of(self, name: str) -> Cut | None:
         return self._cuts.get(name)
 
+    def add_elsewhere(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Record a tensor of the whole model that was never on this rank."""
+        self._whole[name], self._firsts[name] = _Whole(shape, dtype), name
+        self._absent.add(name)
+        self._found.clear()
+
     def leave_out(self, name: str) -> None:
         """Record that a tensor is on other ranks only."""
         self._absent.add(name)
+        self._found.clear()
 
     def is_here(self, name: str) -> bool:
         return name not in self._absent
@@ -86,6 +96,7 @@ class Layout:
     def shard_rows(self, name: str, rows: tuple[int, int]) -> None:
         """Record that this rank keeps only these rows of its local tensor."""
         self._rows[name] = rows
+        self._found.clear()
 
     def set_stores(self, name: str, stores: bool) -> None:
         """Record whether this rank saves its shard of a tensor; by default it does."""
@@ -106,19 +117,22 @@ class Layout:
         """The boxes of the whole tensor on this rank."""
         return tuple(box for box, _ in self._places(name))
 
-    def portion(self, name: str, tensor: torch.Tensor | None) -> TensorShard:
+    def shard(self, name: str, tensor: torch.Tensor | None) -> TensorShard:
         """This rank's shard of a tensor of this name and shape: the parameter, or its optimizer state."""
         whole = self._whole[name]
         if tensor is None:
             return TensorShard(whole.shape, whole.dtype, (), False)
-        here = local(tensor)
-        pieces = tuple((box, here[index]) for box, index in self._places(name))
+        here, found = local(tensor), self._places(name)
+        if len(found) == 1 and [stop - start for start, stop in found[0][0]] == [*here.shape]:  # all is in one box
+            pieces: tuple[tuple[Box, torch.Tensor], ...] = ((found[0][0], here),)
+        else:
+            pieces = tuple((box, here[index]) for box, index in found)
         return TensorShard(whole.shape, here.dtype, pieces, self.stores(name))
 
-    def take_portion(self, name: str, portion: TensorShard, tensor: torch.Tensor) -> None:
+    def take_shard(self, name: str, shard: TensorShard, tensor: torch.Tensor) -> None:
         """Copy a shard with this layout's boxes into the local tensor."""
         here = local(tensor)
-        found = dict(portion.pieces)
+        found = dict(shard.pieces)
         for box, index in self._places(name):
             here[index].copy_(found[box])
 
@@ -137,11 +151,13 @@ class Layout:
         """The place of each local box in the local tensor."""
         if name in self._absent:
             return []
-        return places(self._whole[name].shape, self._cuts.get(name), self._rows.get(name))
+        if name not in self._found:
+            self._found[name] = places(self._whole[name].shape, self._cuts.get(name), self._rows.get(name))
+        return self._found[name]
 
     def nbytes(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """The bytes of these tensors on this rank."""
-        return sum(self.portion(name, tensor).nbytes for name, tensor in tensors.items())
+        return sum(self.shard(name, tensor).nbytes for name, tensor in tensors.items())
 
 
 def places(
@@ -178,12 +194,6 @@ def places(
             found.append((box, index))
         offset += length
     return [(box, index) for box, index in found if all(start < stop for start, stop in box)]  # type: ignore[misc]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's local tensor of a parameter."""
-    here = getattr(tensor, "to_local", None)
-    return here() if here is not None else tensor  # type: ignore[no-any-return]
 
 
 def rows_of(length: int, rank: int, ranks: int) -> tuple[int, int]:

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from distributed.comm.compression.feedback import FEEDBACK, row_box
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
-from distributed.runtime.torch_module_compat import forget_unscaled
-from distributed.strategies.base import StateTree, StepOutput, StepTask
+from distributed.runtime.tensor_shard import Box
+from distributed.runtime.torch_module_compat import forget_unscaled, loss_scale_tensors
+from distributed.strategies.base import Outcome, StateTree, StepOutput, StepTask
+from distributed.strategies.checks.elementwise import needs_closure
 from distributed.strategies.checks.forward_changes import ForwardChanges
+from distributed.strategies.checks.parameter_hooks import refuse_hooks
+from distributed.strategies.checks.sparse_layers import refuse_sparse
+from distributed.strategies.data_parallel.compressed_gradients import (
+    CastGradients,
+    CompressedGradients,
+    FedBackGradients,
+)
 from distributed.strategies.data_parallel.ddp import own_buffers, why_not_captured
 from distributed.strategies.data_parallel.gradient_buckets import GradientBuckets
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
-from distributed.strategies.mesh_step import MeshStep
 from distributed.strategies.model.compiled_call import CompiledCall
+from distributed.strategies.speed.bf16_parameters import Bf16Parameters
+from distributed.strategies.speed.memory_format import lay_out_state
+from distributed.strategies.steps.manual_steps import ManualSteps
+from distributed.strategies.steps.mesh_step import MeshStep
+from distributed.strategies.steps.microbatches import Passed
 
 
 class Replicated(MeshStep):
@@ -29,14 +46,46 @@ class Replicated(MeshStep):
         self._restore_blocks: Callable[[], None] = lambda: None
         self._buckets: GradientBuckets | None = None  # while the step of several ranks may be captured
         self._buffers_at_first: list[torch.Tensor] | None = None
+        self._manual: ManualSteps | None = None  # if the task makes gradients and steps itself
         self.why_not_captured = ""
+        self._compressed: CompressedGradients | None = None  # if less than the gradients is sent
+        self._fed_back: FedBackGradients | None = None  # ... and the rest is kept
+        self._counted: torch.Tensor | None = None  # what the loss of this step is a mean over, so far
 
     def setup(self, task: StepTask, session: Session) -> None:
         super().setup(task, session)
-        if self._ranks > 1 and not session.is_dry:
+        self._take_step = self._pass_and_update
+        if self._phases:
+            self._take_step = self._take_phases
+        elif task.is_manual:
+            self._step_manually()
+        elif needs_closure(self.optimizer):
+            self._take_step = self._closure_step
+        self.why_not_captured = self._why_not_captured()
+        if self._plan.trains and not session.is_dry:
+            self._compress()
+        if self._ranks > 1 and not self._plan.trains:
+            from distributed.strategies.model.materialize import check_alike, send_weights  # takes long to import
+
+            check_alike(self.module, session)
+            send_weights(self.module, session)
+        elif self._ranks > 1 and not session.is_dry:
             self._share_gradients()
             self._check_reduction()
             self._lay_out_state()
+        if self._fed_back is not None:
+            self._fed_back.follow(self.module)  # whose parameters DDP may have laid out otherwise
+            if self._ranks > 1:
+                self.decisions.append(self._fed_back.decision())
+
+    def _why_not_captured(self) -> str:
+        if self._phases:
+            return "several optimizers step one after the other"
+        if self._manual is not None:
+            return "manual_optimization: the task steps by itself"
+        if needs_closure(self.optimizer):
+            return f"{type(self.optimizer).__name__} calls the model by a closure, as often as its losses say"
+        return why_not_captured(self._plan) if self._ranks > 1 else ""
 
     def _prepare_model(self, task: StepTask) -> None:
         """Set up the model; slow imports are made only if they are needed."""
@@ -64,19 +113,119 @@ class Replicated(MeshStep):
     def _share_gradients(self) -> None:
         """Set up the reduction: by DDP, or after the backward pass while the step may be captured."""
         session = self._session
-        self.why_not_captured = why_not_captured(self._plan)
         # Where an abort could corrupt tensors in flight, weights that are alike are not sent again.
         is_alike = session.gate is not None and session.begins_alike
+        if self._phases:
+            self._replicate_phases(is_alike)
+            return
+        if self._manual is not None:
+            self._send_model(is_alike)
+            return
         if self.why_not_captured or session.device.type != "cuda":
             self._model = self._replicate(is_alike=is_alike)
             return
-        from distributed.strategies.model.materialize import check_alike, send_weights  # takes long to import
-
-        check_alike(self.module, session)
-        if not is_alike:
-            send_weights(self.module, session)
+        self._send_model(is_alike)
         self._buckets = GradientBuckets(self.module, self._plan.replicate, session, sends_buffers=self._buffers_differ)
         self._check_reduced = self._buckets.reduce
+
+    def _compress(self) -> None:
+        """Send less than the gradients, if the plan says so."""
+        plan, session = self._plan.replicate, self._session
+        if plan.compression.keeps:
+            self._compressed = self._fed_back = FedBackGradients(
+                plan.compression,
+                session,
+                seed=self._plan.seed,
+                finds_unused=plan.find_unused_parameters,
+                loss_scale=self._scale_of_loss,
+            )
+            self._note_weight = self._weigh_residuals if self._ranks > 1 else None
+        elif plan.compression.kind != "none" and self._ranks > 1:
+            self._compressed = CastGradients(plan.compression, session, is_scaled=self._scaler is not None)
+            self._keeps_small = plan.compression.kind == "fp16"
+        if self._compressed is not None:
+            self._update = self._update_compressed  # type: ignore[method-assign]
+
+    def _scale_of_loss(self) -> torch.Tensor | None:
+        return loss_scale_tensors(self._scaler)[0] if self._scaler is not None else None
+
+    def _replicate(self, *, group: dist.ProcessGroup | None = None, is_alike: bool = False) -> nn.Module:
+        model = super()._replicate(group=group, is_alike=is_alike)
+        if self._compressed is not None and isinstance(model, DistributedDataParallel):
+            self._compressed.attach(model)
+        return model
+
+    def _weigh_residuals(self, weight: torch.Tensor | None, micro: Microbatch) -> None:
+        """Note by what the gradients are to be divided, so that what is not sent is in units of the whole batch's."""
+        if weight is None:
+            return
+        assert self._fed_back is not None
+        counted = (weight if micro.size else weight * 0).detach().double() * self.owns_metrics
+        self._counted = counted if self._counted is None else self._counted + counted
+        if isinstance(self._model, DistributedDataParallel) and self._model.require_backward_grad_sync:
+            whole, self._counted = self._session.sum("loss weight", self._counted.clone()), None
+            self._fed_back.weigh(whole / self._unit)
+
+    def _update_compressed(self, measure: bool) -> torch.Tensor | None:
+        """Clip and step, if what was reduced can be stepped by."""
+        assert self._compressed is not None
+        self._flush()
+        self._compressed.check()
+        norm = super()._update(measure)
+        self._compressed.commit()
+        return norm
+
+    def _clip_now(self, max_norm: float) -> torch.Tensor:
+        self._flush()
+        return super()._clip_now(max_norm)
+
+    def _flush(self) -> None:
+        """Let a single rank step by all that was left of gradients, before they are clipped or unscaled."""
+        if self._fed_back is not None and self._ranks == 1:
+            self._fed_back.flush(self._low.stepped() if isinstance(self._low, Bf16Parameters) else {})
+
+    def _send_model(self, is_alike: bool) -> None:
+        """Rank 0's weights to all ranks, where no DDP module does so; `is_alike`: all have them already."""
+        from distributed.strategies.model.materialize import check_alike, send_weights  # takes long to import
+
+        check_alike(self.module, self._session)
+        if not is_alike:
+            send_weights(self.module, self._session)
+
+    def _step_manually(self) -> None:
+        """Let the task's calls make gradients and steps."""
+        session = self._session
+        if session.world_size > 1:
+            refuse_sparse(self.module, "manual_optimization", "its steps reduce dense gradients")
+            refuse_hooks(self.module, "manual_optimization")
+        self._is_settled, self._changes = True, None  # its steps change parameters between forward passes
+        self._manual = ManualSteps(self.module, self.optimizer, self._plan, session, checks_loss=self._checks_loss)
+        self._take_step = self._manual_step
+
+    def _replicate_phases(self, is_alike: bool) -> None:
+        """A DDP module for each phase, made while only its parameters require gradients."""
+        for phase in self._phases:
+            with self._in_phase(phase):
+                phase.model = self._model = self._replicate(is_alike=is_alike)
+                self._check_reduction()
+                phase.check_reduced = self._check_reduced
+            is_alike = True  # the first one has sent the weights of all
+        lay_out_state(self.optimizer)
+
+    def parameters_changed(self) -> None:
+        if self._manual is not None and self.is_by_hand:
+            return  # the loop says itself which of its optimizers step, and by which gradients
+        super().parameters_changed()
+        if self._fed_back is not None:
+            self._fed_back.follow(self.module)
+        if self._ranks == 1 or self._session.is_dry:
+            return
+        if self._buckets is not None:
+            sends = self._buffers_differ
+            self._buckets = GradientBuckets(self.module, self._plan.replicate, self._session, sends_buffers=sends)
+            self._check_reduced = self._buckets.reduce
+        else:
+            self._replicate_again()
 
     def stay_eager(self) -> None:
         if self._buckets is None:
@@ -99,10 +248,76 @@ class Replicated(MeshStep):
         self._begin_step()
         if self._buckets is not None:
             self._buckets.send_buffers()
-        return self._finish_step(self._pass_explained(microbatches, measure), measure)
+        return self._take_step(microbatches, measure)
+
+    def _closure_step(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        """A step whose optimizer evaluates the loss as often as it likes; all ranks see the same losses and gradients.
+
+        What is reported is the first evaluation, at the weights before the step.
+        """
+        first: StepOutput | None = None
+
+        @torch.enable_grad()
+        def evaluate() -> torch.Tensor:
+            nonlocal first
+            self._forget_gradients()
+            measures = measure and first is None
+            passed = self._pass_explained(microbatches, measures)
+            loss = self._finish_passes(passed)
+            if self._hooks_of_parameters is not None:
+                self._hooks_of_parameters.call()
+            if first is None:
+                first = StepOutput(loss, self._finish_gradients(measures), passed.metrics)
+            self._is_torn = True
+            whole = torch.as_tensor(loss, dtype=torch.float64, device=self._session.device).detach().clone()
+            return self._session.sum("loss of a closure", whole) / self._ranks
+
+        self._stepper.step(evaluate)
+        self._forget_gradients()
+        self._is_torn = self._in_step = False
+        assert first is not None, "the optimizer has not called its closure"
+        return first
+
+    def _manual_step(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        """A step whose task calls backward and the optimizers itself."""
+        manual, (micro,) = self._manual, microbatches
+        assert manual is not None
+        self._agree_on_buffers()  # as DDP does before a step
+        manual.measures = measure
+        shares = self._whole_batch.of(micro.size) if self._whole_batch is not None else nullcontext()
+        uncompiled = self.compiled is not None and micro.size < self.compiled.least
+        try:
+            with nullcontext() if micro.size else self._special_scope(micro, True), shares:
+                with self.compiled.off() if self.compiled is not None and uncompiled else nullcontext():
+                    outcome, loss = self._pass_manual(manual, micro)
+        finally:
+            self._is_torn = manual.has_stepped
+            self._task.steps_by(None)
+        metrics = self._task.measure(outcome, micro.size) if measure and micro.size else None
+        self._is_torn = self._in_step = False
+        return StepOutput(loss, manual.norm(), metrics)
+
+    def _pass_manual(self, manual: ManualSteps, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
+        """Run the user's step; returns what it has returned, or else the sum of the losses of its backward passes."""
+        manual.begin(micro)
+        self._task.steps_by(manual)
+        outcome = self._forward(self.module, self.moved(micro.batch))
+        manual.end()
+        if outcome.is_missing:
+            losses = [*manual.losses, torch.zeros((), device=self._session.device)]
+            return outcome, self._value_of(torch.stack(losses).sum())
+        weight = None if outcome.weight is None else outcome.weight.detach() * bool(micro.size)
+        passed = Passed(self._value_of(self._part_of(micro, outcome).detach()), weight, None)
+        return outcome, self._finish_passes(passed)
+
+    def check_targets(self) -> None:
+        super().check_targets()
+        if self._manual is not None:
+            self._manual.check()
 
     def _begin_step(self) -> None:
         super()._begin_step()
+        self._counted = None
         if self._buffers_differ and self._buffers_at_first is None:
             self._buffers_at_first = [buffer.detach().clone() for buffer in self._own_buffers()]
 
@@ -119,8 +334,9 @@ class Replicated(MeshStep):
             forget_unscaled(self._scaler)
 
     def parts(self) -> Mapping[str, Any]:
-        given = {"loss": getattr(self._task, "loss_fn", None), "metrics": getattr(self._task, "metrics", None)}
-        return {"model": self.module} | {name: part for name, part in given.items() if part is not None}
+        given = {"loss": self._task.loss_fn, "metrics": self._task.step_metrics}
+        named = {name: part for name, part in given.items() if part is not None}
+        return {"model": self.module} | named | self._task.own_code()
 
     def changing(self) -> list[torch.Tensor]:
         """Every tensor that a step changes."""
@@ -139,15 +355,32 @@ class Replicated(MeshStep):
         found = super().state()
         if self._saved is not None:
             found["model"] = {name: value for name, value in found["model"].items() if name in self._saved}
+        if self._fed_back is not None:
+            found[FEEDBACK] = self._fed_back.state()
         return found
+
+    def shard_ranges(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+        """Of what the ranks have not sent: this one's row, or all rows of another number of ranks."""
+        if self._fed_back is None or not name.startswith(f"{FEEDBACK}/"):
+            return super().shard_ranges(name, shape)
+        if not name.startswith(f"{FEEDBACK}/left/") or shape[0] != self._session.world_size:
+            return None
+        return (row_box(self._session.rank, shape),)
 
     def load_state(self, tree: StateTree) -> None:
         with self._whole():
             whole = self.module.state_dict() if self._saved is not None else {}
             super().load_state(tree | {"model": whole | tree["model"]})
+        if self._fed_back is not None:
+            self._fed_back.load(tree.get(FEEDBACK, {}))
 
     def held_state(self) -> StateTree | None:
-        """The state in memory; if buffers may differ between ranks and have changed, only rank 0 has it."""
+        """The state in memory; if buffers may differ between ranks and have changed, only rank 0 has it.
+
+        None if each rank keeps what it has not sent: that of a lost rank is in the checkpoint alone.
+        """
+        if self._fed_back is not None:
+            return None
         held = super().held_state()
         if not self._buffers_differ or self._session.is_main:
             return held
@@ -155,6 +388,10 @@ class Replicated(MeshStep):
             return held
         now, first = self._own_buffers(), self._buffers_at_first
         return held if len(now) == len(first) and all(map(torch.equal, now, first)) else None
+
+    def _copied_names(self) -> set[str]:
+        found = super()._copied_names()
+        return found if self._saved is None else found & self._saved
 
     def close(self) -> None:
         try:

@@ -1,13 +1,15 @@
-"""Sharded: no rank holds the whole state; FSDP2, ZeRO-1, tensor, context and pipeline parallelism, and 3D."""
+"""Sharded: no rank holds the whole state; FSDP2, ZeRO-1, tensor and context parallelism, and their products."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
@@ -15,42 +17,62 @@ from distributed.core.protocol.failure import is_collateral
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box
+from distributed.runtime.torch_compat import tree_flatten
 from distributed.runtime.torch_module_compat import found_overflows
-from distributed.strategies.base import MetricSum, Outcome, StateTree, StepOutput, StepTask
-from distributed.strategies.checks.elementwise import Cut, refuse_closure, refuse_step_hooks, refuse_uncuttable
+from distributed.strategies.base import (
+    LossTrial,
+    MetricSum,
+    ModelCopy,
+    Outcome,
+    StateTree,
+    StepOutput,
+    StepTask,
+)
 from distributed.strategies.checks.forward_changes import ForwardChanges
-from distributed.strategies.checks.replica_tensors import Named, optimizer_options
-from distributed.strategies.checks.sharded_models import refuse_extra_state
+from distributed.strategies.checks.parameter_use import OwnUse
+from distributed.strategies.checks.replica_tensors import Named, optimizer_options, shared_names
+from distributed.strategies.checks.sharded_models import check_cuts, refuse_extra_state
 from distributed.strategies.checks.sparse_layers import refuse_sparse
-from distributed.strategies.data_parallel.whole_batch import NoWholeBatch, PartsOfBatch, WholeBatch
+from distributed.strategies.checks.stepping import check_made
+from distributed.strategies.data_parallel.ddp import StepModule
+from distributed.strategies.data_parallel.fsdp import computed_dtype
+from distributed.strategies.data_parallel.shard_sums import needs_shard_sums
+from distributed.strategies.data_parallel.whole_batch import WholeBatch
 from distributed.strategies.data_parallel.zero1 import rebind
-from distributed.strategies.mesh_step import MeshStep
-from distributed.strategies.microbatches import Passed
+from distributed.strategies.joint_optimizer import members_of
 from distributed.strategies.model.buffer_snapshot import kept_buffers
-from distributed.strategies.pipeline.schedule import Pipeline, Run
+from distributed.strategies.model.casting import cast_calls
+from distributed.strategies.model.copies import copied_names, copy_tensors, is_unwanted
 from distributed.strategies.sharded_model import ShardedModel, check_model
 from distributed.strategies.sharded_state import ShardedState
 from distributed.strategies.speed.bf16_shards import RoundedShards
+from distributed.strategies.steps.mesh_step import MeshStep
+from distributed.strategies.steps.microbatches import Passed
+from distributed.strategies.steps.phases import OptimizerPhase
+
+T = TypeVar("T")
 
 
 class Sharded(MeshStep):
     """The step of ranks that each hold a shard of the model or of its optimizer's state."""
 
     lockstep_eval = True
+    _is_cut = True
     _shards: ShardedModel
     _state: ShardedState
     _made: torch.optim.Optimizer  # made over the whole model, and now over this rank's shards
     _groups: list[list[str]]  # the names of its parameters, of the whole model
+    _copied: set[str]  # the names that a copy of the whole model has
+    _root: StepModule | None = None  # FSDP's root, if that is a whole step of the user's own
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._verifies = False  # whether the check of sharded sequences is still to be made
-        self._is_weighted: bool | None = None  # whether the loss is a mean over other things than samples
 
     def check(self, task: StepTask) -> None:
         super().check(task)
         if isinstance(task.optimizer, torch.optim.Optimizer):
-            _check_cuts(task.optimizer, self._plan)
+            check_cuts(task.optimizer, self._plan)
         check_model(task.model, self._plan)
 
     def _refuse_sparse(self, module: nn.Module) -> None:
@@ -63,14 +85,25 @@ class Sharded(MeshStep):
         self.owns_metrics = shards.owns_metrics
         self._data_groups = shards.groups.data_groups
         shards.set_stepped(self._parameters)
+        if task.own_code() and not session.is_dry:
+            self._own_use = self._watch_own_use()
+        if self._phases:
+            self._ready_for_phases()
         self._verifies = shards.context is not None and not session.is_dry
+        for member in members_of(self.optimizer):
+            if needs_shard_sums(member):
+                self._sum_over_shards(member)
         if self._plan.shard.kind == "optimizer":
             self._stepper = shards.share_optimizer(self.optimizer)
-        self._state = shards.state_of(self.optimizer, self._groups, self._saved)
-        if (group := shards.replicas) is not None and not session.is_dry:
+        self._state = shards.state_of(self.optimizer, self._groups, self._saved, self._copied)
+        if (group := shards.replicas) is not None and not session.is_dry and self._plan.trains:
             self._model = self._replicate(group=group)
             self._check_reduction()
             self._lay_out_state()
+
+    def _sum_over_shards(self, optimizer: Any) -> None:
+        optimizer.sum_shards = self._shards.shard_sums()
+        self._until_closed.callback(setattr, optimizer, "sum_shards", None)
 
     def _prepare_model(self, task: StepTask) -> None:
         """Make the optimizer over the whole model, then replace its parameters by this rank's shards."""
@@ -78,28 +111,46 @@ class Sharded(MeshStep):
         refuse_extra_state(self.module)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         made = super()._make_optimizer(task)
-        refuse_closure(made)
-        _check_cuts(made, self._plan)
+        check_made(made, self._plan, is_manual=task.is_manual)
+        for member in members_of(made):
+            check_cuts(member, self._plan)
         self._groups = [[names[id(parameter)] for parameter in group["params"]] for group in made.param_groups]
+        self._copied = self._names_to_copy(made)
         self._use_float8()
-        self._shards = shards = ShardedModel(self.module, self._plan, self._session)
-        assert self._loans is not None
-        self._loans.callback(shards.close)
+        mesh = self._plan.mesh
+        if task.has_own_step and self._plan.shard.is_fsdp and mesh.tp == mesh.cp == mesh.pp == 1:
+            self._root = StepModule(self.module, self._run)
+        self._shards = shards = ShardedModel(self.module, self._plan, self._session, step=self._root)
+        self._until_closed.callback(shards.close)
+        dtype = computed_dtype(self._plan.precision.kind)
+        if self._root is not None and dtype is not None:
+            self._until_closed.callback(cast_calls(self.module, dtype))
         with shards.low.whole() if shards.low is not None else nullcontext():
             rebind(made, names, self.module, shards.layout)
         self._made = made
         task.move_loss_to(self._session.device)
 
+    def _names_to_copy(self, made: torch.optim.Optimizer) -> set[str]:
+        """Of the whole model."""
+        stepped = [parameter for group in made.param_groups for parameter in group["params"]]
+        saved = self.module.state_dict().keys() if self._saved is None else self._saved
+        return copied_names(self.module, stepped, saved)
+
     def _make_optimizer(self, task: StepTask) -> torch.optim.Optimizer:
         return self._made
+
+    def parameters_changed(self) -> None:
+        super().parameters_changed()
+        self._shards.parameters_changed()
+        self._shards.set_stepped(self._parameters)
+        if (group := self._shards.replicas) is not None and not self._session.is_dry:
+            self._replicate_again(group=group)
 
     def _lower_parameters(self) -> RoundedShards | None:
         """The bf16 shards, if rounding is stochastic; fp32 shards are gathered in bf16 by FSDP itself."""
         return self._shards.low
 
     def _share_batch(self) -> WholeBatch | None:
-        if self._shards.pipeline is not None:
-            return NoWholeBatch(normalizes=self._normalizes) if self._ranks > 1 else PartsOfBatch()
         if self._session.world_size == 1 or self._ranks * self._plan.mesh.cp == 1:
             return None
         groups = [*self._shards.groups.data_groups, *filter(None, [self._shards.groups.group("cp")])]
@@ -117,38 +168,78 @@ class Sharded(MeshStep):
         self.clock.begin(measure)
         if self._verifies:
             self._verify(microbatches[0])
-        if self._shards.pipeline is not None:
-            return self._pipeline_step(self._shards.pipeline, microbatches, measure)
-        if not self._is_settled and self._has_shares and self._has_fsdp and self._task.loss_fn is None:
-            self._settle_before(microbatches[0])
-        output = self._finish_step(self._pass_explained(microbatches, measure), measure)
+        return self._whole_step(microbatches, measure)
+
+    def _whole_step(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        if self._own_use is not None and self._plan.memory.compile:
+            self._watch_uncompiled(microbatches[0])
+        if self._phases:
+            output = self._take_phases(microbatches, measure)
+        else:
+            output = self._pass_and_update(microbatches, measure)
         if measure:
             self.check_targets()
         return output
 
-    def _verify(self, micro: Microbatch) -> None:
-        """Check before the first step that the model allows sharded sequences."""
-        assert self._shards.context is not None
-        batch = self.moved(micro.batch)
-        with kept_buffers(self._loss):
-            self._shards.context.verify(lambda: self._forward(self.module, batch).loss)
-        self._verifies = False
+    def _pass_and_update(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        if not self._is_settled and self._has_shares and self._has_fsdp and self._task.computes_own_loss:
+            self._settle_before(microbatches[0])
+        return super()._pass_and_update(microbatches, measure)
 
-    def _settle_before(self, micro: Microbatch) -> None:
-        """Settle a model's own loss before its first pass, since FSDP allows no trial between a pass and its backward.
+    @contextmanager
+    def _in_phase(self, phase: OptimizerPhase) -> Iterator[None]:
+        self._shards.begin_phase(phase.name)
+        self._shards.reshard()  # gathered parameters require what the shards did when they were gathered
+        try:
+            with super()._in_phase(phase):
+                yield
+        finally:
+            self._shards.begin_phase("")
 
-        A model that has a loss only in training is settled by its first training pass, without a trial.
-        """
+    def _ready_for_phases(self) -> None:
+        """Let FSDP begin, and find whose gradients are measured, while all parameters still require gradients."""
+        assert self._root is not None
+        if self._shards.is_fsdp and not self._session.is_dry:
+            with torch.no_grad():
+                self._root(None, lambda module, batch: None)
+            self._shards.reshard()
+        self._shards.begin_norm()
+
+    def _watch_own_use(self) -> OwnUse:
+        """Steps of the user's own may not compute with parameters that are cut, or on other ranks."""
+        mesh, shards = self._plan.mesh, self._shards
+        cut = {id(p) for name, p in self.module.named_parameters() if shards.is_apart(name)}
+        setting = "sharded parameters (FSDP)"
+        if mesh.pp > 1 or mesh.tp > 1:
+            setting = f"pipeline_parallel={mesh.pp}" if mesh.pp > 1 else f"tensor_parallel={mesh.tp}"
+
+        def is_part(parameter: torch.Tensor) -> bool:
+            return mesh.pp > 1 or id(parameter) in cut or isinstance(parameter, DTensor)
+
+        return OwnUse(self.module, is_part, setting, calls_once=mesh.pp > 1)
+
+    def _watch_uncompiled(self, micro: Microbatch) -> None:
+        """Watch one more pass, as in an evaluation: for a pass of training, blocks would be compiled with the watch."""
+        assert self._own_use is not None
+        own_use, self._own_use = self._own_use, None
         batch = self.moved(micro.batch)
         try:
-            outcome = self._try(batch)
+            with torch.compiler.set_stance("force_eager"), own_use.watching("a pass before the first step"):
+                self._try(batch)
         except Exception as failed:  # the user's code, in a trial pass
-            if is_collateral(failed):  # a peer is lost: no rank starts another collective
+            if is_collateral(failed) or isinstance(failed, TaskError):
                 raise
-            return
-        if outcome.is_own:
-            self._is_settled = True
-            self._task.settle(outcome, batch, micro.size, self._trial()._replace(run=self._try, is_joint=True))
+
+    def _verify(self, micro: Microbatch) -> None:
+        """Check before the first step that the model allows sharded sequences."""
+        batch = self.moved(micro.batch)
+        self._verify_by(lambda: self._forward(self.module, batch).loss)
+
+    def _verify_by(self, run: Callable[[], torch.Tensor]) -> None:
+        assert self._shards.context is not None
+        with kept_buffers(self._loss):
+            self._shards.context.verify(run)
+        self._verifies = False
 
     @property
     def _is_whole(self) -> bool:
@@ -192,75 +283,45 @@ class Sharded(MeshStep):
         for where in list(found) or [device]:
             found[where] = worst.to(where)
 
-    def _pipeline_step(self, pipeline: Pipeline, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
-        """Run the micro-batches through a pipeline, whose last stage has the loss."""
-        losses: list[torch.Tensor | float] = []
-        weights: list[torch.Tensor] = []
-        metrics: dict[str, MetricSum] = {}  # of the whole batch, independent of its micro-batches
+    def _evaluated(self, batch: Any) -> Outcome | None:
+        self._verify_evaluation(batch)
+        return super()._evaluated(batch)
 
-        def weigh(index: int, outcome: Outcome) -> torch.Tensor:
-            part = self._part_of(microbatches[index], outcome)
-            losses.append(self._value_of(part))
-            if outcome.weight is not None:
-                weights.append(outcome.weight.detach() * bool(microbatches[index].size))
-            if measure and microbatches[index].size:
-                for name, (total, weight) in self._task.measure(outcome, microbatches[index].size).items():
-                    before = metrics.get(name, MetricSum(0.0, 0.0))
-                    metrics[name] = MetricSum(before.total + total, before.weight + weight)
-            return part if self._scaler is None else self._scaler.scale(part)
+    def _verify_evaluation(self, batch: Any) -> None:
+        """Check before the first evaluation, of a run that trains nothing, that the model allows sharded sequences."""
+        if self._verifies and not self._plan.trains:
+            self._verify_by(lambda: self._call(self._task.evaluate, self.module, batch).loss)
 
-        device = self._session.device
-        if not self._is_settled:
-            self._settle_pipeline(pipeline, microbatches[0])
-        if self._scaler is not None:
-            self._scaler.scale(torch.zeros((), device=device))  # creates the scale on ranks without a loss
-        batches = [self.moved(micro.batch) for micro in microbatches]
-        watched = nullcontext() if self._changes is None else self._watched_changes()
-        with watched, self._autocast or nullcontext(), self._whole_batch or nullcontext():
-            pipeline.forward_backward(batches, self._task.run, weigh)
-        self.clock.mark()
-        if self._is_weighted is None:
-            is_weighted = torch.tensor([int(bool(weights))], device=device)
-            self._is_weighted = bool(self._session.max("whether the loss has weights", is_weighted).item())
-        total = sum(weights, torch.zeros((), device=device)) if self._is_weighted else None
-        if measure:
-            self.check_targets()
-        return self._finish_step(Passed(sum(losses, 0.0), total, metrics if measure else None), measure)
-
-    def _settle_pipeline(self, pipeline: Pipeline, micro: Microbatch) -> None:
-        """Settle the loss by one more pass, as in an evaluation, because only the last stage has an outcome."""
-        batch = self.moved(micro.batch)
-        devices = [self._session.device] if self._session.device.type == "cuda" else []
-        self.train(False)
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), self._autocast or nullcontext():
-            outcome = pipeline.forward(batch, self._task.run)
-        self.train(True)
-        torch.clear_autocast_cache()
-        self._is_settled = True
-        self._task.settle(outcome, batch, micro.size, self._trial())
+    def _trial_of_evaluation(self) -> LossTrial:
+        """Ranks that only gather parameters from each other can try parts of a batch, if all of them do."""
+        trial = super()._trial_of_evaluation()
+        return trial._replace(run=self._try_evaluation, is_joint=True) if self._has_fsdp else trial
 
     def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
-        if self._shards.pipeline is None:
-            found = super().eval_step(batch, size)
-            return found if self.owns_metrics else {}
-        outcome = self._through(self._shards.pipeline, batch, self._task.evaluate)
-        return {} if outcome is None or not self.owns_metrics else self._measured(outcome, size)
+        found = super().eval_step(batch, size)
+        return found if self.owns_metrics else {}
 
     def predict_step(self, batch: Any) -> Any:
-        if self._shards.pipeline is None:
-            found = super().predict_step(batch)
-            return found if self.owns_metrics else None
+        self._verify_prediction(batch)
+        found = super().predict_step(batch)
+        return found if self.owns_metrics else None
 
-        def predict(model: nn.Module, moved: Any) -> Outcome:
-            return Outcome(torch.zeros((), device=self._session.device), self._task.predict(model, moved), None)
+    def _verify_prediction(self, batch: Any) -> None:
+        """The same before the first prediction."""
+        if self._verifies and not self._plan.trains:
+            moved = self.moved(batch)
+            self._verify_by(lambda: _first_tensor(self._call(self._task.predict, self.module, moved)))
 
-        outcome = self._through(self._shards.pipeline, batch, predict)
-        return outcome.outputs if outcome is not None and self.owns_metrics else None
+    def _call(self, step: Callable[[nn.Module, Any], T], model: nn.Module, batch: Any) -> T:
+        root = self._root
+        if root is None or not self._shards.is_fsdp:
+            return super()._call(step, model, batch)
 
-    def _through(self, pipeline: Pipeline, batch: Any, run: Run) -> Outcome | None:
-        """A batch without gradients; only the ranks of the last stage have the outcome."""
-        with torch.no_grad(), self._autocast or nullcontext():
-            return pipeline.forward(self.moved(batch), run)
+        @wraps(step)
+        def through(model: nn.Module, batch: Any) -> T:
+            return root(batch, step)  # type: ignore[no-any-return]
+
+        return super()._call(through, model, batch)
 
     def state(self) -> StateTree:
         self._agree_on_buffers()
@@ -275,7 +336,31 @@ class Sharded(MeshStep):
         self._load_state_beside(tree)
 
     def shard_ranges(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
-        return self._state.boxes(name, shape)
+        return () if is_unwanted(name, self.copies) else self._state.boxes(name, shape)
+
+    @contextmanager
+    def weights(self, *, changes: bool = False) -> Iterator[ModelCopy]:
+        self._shards.reshard()  # evaluation leaves some parameters gathered
+        with super().weights(changes=changes) as found:
+            yield found
+
+    def train(self, mode: bool) -> None:
+        super().train(mode)
+        if mode:  # what callbacks read or change are the shards
+            self._shards.reshard()
+
+    def _copied_names(self) -> set[str]:
+        return {name for name in self._copied if self._shards.layout.is_here(name)}
+
+    def _copy_state(self, tensors: ModelCopy) -> StateTree:
+        return self._state.copy(tensors)
+
+    def _load_copy(self, saved: StateTree) -> ModelCopy:
+        with self.weights() as live:
+            return self._state.load_copy(saved, live)
+
+    def _copied_alike(self, names: set[str]) -> Named:
+        return copy_tensors(self.copies, self._state.boxed, names)
 
     def replicated(self) -> Named:
         self._shards.reshard()  # evaluation leaves some parameters gathered
@@ -284,28 +369,20 @@ class Sharded(MeshStep):
         yield from found
         yield from optimizer_options(self.optimizer)
         yield from self._loss_scale()
+        yield from self._copied_alike(shared_names(self.module, self._replicas))
 
     def held_state(self) -> StateTree | None:
         """None: this rank holds only shards of the state."""
         return None
 
 
-def _check_cuts(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Refuse an optimizer whose step on shards differs from that on the whole."""
-    mesh, shard = plan.mesh, plan.shard
-    cuts: dict[str, tuple[Cut, ...]] = {
-        f"pipeline_parallel={mesh.pp}": ("parameters",) if mesh.pp > 1 else (),
-        "zero_stage=1": ("parameters",) if shard.kind == "optimizer" and mesh.dp_replicate > 1 else (),
-        "sharded parameters (FSDP)": ("rows",) if shard.is_fsdp and (mesh.dp_shard > 1 or shard.cpu_offload) else (),
-        f"tensor_parallel={mesh.tp}": ("rows", "columns") if mesh.tp > 1 else (),
-    }
-    for setting, wanted in cuts.items():
-        refuse_uncuttable(optimizer, wanted, setting)
-    if mesh.tp > 1 or mesh.pp > 1:  # FSDP's shards are DTensors, and ZeRO-1 calls hooks with whole parameters
-        refuse_step_hooks(optimizer, f"tensor_parallel={mesh.tp}" if mesh.tp > 1 else f"pipeline_parallel={mesh.pp}")
-    if type(optimizer) is torch.optim.Rprop and shard.is_fsdp:
+def _first_tensor(predictions: Any) -> torch.Tensor:
+    """By which sharded sequences are compared with whole ones."""
+    tensors = [leaf for leaf in tree_flatten(predictions)[0] if isinstance(leaf, torch.Tensor)]
+    if not tensors:
         raise TaskError(
-            "Rprop cannot be trained with sharded parameters (FSDP)",
-            why="torch's Rprop uses boolean masks, which sharded tensors do not support",
-            do="use another optimizer, or backend='pytorch-ddp'",
+            "predict_step returned no tensor, and the model has context_parallel",
+            why="its first predictions are compared with those of whole sequences",
+            do="return a tensor, or set context_parallel=1",
         )
+    return tensors[0]

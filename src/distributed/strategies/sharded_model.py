@@ -6,7 +6,7 @@ block; a stage is cut out of complete blocks; sharding comes last, and memory is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -18,9 +18,10 @@ from distributed.core.plan import Plan
 from distributed.runtime.session import Session
 from distributed.strategies.checks.sharded_models import mark_parts, refuse_extra_state
 from distributed.strategies.context.context_parallel import ContextParallel
-from distributed.strategies.data_parallel.fsdp import accumulate, shard
+from distributed.strategies.data_parallel.fsdp import accumulate, follow_trained, shard
 from distributed.strategies.data_parallel.fsdp_unused import ShardedUse
 from distributed.strategies.data_parallel.gradient_norm import GradientNorm
+from distributed.strategies.data_parallel.shard_sums import SumsOverShards
 from distributed.strategies.data_parallel.used_parameters import UsedParameters
 from distributed.strategies.data_parallel.zero1 import ShardedOptimizer
 from distributed.strategies.gradient_sums import mean_gradients
@@ -41,8 +42,10 @@ from distributed.strategies.tensor.tensor_parallel import TensorParallel
 class ShardedModel:
     """This rank's shards of a model, cut in place."""
 
-    def __init__(self, module: nn.Module, plan: Plan, session: Session) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, session: Session, *, step: nn.Module | None = None) -> None:
+        """`step`: a whole step as a module around this one, if FSDP's root is to be that."""
         spec, device = plan.mesh, session.device
+        self._step = step
         self.module, self._device, self._session, self._kind = module, device, session, plan.shard.kind
         self.layout = Layout(module)
         self.names = list(module.state_dict())
@@ -74,17 +77,45 @@ class ShardedModel:
         self._norm: GradientNorm | None = None
         self._shared: ShardedOptimizer | None = None
         self._stepped: frozenset[int] = frozenset()  # the ids of the optimizer's parameters
-        self._used = UsedParameters(
+        self._finds_unused = plan.replicate.find_unused_parameters
+        self._used_in: dict[str, UsedParameters] = {}  # by the phase of a step
+        self._sharded_use: ShardedUse | None = None
+        self._watch_use()
+
+    def _watch_use(self) -> None:
+        """Look at which of the parameters that are trained a step uses."""
+        self._used = self._used_of_all = self._make_used()
+        if self.is_fsdp and not self._session.is_dry:
+            if self._sharded_use is not None:
+                self._sharded_use.close()
+            rank = self._session.rank
+            self._sharded_use = ShardedUse(self._roots, self.parameters, lambda: self._used.settled, rank)
+
+    def _make_used(self) -> UsedParameters:
+        return UsedParameters(
             self.parameters,
             self._agree_on_use,
-            every_step=plan.replicate.find_unused_parameters,
+            every_step=self._finds_unused,
             alike=self._names_alike(),
-            rank=session.rank,
+            rank=self._session.rank,
         )
-        self._sharded_use: ShardedUse | None = None
-        if self.is_fsdp and not session.is_dry:
-            roots = self.pipeline.stages if self.pipeline is not None else [module]
-            self._sharded_use = ShardedUse(roots, self.parameters, lambda: self._used.settled, session.rank)
+
+    def begin_phase(self, name: str) -> None:
+        """Which parameters a step uses is another matter in each phase of it; "": the step has none."""
+        if name and name not in self._used_in:
+            self._used_in[name] = self._make_used()
+        self._used = self._used_in[name] if name else self._used_of_all
+
+    def parameters_changed(self) -> None:
+        """Reduce the gradients of the parameters that are trained by now."""
+        vars(self).pop("parameters", None)
+        if self.is_fsdp:
+            follow_trained(self._roots)
+        if self.pipeline is not None:
+            self.pipeline.forget_sets()
+        if self._shared is not None:
+            self._shared.choose_trained()
+        self._watch_use()
 
     @property
     def is_cut(self) -> bool:
@@ -142,8 +173,16 @@ class ShardedModel:
             low_gradients=plan.speed.parameters != "fp32",
             cpu_offload=plan.shard.cpu_offload,
             device=device,
-            roots=self.pipeline.stages if self.pipeline is not None else (),
+            roots=() if self._roots == [self.module] else self._roots,
+            casts=self._step is None,
         )
+
+    @property
+    def _roots(self) -> Sequence[nn.Module]:
+        """The modules that FSDP's hooks are around, outermost."""
+        if self.pipeline is not None:
+            return self.pipeline.stages
+        return [self.module if self._step is None else self._step]
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -157,7 +196,7 @@ class ShardedModel:
         If gradients are sharded to save memory, each micro-batch reduces: otherwise whole gradients would be kept.
         """
         if self.is_fsdp and self._kind == "grad_op" and self.pipeline is None:
-            accumulate([self.module], is_last)
+            accumulate(self._roots, is_last)
 
     def finish_gradients(self) -> None:
         """Reduce, after the last backward pass of a step, the gradients that no hook has reduced."""
@@ -226,15 +265,22 @@ class ShardedModel:
         self._shared = ShardedOptimizer(optimizer, names, group, self.layout, self._session)
         return self._shared
 
+    def shard_sums(self) -> SumsOverShards:
+        """What adds numbers of the optimizer's parameters up over their shards."""
+        own = self.low.own if self.low is not None else lambda parameter: parameter
+        names = {id(own(parameter)): name for name, parameter in self.module.named_parameters()}
+        return SumsOverShards(names, self.layout, self.groups.group, self._session)
+
     def state_of(
-        self, optimizer: torch.optim.Optimizer, groups: list[list[str]], saved: set[str] | None
+        self, optimizer: torch.optim.Optimizer, groups: list[list[str]], saved: set[str] | None, copied: set[str]
     ) -> ShardedState:
-        """`saved`: the names of the tensors that a checkpoint holds; None: all."""
+        """`saved`: the names of the tensors that a checkpoint holds; None: all. `copied`: of those of a copy."""
         return ShardedState(
             self.module,
             optimizer=optimizer,
             layout=self.layout,
             names=[name for name in self.names if saved is None or name in saved],
+            copied=copied,
             groups=groups,
             is_plain=self.is_plain,
             stores=self.stores,
@@ -268,6 +314,14 @@ class ShardedModel:
             copies *= 2
         return copies
 
+    def is_apart(self, name: str) -> bool:
+        """Whether tensor parallelism gives this rank a part of a parameter, or a part of its gradient."""
+        return self.tensor is not None and (self.layout.cut_of(name) is not None or name in self.tensor.partial)
+
+    def begin_norm(self) -> None:
+        """Find the parameters whose gradient is measured, while all that are trained require one."""
+        _ = self.norm
+
     def is_plain(self, name: str) -> bool:
         """Whether every rank has all of a tensor."""
         return self.groups.spec.pp == 1 and self.layout.is_whole(name)
@@ -285,8 +339,7 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Reshard the parameters that an evaluation has gathered."""
-        roots = self.pipeline.stages if self.pipeline is not None else [self.module]
-        for module in (m for root in roots for m in root.modules() if isinstance(m, FSDPModule)):
+        for module in (m for root in self._roots for m in root.modules() if isinstance(m, FSDPModule)):
             module.reshard()
 
     def close(self) -> None:

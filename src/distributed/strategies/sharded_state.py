@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from distributed.core.errors import CheckpointError
 from distributed.core.plan import ReplicatePlan
 from distributed.runtime.tensor_shard import Box, TensorShard
+from distributed.strategies.base import ModelCopy
 from distributed.strategies.checks.replica_tensors import Named, optimizer_state, shared_buffers
-from distributed.strategies.model.optimizer_state import PLAIN, load_state, match_groups, options_of
+from distributed.strategies.model.copies import COPIES, wide
+from distributed.strategies.model.optimizer_state import PLAIN, check_names, load_state, match_groups, options_of
 from distributed.strategies.placement import Layout
 
 StateTree = dict[str, Any]
@@ -32,6 +33,7 @@ class ShardedState:
     optimizer: torch.optim.Optimizer
     layout: Layout
     names: Collection[str]  # of the whole model's tensors that are saved
+    copied: Collection[str]  # of those that a copy of the model has
     groups: list[list[str]]  # of the whole optimizer's parameters, by their names
     is_plain: Callable[[str], bool]  # whether every rank has all of a tensor
     stores: Callable[[str], bool]  # whether this rank saves its shard of a tensor
@@ -66,22 +68,25 @@ class ShardedState:
             if name not in self.layout:  # made after the layout
                 yield title, live[name]
             elif self.layout.is_here(name):
-                yield from self._boxed(title, name, live[name])
+                yield from self.boxed(title, name, live[name])
         for name, key, value in optimizer_state(self.optimizer, self.module):
             title = f"optimizer state {key} of {name}"
             if isinstance(value, torch.Tensor) and tuple(value.shape) == self._local_shape(name):
-                yield from self._boxed(title, name, value)
+                yield from self.boxed(title, name, value)
             else:
                 yield title, value
 
-    def _boxed(self, title: str, name: str, tensor: torch.Tensor) -> Named:
-        for box, piece in self.layout.portion(name, tensor.detach()).pieces:
+    def boxed(self, title: str, name: str, tensor: torch.Tensor) -> Named:
+        """What lies here of a tensor of this name, each part under a title with its place."""
+        for box, piece in self.layout.shard(name, tensor.detach()).pieces:
             if piece.numel():
                 yield f"{title} {box}" if not self.layout.is_whole(name) else title, piece
 
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         """The ranges of a checkpoint's tensor that this rank needs; None: all of it."""
         kind, _, path = name.partition("/")
+        if kind == COPIES:
+            kind, path = "model", path.partition("/")[2]
         if kind == "model":
             return None if path not in self.layout or self.is_plain(path) else self.layout.boxes(path)
         if not name.startswith("optimizer/state/"):
@@ -98,7 +103,22 @@ class ShardedState:
         return parameters | dict(self.module.named_buffers(remove_duplicate=False))
 
     def _model(self) -> dict[str, Any]:
-        live = self._live()
+        return self._named(self.names, self._live())
+
+    def copy(self, tensors: ModelCopy) -> dict[str, Any]:
+        """A copy of the model as a checkpoint has it; every rank's has the same names."""
+        return self._named([name for name in self.names if name in self.copied], tensors, widens=True)
+
+    def load_copy(self, saved: StateTree, live: ModelCopy) -> ModelCopy:
+        """This rank's part of a copy; `live`: of the model."""
+        made: dict[int, torch.Tensor] = {}
+        for name, here in live.items():
+            if id(here) not in made and name in saved:
+                made[id(here)] = torch.empty_like(here, dtype=saved[name].dtype)
+                self._fill(name, saved[name], made[id(here)])
+        return {name: made[id(here)] for name, here in live.items() if id(here) in made}
+
+    def _named(self, names: Collection[str], live: ModelCopy, *, widens: bool = False) -> dict[str, Any]:
         made: dict[str, TensorShard] = {}  # a tied weight is one tensor under several names
 
         def value(name: str) -> torch.Tensor | TensorShard:
@@ -106,25 +126,28 @@ class ShardedState:
                 return live[name].detach()
             first = self.layout.first_name(name)
             if first not in made:
-                made[first] = self._portion(name, live.get(name))
+                made[first] = self._shard(name, live.get(name), widens)
             return made[first]
 
-        return {name: value(name) for name in self.names}
+        return {name: value(name) for name in names}
 
-    def _portion(self, name: str, tensor: torch.Tensor | None) -> TensorShard:
+    def _shard(self, name: str, tensor: torch.Tensor | None, widens: bool = False) -> TensorShard:
         if tensor is None or not self.layout.is_here(name):
-            return self.layout.portion(name, None)
-        found = self.layout.portion(name, tensor.detach())
-        return TensorShard(found.shape, found.dtype, found.pieces, found.stores and self.stores(name))
+            absent = self.layout.shard(name, None)
+            return replace(absent, dtype=wide(absent.dtype)) if widens else absent
+        return _stored(self.layout.shard(name, tensor.detach()), self.stores(name))
 
     def _optimizer(self) -> StateTree:
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        named = dict(self.module.named_parameters())
+        names = {id(parameter): name for name, parameter in named.items()}
         held = {names[id(parameter)]: values for parameter, values in self.optimizer.state.items()}
-        elsewhere = self._others(held)
+        shapes = {name: tuple(named[name].shape) for name in held}
+        elsewhere = self._others(held, shapes)
         state = {}
         for name in (name for group in self.groups for name in group):
             if name in held:
-                state[name] = {key: self._state_value(name, value) for key, value in held[name].items()}
+                shape = shapes[name]
+                state[name] = {key: self._state_value(name, value, shape) for key, value in held[name].items()}
             elif name in elsewhere:
                 state[name] = elsewhere[name]
         options = [
@@ -134,23 +157,25 @@ class ShardedState:
         groups = [option | {"params": list(members)} for option, members in zip(options, self.groups, strict=True)]
         return {"state": state, "param_groups": groups}
 
-    def _state_value(self, name: str, value: Any) -> Any:
+    def _state_value(self, name: str, value: Any, shape: tuple[int, ...]) -> Any:
+        """`shape`: of the parameter, as it is here."""
         if not isinstance(value, torch.Tensor):
             return value
-        is_shaped = tuple(value.shape) == self._local_shape(name)
+        is_shaped = tuple(value.shape) == shape
         if is_shaped and (not self.is_plain(name) or self.splits_optimizer):
-            found = self.layout.portion(name, value)
-            return TensorShard(found.shape, found.dtype, found.pieces, found.stores and self._stores_state(name))
+            return _stored(self.layout.shard(name, value), self._stores_state(name))
         if self.is_plain(name) and not self.splits_optimizer:
             return value
         box = tuple((0, length) for length in value.shape)
         return TensorShard(tuple(value.shape), value.dtype, ((box, value),), self._stores_scalar(name))
 
-    def _others(self, held: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    def _others(
+        self, held: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, dict[str, Any]]:
         """The structure of other ranks' optimizer state, without its values; every rank must call it."""
         if self.gather_texts is None:
             return {}
-        mine = json.dumps({name: self._outline(name, values) for name, values in held.items()})
+        mine = json.dumps({name: self._outline(name, values, shapes[name]) for name, values in held.items()})
         changed = any(
             text == "changed" for text in self.gather_texts("" if mine == self._shared_outline else "changed")
         )
@@ -163,11 +188,11 @@ class ShardedState:
             }
         return self._elsewhere
 
-    def _outline(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _outline(self, name: str, values: Mapping[str, Any], local_shape: tuple[int, ...]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                is_shaped = tuple(value.shape) == self._local_shape(name)
+                is_shaped = tuple(value.shape) == local_shape
                 shape = self.layout.shape(name) if is_shaped else tuple(value.shape)
                 found[key] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": shape}
             else:
@@ -206,21 +231,22 @@ class ShardedState:
             return value.pieces[0][1]
         local = torch.empty_like(self.module.get_parameter(name), dtype=value.dtype, requires_grad=False)
         with torch.no_grad():
-            self.layout.take_portion(name, value, local)
+            self.layout.take_shard(name, value, local)
         return local
 
     def _fill(self, name: str, value: torch.Tensor | TensorShard, target: torch.Tensor) -> None:
         if isinstance(value, TensorShard):
-            self.layout.take_portion(name, value, target)
+            self.layout.take_shard(name, value, target)
         else:
             target.copy_(value)
 
     def _check_names(self, saved: Mapping[str, Any]) -> None:
-        differing = sorted(set(saved) ^ set(self.names))
-        if differing:
-            raise CheckpointError(
-                "the checkpoint is of another model", why=f"differing: {', '.join(differing[:5])}", do="pass that model"
-            )
+        check_names(saved, self.names)
+
+
+def _stored(found: TensorShard, stores: bool) -> TensorShard:
+    """`stores`: whether this rank saves it, should the layout have it so."""
+    return found if stores or not found.stores else replace(found, stores=False)
 
 
 def _from_outline(entry: Mapping[str, Any]) -> Any:

@@ -12,9 +12,13 @@ if TYPE_CHECKING:
 
 
 def TorchMesh(plan: Plan) -> Replicated | Sharded:
-    """`Replicated` where every rank holds all of the state, else `Sharded`."""
+    """`Replicated` where every rank holds all of the state, `Pipelined` where it holds a stage, else `Sharded`."""
     if plan.is_replicated:
         return Replicated(plan)
+    if plan.mesh.pp > 1:
+        from distributed.strategies.pipelined import Pipelined  # takes long to import
+
+        return Pipelined(plan)
     from distributed.strategies.sharded import Sharded  # takes long to import
 
     return Sharded(plan)

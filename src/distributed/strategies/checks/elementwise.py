@@ -37,6 +37,7 @@ _ELEMENTWISE = (
 OF_STEP_HOOKS = "each rank would call the hook with its shards of the parameters, as if they were whole"
 INSTEAD = "let a callback do what the hook does, or use backend='pytorch-ddp'"
 _SAYS_SO = "steps_elementwise"  # an attribute by which an optimizer's class declares this
+_SUMS = "needs_shard_sums"  # ... that it steps whole parameters, by sums over their shards that a strategy gives it
 _LENGTHS = (96, 64, 3, 2)  # of the tensors that are tried: longer than the blocks of quantizing optimizers
 _STEPS = 3
 _NEAR = 1e-3  # of the largest change: rounding is far below, and errors of shards' norms are far above
@@ -48,14 +49,26 @@ _PARTS: dict[Cut, str] = {
 }
 
 
-def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step needs a closure, because it calls the model itself."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+def needs_closure(optimizer: Any) -> bool:
+    """Whether an optimizer, or a class of one, calls the model itself in a step.
+
+    >>> needs_closure(torch.optim.LBFGS), needs_closure(torch.optim.SGD), needs_closure(lambda parameters: ...)
+    (True, False, False)
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not issubclass(kind, torch.optim.Optimizer):
+        return False
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer, setting: str) -> None:
+    """Refuse an optimizer whose step needs a closure, by which it calls the model itself."""
+    if needs_closure(optimizer):
         raise TaskError(
-            f"the optimizer {type(optimizer).__name__} cannot be trained with",
+            f"the optimizer {type(optimizer).__name__}, with {setting}",
             why="its step needs a closure, by which it calls the model several times in a step",
-            do="use an optimizer that steps by gradients, such as AdamW or SGD",
+            do="use an optimizer that steps by gradients, such as AdamW or SGD, or leave the other out",
         )
 
 
@@ -88,6 +101,8 @@ def why_not_cut(optimizer: torch.optim.Optimizer, cuts: Sequence[Cut]) -> str:
     >>> why_not_cut(torch.optim.Adafactor(nn.Linear(2, 2).parameters()), ["rows"])
     'each rank has some rows of a parameter, and it looks at more than single elements'
     """
+    if getattr(optimizer, _SUMS, False):  # of a range of numbers of several parameters there are no such sums
+        cuts = [cut for cut in cuts if cut == "flat"]
     if type(optimizer) in _ELEMENTWISE or not cuts or getattr(optimizer, _SAYS_SO, False):
         return ""
     shapes = [_shapes_of(group) for group in optimizer.param_groups]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distributed.core.engines.engine import ENGINES
-from distributed.core.errors import Problem, TaskError
+from distributed.core.errors import Problem, TaskError, first_of
 from distributed.core.plan import Plan
 from distributed.runtime.torch_compat import BatchNormBase
 from distributed.strategies.checks.parameter_hooks import hooked_parameters
@@ -100,17 +100,17 @@ def _of_hooks(model: nn.Module, plan: Plan) -> Iterator[Problem]:
     """Problems of hooks on gradients that cannot be called with the gradient of one process."""
     if plan.is_bitwise or plan.world_size == 1 or not (names := hooked_parameters(model)):
         return
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     is_cut = plan.shard.is_fsdp or plan.mesh.tp > 1 or plan.mesh.pp > 1 or ENGINES.entries[plan.strategy].owns_state
     if is_cut:
         yield Problem(
-            f"{names[0]}{more} has a hook on its gradient, and no rank would have the whole gradient",
+            f"{first_of(names, 1)} has a hook on its gradient, and no rank would have the whole gradient",
             why="a hook is called with the gradient of the whole parameter, which is cut or sharded over ranks here",
             do="let the model's forward do what the hook does (a mask: on the weight), or use backend='pytorch-ddp'",
         )
-    elif plan.batch.accumulation > 1:
+    elif plan.batch.most_accumulated > 1:
+        setting = f"gradient_accumulation_steps={plan.batch.most_accumulated}"
         yield Problem(
-            f"{names[0]}{more} has a hook on its gradient, with gradient_accumulation_steps={plan.batch.accumulation}",
+            f"{first_of(names, 1)} has a hook on its gradient, with {setting}",
             why="one process calls the hook with the gradient of each micro-batch, and ranks reduce their gradients "
             "once per step",
             do="set gradient_accumulation_steps=1, or let the model's forward do what the hook does (a mask: on the "

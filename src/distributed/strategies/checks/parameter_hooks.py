@@ -55,6 +55,16 @@ def hooked_parameters(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if p.requires_grad and has_gradient_hooks(p)]
 
 
+def refuse_hooks(module: nn.Module, setting: str) -> None:
+    """Raise if a parameter has a hook, where one process would call it with each backward pass."""
+    if names := hooked_parameters(module):
+        raise TaskError(
+            f"{names[0]} has a hook on its gradient, with {setting}",
+            why="one process calls the hook in each backward pass, and ranks reduce their gradients when they step",
+            do="let the model's forward do what the hook does (a mask: on the weight)",
+        )
+
+
 def refuse_new_hooks(module: nn.Module) -> None:
     """Raise if a forward pass has put a hook on a parameter, where gradients are then reduced over ranks."""
     for name, parameter in module.named_parameters():

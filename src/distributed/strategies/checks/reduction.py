@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.core.errors import TaskError
+from distributed.core.errors import TaskError, first_of
 from distributed.runtime.torch_compat import reduction_finished
 
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
@@ -40,8 +40,7 @@ def reduction_check(replicated: DistributedDataParallel, model: nn.Module, rank:
 
 def left_out(names: list[str], rank: int) -> TaskError:
     """The error for parameters without a gradient; the step was not taken, so no weight has changed."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    named = f": {', '.join(names[:_SHOWN])}{more}" if names else ""
+    named = f": {first_of(names, _SHOWN)}" if names else ""
     count = f"{len(names)} parameters" if len(names) > 1 else "a parameter"
     return TaskError(
         f"{count} got no gradient on rank {rank}{named}",

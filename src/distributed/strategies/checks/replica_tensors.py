@@ -35,6 +35,11 @@ def shared_buffers(module: nn.Module, plan: ReplicatePlan) -> Iterator[tuple[str
                 yield f"{path}.{name}".removeprefix("."), buffer
 
 
+def shared_names(module: nn.Module, plan: ReplicatePlan) -> set[str]:
+    """The names of the parameters and buffers that must be equal on all ranks that have them."""
+    return {name for name, _ in (*module.named_parameters(), *shared_buffers(module, plan))}
+
+
 def optimizer_state(
     optimizer: torch.optim.Optimizer, module: nn.Module
 ) -> Iterator[tuple[str, str, torch.Tensor | str]]:

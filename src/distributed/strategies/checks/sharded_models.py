@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from distributed.core.errors import Problem, TaskError
+from distributed.core.plan import Plan
 from distributed.runtime.torch_compat import forget_composable_state
+from distributed.strategies.checks.elementwise import Cut, refuse_step_hooks, refuse_uncuttable
 
 _MARK = "_distributed_in_parts"
 
 
 def mark_parts(module: nn.Module) -> None:
     module.__dict__[_MARK] = True
+
+
+def unmark_parts(module: nn.Module) -> None:
+    module.__dict__.pop(_MARK, None)
 
 
 def is_in_parts(module: nn.Module) -> bool:
@@ -51,3 +58,24 @@ def extra_state(module: nn.Module) -> list[Problem]:
             do="keep it in a buffer: self.register_buffer(…); or train with ranks that hold the whole model",
         )
     ]
+
+
+def check_cuts(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Refuse an optimizer whose step on shards differs from that on the whole."""
+    mesh, shard = plan.mesh, plan.shard
+    cuts: dict[str, tuple[Cut, ...]] = {
+        f"pipeline_parallel={mesh.pp}": ("parameters",) if mesh.pp > 1 else (),
+        "zero_stage=1": ("parameters",) if shard.kind == "optimizer" and mesh.dp_replicate > 1 else (),
+        "sharded parameters (FSDP)": ("rows",) if shard.is_fsdp and (mesh.dp_shard > 1 or shard.cpu_offload) else (),
+        f"tensor_parallel={mesh.tp}": ("rows", "columns") if mesh.tp > 1 else (),
+    }
+    for setting, wanted in cuts.items():
+        refuse_uncuttable(optimizer, wanted, setting)
+    if mesh.tp > 1 or mesh.pp > 1:  # FSDP's shards are DTensors, and ZeRO-1 calls hooks with whole parameters
+        refuse_step_hooks(optimizer, f"tensor_parallel={mesh.tp}" if mesh.tp > 1 else f"pipeline_parallel={mesh.pp}")
+    if type(optimizer) is torch.optim.Rprop and shard.is_fsdp:
+        raise TaskError(
+            "Rprop cannot be trained with sharded parameters (FSDP)",
+            why="torch's Rprop uses boolean masks, which sharded tensors do not support",
+            do="use another optimizer, or backend='pytorch-ddp'",
+        )

@@ -22,11 +22,14 @@ def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {module.get_submodule(path).weight for path in sparse_layers(module)}  # type: ignore[misc]
 
 
-def refuse_sparse(module: nn.Module, setting: str, why: str) -> None:
+def refuse_sparse(
+    module: nn.Module, setting: str, why: str, instead: str = "use backend='pytorch-ddp' without sharding"
+) -> None:
+    """`instead`: what else may be done than to make its layers dense."""
     layers = sparse_layers(module)
     if layers:
         raise TaskError(
             f"{layers[0] or 'the model'} has sparse gradients, and {setting}",
             why=why,
-            do=f"make {layers[0] or 'it'} with sparse=False, or use backend='pytorch-ddp' without sharding",
+            do=f"make {layers[0] or 'it'} with sparse=False, or {instead}",
         )

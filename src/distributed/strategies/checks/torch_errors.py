@@ -11,6 +11,7 @@ _OF_DDP = re.compile(
     r"|Your training graph has changed in this iteration"
 )
 _OF_FREED = re.compile(r"storage of size 0|its data is not allocated yet")  # of a gathered parameter that was freed
+_OF_KERNEL = re.compile(r"(?P<operation>\S+) does not have a deterministic implementation")
 _OF_NORMALIZATION = "Expected more than 1 value per channel"
 
 
@@ -34,6 +35,19 @@ def explain_sample(error: ValueError) -> None:
             do="set a larger batch_size or fewer virtual_ranks, so that each part has several samples; if only the "
             "last batch is small, set drop_last=True",
         ) from error
+
+
+def explain_kernel(error: RuntimeError) -> None:
+    """Raise the error of an operation that torch has no deterministic kernel for."""
+    found = _OF_KERNEL.search(str(error))
+    if found is None:
+        return
+    raise TaskError(
+        f"{found['operation']} has no deterministic kernel on this device",
+        why="reproducible='bitwise' promises the same bytes in every run, and this operation adds in any order",
+        do="use another operation (for a cross entropy of (N, C, …): flatten it to (N, C) and (N,)), "
+        "or set reproducible='off'",
+    ) from error
 
 
 def explain_freed(failed: RuntimeError) -> None:

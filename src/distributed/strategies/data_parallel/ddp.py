@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.core.engines.engine import ENGINES
 from distributed.core.plan import Plan, ReplicatePlan
 from distributed.runtime.torch_compat import BatchNormBase, NormBase
+from distributed.runtime.torch_module_compat import without_hooks
 from distributed.strategies.checks.sparse_layers import sparse_parameters
 
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
 
 class StepModule(nn.Module):
-    """A module whose forward is a whole training step, for DDP, which wants one forward for each backward pass.
+    """A module whose forward is a whole step, for DDP and FSDP, whose hooks are around one forward of the root.
 
     A step of the user's own may call the model several times, or other methods of it than forward.
     """
@@ -29,8 +30,9 @@ class StepModule(nn.Module):
         super().__init__()
         self.module, self._run = module, run
 
-    def forward(self, batch: Any) -> Any:
-        return self._run(self.module, batch)
+    def forward(self, batch: Any, run: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        """`run`: another step than that of training."""
+        return (self._run if run is None else run)(self.module, batch)
 
 
 def replicate(
@@ -66,6 +68,13 @@ def replicate(
     return replicated
 
 
+def release(replicated: DistributedDataParallel) -> None:
+    """Take DDP's hooks from the parameters, so that another one can reduce the gradients of other ones."""
+    for parameter in replicated.parameters():
+        parameter.grad = None  # a view of one of its buckets
+    del replicated.logger, replicated.reducer  # which removes its hooks when nothing refers to it any more
+
+
 def _settle_buckets(replicated: DistributedDataParallel) -> None:
     """Let DDP lay out its buckets now, in the order of the parameters, by a backward pass that changes nothing.
 
@@ -87,7 +96,8 @@ def _settle_buckets(replicated: DistributedDataParallel) -> None:
 
     module.forward = lambda: torch.stack([touch(p) for p in parameters]).sum() * 0  # type: ignore[method-assign]
     try:
-        replicated().backward()
+        with without_hooks(module):
+            replicated().backward()
     finally:
         replicated.broadcast_buffers = sends_buffers
         del module.forward  # the class's own again
@@ -105,6 +115,8 @@ def why_not_captured(plan: Plan) -> str:
         return f"backend={plan.strategy!r} reduces gradients in its own way"
     if plan.collectives != "nccl":
         return f"the collectives are those of {plan.collectives}, which run on the host"
+    if plan.replicate.compression.kind != "none":
+        return f"compression={plan.replicate.compression.kind!r} reduces gradients by hooks of DDP"
     if plan.replicate.find_unused_parameters:
         return "find_unused_parameters=True looks in each step at which parameters the ranks have used"
     if plan.replicate.static_graph:

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from distributed.core.errors import PlanError
+from distributed.runtime.torch_compat import UNSHARDED, fsdp_groups
+from distributed.strategies.base import LOW_PRECISION
 from distributed.strategies.placement import Layout, local, rows_here
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def shard(
@@ -31,12 +31,13 @@ def shard(
     cpu_offload: bool,
     device: torch.device,
     roots: Sequence[nn.Module] = (),
+    casts: bool = True,
 ) -> None:
     """Shard each of a model's blocks, and then the rest of the model; the layout records the shards.
 
     `mesh` has the axis dp_shard, or dp_replicate and dp_shard. `roots` are called in place of the whole model: the
-    stages of a pipeline. Gradients become the mean over all ranks of the mesh, reduced in the precision of the gathered
-    parameters (`low_gradients`), or in fp32.
+    stages of a pipeline, or a whole step, whose batch nothing `casts` to the precision of the gathered parameters.
+    Gradients become the mean over all ranks of the mesh, reduced in that precision (`low_gradients`), or in fp32.
     """
     here = _names_here(module, layout)
     _refuse(here, roots)
@@ -50,7 +51,7 @@ def shard(
     mixed = _mixed(precision, low_gradients)
     for block in _separate(module, blocks, here):
         _shard_one(block, here, reshard_after_forward=reshard_after_forward, mp_policy=mixed, **shared)
-    mixed = _mixed(precision, low_gradients, keeps_outputs=bool(roots))
+    mixed = _mixed(precision, low_gradients, keeps_outputs=bool(roots), casts=casts)
     reshards = None if reshard_after_forward else False  # None: not those of a root, which are needed again at once
     for root in roots or (module,):
         _shard_one(root, here, reshard_after_forward=reshards, mp_policy=mixed, **shared)
@@ -69,6 +70,15 @@ def accumulate(roots: Iterable[nn.Module], synchronizes: bool) -> None:
         root.set_requires_gradient_sync(synchronizes)
 
 
+def follow_trained(roots: Iterable[nn.Module]) -> None:
+    """Let what is gathered require a gradient where its shard does by now."""
+    for module in (m for root in roots for m in root.modules() if isinstance(m, FSDPModule)):
+        for group in fsdp_groups(module):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, UNSHARDED):  # it was gathered once
+                    parameter.unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+
+
 def _shard_one(module: nn.Module, here: dict[nn.Parameter, list[str]], **options: Any) -> None:
     """Shard one group, and free the whole parameters, to which a user's optimizer may still refer."""
     whole = [p for p in module.parameters() if p in here]
@@ -78,15 +88,22 @@ def _shard_one(module: nn.Module, here: dict[nn.Parameter, list[str]], **options
         parameter.data = parameter.data.new_empty(0)
 
 
-def _mixed(precision: str, low_gradients: bool, keeps_outputs: bool = True) -> MixedPrecisionPolicy:
+def _mixed(
+    precision: str, low_gradients: bool, *, keeps_outputs: bool = True, casts: bool = True
+) -> MixedPrecisionPolicy:
     """Mixed precision with gradients reduced in fp32, unless low ones are requested; outputs of the whole model are
     fp32 too, so that the loss is exact."""
-    dtype = _DTYPES.get(precision)
+    dtype = LOW_PRECISION.get(precision)
     if dtype is None:
         return MixedPrecisionPolicy()
     output = None if keeps_outputs else torch.float32
     reduced = dtype if low_gradients else torch.float32
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=output)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, output_dtype=output, cast_forward_inputs=casts)
+
+
+def computed_dtype(precision: str) -> torch.dtype | None:
+    """In which gathered parameters are computed with; None: in their own."""
+    return LOW_PRECISION.get(precision)
 
 
 def _names_here(module: nn.Module, layout: Layout) -> dict[nn.Parameter, list[str]]:
@@ -126,7 +143,7 @@ def _record_rows(module: nn.Module, layout: Layout, mesh: DeviceMesh) -> None:
         rows = rows_here(parameter)
         assert local(parameter).shape[0] == rows[1] - rows[0], f"{names[0]} was sharded otherwise than by rows"
         for name in names:
-            stores = layout.portion(name, parameter).stores  # another axis may have chosen another rank
+            stores = layout.shard(name, parameter).stores  # another axis may have chosen another rank
             layout.shard_rows(name, rows)
             layout.set_stores(name, stores and zlib.crc32(names[0].encode()) % copies == copy)
 

@@ -31,13 +31,20 @@ class ShardedUse:
         """`roots`: the modules called in training. `settled`: the parameters that any rank uses; None: unknown."""
         self._parameters, self._settled, self._rank = parameters, settled, rank
         self._used: set[str] = set()
+        self._watched: list[Any] = []
         names = {id(parameter): name for name, parameter in parameters.items()}
         tracked: set[str] = set()
         for group in _groups(roots):
             members = [(names[id(p.sharded_param)], p) for p in group.fsdp_params if id(p.sharded_param) in names]
             group.post_backward = self._before(group, members)
+            self._watched.append(group)
             tracked.update(name for name, _ in members)
         assert tracked == parameters.keys(), f"not sharded: {sorted(parameters.keys() - tracked)}"
+
+    def close(self) -> None:
+        """Leave torch's own callbacks."""
+        for group in self._watched:
+            del group.post_backward
 
     def take(self) -> list[bool]:
         """Whether the step used each parameter, in the order of the parameters."""
@@ -57,7 +64,8 @@ class ShardedUse:
                     if settled is not None and name not in settled:  # the other ranks would not reduce it
                         raise changed([], [name], self._rank)
                     self._used.add(name)
-                elif group.reduce_grads:  # also for parameters that no rank uses: the first step did not know that
+                elif group.reduce_grads and parameter.sharded_param.requires_grad:
+                    # Also for parameters that no rank uses: the first step did not know that.
                     parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
             post_backward(*args)
 

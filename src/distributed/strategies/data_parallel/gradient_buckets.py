@@ -7,6 +7,8 @@ here, in buckets with DDP's layout, so that three and more ranks add each number
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -28,12 +30,26 @@ def send_buffers(module: nn.Module, session: Session) -> None:
 class GradientBuckets:
     """The mean over all ranks of each gradient, in flat tensors that stay where they are."""
 
-    def __init__(self, module: nn.Module, plan: ReplicatePlan, session: Session, *, sends_buffers: bool) -> None:
-        """For a model with equal weights on all ranks. `sends_buffers`: buffers may differ between ranks."""
-        self._session = session
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ReplicatePlan,
+        session: Session,
+        *,
+        sends_buffers: bool,
+        of: Collection[nn.Parameter] | None = None,
+        name: str = "gradients",
+    ) -> None:
+        """For a model with equal weights on all ranks. `sends_buffers`: buffers may differ between ranks.
+
+        `of`: the parameters whose gradients are reduced; None: all that are trained. `name`: of the collective.
+        """
+        self._session, self._name = session, name
         self._part = 1 / session.world_size
         self._module, self._sends_buffers = module, sends_buffers
-        self._names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        wanted = None if of is None else set(of)
+        named = [(p, name) for name, p in module.named_parameters() if p.requires_grad]
+        self._names = {parameter: name for parameter, name in named if wanted is None or parameter in wanted}
         self.layout = _layout(list(self._names), plan.bucket_cap_mb)
         self._flats = [_flat(bucket) for bucket in self.layout]
         self._views = [_views(flat, bucket) for flat, bucket in zip(self._flats, self.layout, strict=True)]
@@ -55,7 +71,7 @@ class GradientBuckets:
         for flat, views, bucket in zip(self._flats, self._views, self.layout, strict=True):
             foreach_copy_(views, [parameter.grad for parameter in bucket if parameter.grad is not None])
             flat.mul_(self._part)
-            self._session.sum("gradients", flat)
+            self._session.sum(self._name, flat)
             for parameter, view in zip(bucket, views, strict=True):
                 parameter.grad = view
 

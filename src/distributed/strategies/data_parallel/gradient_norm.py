@@ -12,6 +12,8 @@ from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import foreach_mul_, foreach_norm
 from distributed.strategies.placement import Layout, local
 
+_KEPT = 16  # sets of parameters with a gradient: the phases of a step, say
+
 
 class GradientNorm:
     """The gradient norm of these parameters over all ranks of `session`; None: of this rank only.
@@ -74,6 +76,8 @@ class GradientNorm:
     def _weight(self, has_gradient: tuple[bool, ...]) -> torch.Tensor:
         """One over the number of copies, on the device; made once, because a copy to it would synchronize."""
         if has_gradient not in self._weights:
+            if len(self._weights) >= _KEPT:
+                self._weights.clear()
             shares = [1.0 / copies for copies, has in zip(self._copies, has_gradient, strict=True) if has]
-            self._weights = {has_gradient: torch.tensor(shares, dtype=torch.float64, device=self._device)}
+            self._weights[has_gradient] = torch.tensor(shares, dtype=torch.float64, device=self._device)
         return self._weights[has_gradient]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from distributed.core.errors import TaskError
+from distributed.core.errors import TaskError, first_of
 
 Agree = Callable[[torch.Tensor], torch.Tensor]  # the largest of the ranks' numbers, for each parameter
 _SHOWN = 5
@@ -68,7 +68,7 @@ class UsedParameters:
         differing = [name for name, is_unused in pairs if is_unused and used[position[name]]]
         if differing:
             raise TaskError(
-                f"{_some(differing)} got a gradient on some ranks only",
+                f"{first_of(differing, _SHOWN)} got a gradient on some ranks only",
                 why="the ranks compute the same with each of these parameters, and would update it differently",
                 do="let the model use the same parameters on all of them, or train with data parallelism alone",
             )
@@ -85,13 +85,9 @@ class UsedParameters:
 
 def changed(gone: list[str], late: list[str], rank: int) -> TaskError:
     """The error of a step whose used parameters differ from those of the first step; it was not taken."""
-    what = f"{_some(gone)} got no gradient" if gone else f"{_some(late)} got a gradient"
+    what = f"{first_of(gone, _SHOWN)} got no gradient" if gone else f"{first_of(late, _SHOWN)} got a gradient"
     return TaskError(
         f"{what} on rank {rank} in this step, unlike in the first one",
         why="which parameters are reduced over the ranks is decided in the first step",
         do="set find_unused_parameters=True, or let the model use the same parameters in every step",
     )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from distributed.core.errors import TaskError
 from distributed.runtime.torch_compat import BatchNormBase, let_compiler_find_functions, view_base
 from distributed.strategies.data_parallel.batchnorm import Groups, normalize_over_ranks
 
+_Functions = dict[str, Callable[..., Any]]  # by name
+_Read = Callable[[str], Callable[..., Any]]
+_Write = Callable[[_Functions], None]
 _TABLES = ("embedding", "embedding_bag")  # both take a weight, indices, one more argument, and `scale_grad_by_freq`
 _KERNELS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")  # called only by their own names
 
@@ -38,8 +41,8 @@ class WholeBatch:
         """
         self._groups, self._copies, self._normalizes = tuple(groups), copies, normalizes
         self._is_empty = False
-        self._kept: list[tuple[Any, str, Any]] = []
-        self._put: list[tuple[Any, str, Callable[..., Any]]] | None = None
+        self._kept: list[tuple[_Write, _Functions]] = []
+        self._put: list[tuple[_Read, _Write, _Functions]] | None = None  # for each module or class that has some
 
     def of(self, size: int) -> WholeBatch:
         """The scope of a share with this number of samples; an empty one is a stand-in, which changes no statistics."""
@@ -48,16 +51,16 @@ class WholeBatch:
 
     def __enter__(self) -> None:
         if self._put is None:
-            self._put = self._replacements()
-        self._kept = [(owner, name, getattr(owner, name)) for owner, name, _ in self._put]
-        for owner, name, function in self._put:
-            setattr(owner, name, function)
+            self._put = _by_owner(self._replacements())
+        self._kept = [(write, dict(zip(put, map(read, put), strict=True))) for read, write, put in self._put]
+        for _, write, put in self._put:
+            write(put)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for owner, name, function in self._kept:
-            setattr(owner, name, function)
+        for write, kept in self._kept:
+            write(kept)
         self._kept = []
 
     def _replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -197,6 +200,25 @@ class PartsOfBatch(WholeBatch):
 
     def _replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         return _refused_frequencies()
+
+
+def _by_owner(replacements: list[tuple[Any, str, Callable[..., Any]]]) -> list[tuple[_Read, _Write, _Functions]]:
+    """For each owner, how its functions are read and written, all at once: a scope is entered in every step."""
+    found: dict[int, tuple[Any, _Functions]] = {}
+    for owner, name, function in replacements:
+        found.setdefault(id(owner), (owner, {}))[1][name] = function
+    return [(vars(owner).__getitem__, _writer(owner), functions) for owner, functions in found.values()]
+
+
+def _writer(owner: Any) -> _Write:
+    if isinstance(owner, ModuleType):
+        return vars(owner).update
+
+    def write(functions: _Functions) -> None:
+        for name, function in functions.items():
+            setattr(owner, name, function)
+
+    return write
 
 
 def _refused_frequencies() -> list[tuple[Any, str, Callable[..., Any]]]:

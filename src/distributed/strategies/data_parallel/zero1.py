@@ -6,6 +6,7 @@ owns, and then broadcasts them.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,21 +42,29 @@ class ShardedOptimizer:
         layout: Layout,
         session: Session,
     ) -> None:
-        refuse_closure(optimizer)
+        refuse_closure(optimizer, "zero_stage=1")
         self.optimizer = optimizer
         self._group, self._rank, self._session = group, dist.get_rank(group), session
         here = [p for g in optimizer.param_groups for p in g["params"] if layout.is_here(names[p])]
-        owners = share_out({names[p]: p.numel() for p in here}, dist.get_world_size(group))
+        # By whole sizes: ranks with other slices of a parameter choose the same owner.
+        sizes = {names[p]: math.prod(layout.shape(names[p])) for p in here}
+        owners = share_out(sizes, dist.get_world_size(group))
         self._owners = owners
         self._owned = {id(p) for p in here if owners[names[p]] == self._rank}
         for p in here:  # state that was made together with the optimizer
             if id(p) not in self._owned:
                 optimizer.state.pop(p, None)
-        ordered = sorted((p for p in here if p.requires_grad), key=names.__getitem__)
+        self._ordered = sorted(here, key=names.__getitem__)
+        self._names = names
+        self.choose_trained()
+
+    def choose_trained(self) -> None:
+        """Exchange the parameters that require a gradient by now."""
+        trained = [parameter for parameter in self._ordered if parameter.requires_grad]
         self._buckets = [
-            (dist.get_global_rank(group, owner), bucket)
-            for owner in range(dist.get_world_size(group))
-            for bucket in _buckets([p for p in ordered if owners[names[p]] == owner])
+            (dist.get_global_rank(self._group, owner), bucket)
+            for owner in range(dist.get_world_size(self._group))
+            for bucket in _buckets([p for p in trained if self._owners[self._names[p]] == owner])
         ]
 
     @property

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from distributed.core.errors import PlanError
+from distributed.core.errors import PlanError, first_of
 from distributed.core.plan import LoraPlan
 from distributed.core.registry import import_extra
 from distributed.strategies.model.blocks import find_blocks
@@ -163,7 +163,7 @@ def _ends_with(path: str, names: Sequence[str]) -> bool:
 
 def _not_found(what: str, linear: Sequence[str]) -> PlanError:
     ends = list(dict.fromkeys(path.rpartition(".")[2] for path in linear))
-    shown = ", ".join(ends[:12]) + (f" and {len(ends) - 12} more" if len(ends) > 12 else "")
+    shown = first_of(ends, 12)
     if not linear:
         return PlanError(what, why="the model has no linear layer that it calls", do="train without lora")
     return PlanError(what, why=f"the linear layers there are: {shown}", do=f"set lora.targets, to [{ends[0]}] for one")

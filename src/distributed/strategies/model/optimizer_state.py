@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from distributed.core.errors import CheckpointError
+from distributed.core.errors import CheckpointError, first_of
+from distributed.strategies.joint_optimizer import JointOptimizer
 
 # Options that choose torch's kernel, not the result: they belong to the device, and not to a checkpoint.
 PLAIN: dict[str, bool | None] = {"foreach": None, "fused": None, "capturable": False}
@@ -78,13 +79,23 @@ def match_groups(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]
     return found
 
 
+def check_names(saved: Iterable[str], own: Iterable[str]) -> None:
+    """Raise where the tensors of a checkpoint's model have other names than this one's."""
+    differing = sorted(set(saved) ^ set(own))
+    if differing:
+        raise CheckpointError(
+            "the checkpoint is of another model",
+            why=f"only one of the two has {first_of(differing, 5)}",
+            do="pass the model of the checkpoint",
+        )
+
+
 def check_parameters(saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
     missing = sorted({name for group in saved for name in group["params"]} ^ {name for names in own for name in names})
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(
             "the optimizer of the checkpoint is over other parameters than this one",
-            why=f"only one of them has {', '.join(missing[:5])}{more}",
+            why=f"only one of them has {first_of(missing, 5)}",
             do="pass the optimizer of the checkpoint; or set allow_change=optimizer: the weights are loaded, and the "
             "optimizer starts without state",
         )
@@ -131,6 +142,8 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     >>> optimizer_kind(torch.optim.AdamW(nn.Linear(1, 1).parameters(), fused=True))
     'AdamW'
     """
+    if isinstance(optimizer, JointOptimizer):
+        return optimizer.describe({name: optimizer_kind(member) for name, member in optimizer.members.items()})
     name = type(optimizer).__name__
     groups = optimizer.param_groups
     if name in ("FusedAdam", "DeepSpeedCPUAdam"):  # DeepSpeed's: one class for both rules

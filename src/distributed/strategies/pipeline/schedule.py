@@ -132,6 +132,10 @@ class Pipeline:
         if device.type == "cuda":
             _begin_backward_thread(device)
 
+    def forget_sets(self) -> None:
+        """Make torch's stages again at the next step: other parameters are trained."""
+        self._sets.clear()
+
     def forward_backward(self, batches: Sequence[Any], run: Run, weigh: Weigh) -> None:
         """Run one step: the gradients equal those of the sum of the weighed losses in one process.
 

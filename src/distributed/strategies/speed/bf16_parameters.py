@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from distributed.core.errors import TaskError
+from distributed.core.errors import TaskError, first_of
 from distributed.runtime.torch_compat import NormBase, foreach_copy_
 from distributed.runtime.torch_module_compat import has_gradient_hooks
 
@@ -33,7 +33,7 @@ class _Pair(NamedTuple):
     places: list[tuple[nn.Module, str]]  # several if it is tied
 
 
-class LowParameters:
+class Bf16Parameters:
     """The bf16 parameters of a model until `close`. Norm layers and parameters other than fp32 are not changed."""
 
     def __init__(self, module: nn.Module, *, rounds: bool, generator: torch.Generator | None = None) -> None:
@@ -50,6 +50,10 @@ class LowParameters:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that a step changes beside the optimizer's own."""
         return [pair.low for pair in self._trained]
+
+    def stepped(self) -> dict[nn.Parameter, nn.Parameter]:
+        """The optimizer's parameter of each of the model's that is trained."""
+        return {low: own for own, low, _ in self._trained}
 
     @torch.no_grad()
     def take_gradients(self) -> None:
@@ -89,6 +93,12 @@ class LowParameters:
             own.grad = low.grad = None
         if self._rounds:
             self._narrow(self._trained)
+
+    def follow_trained(self) -> None:
+        """Train what requires a gradient in the model by now."""
+        for pair in self._pairs:
+            pair.own.requires_grad_(pair.low.requires_grad)
+        self._trained = [pair for pair in self._pairs if pair.own.requires_grad]
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -226,9 +236,8 @@ def _refuse_hooks(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None
     hooked = {id(p) for p in parameters if has_gradient_hooks(p)}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in hooked]
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise TaskError(
-            f"bf16_parameters with a hook on the gradient of {names[0]}{more}",
+            f"bf16_parameters with a hook on the gradient of {first_of(names, 1)}",
             why="the model then computes with bf16 parameters in place of these, whose gradients do not reach the hook",
             do="let the model's forward do what the hook does (a mask: on the weight), or leave bf16_parameters out",
         )

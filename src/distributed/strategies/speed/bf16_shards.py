@@ -30,7 +30,7 @@ class _Pair(NamedTuple):
 
 
 class RoundedShards:
-    """The bf16 shards of a model, made after sharding and before its first call. See `LowParameters`."""
+    """The bf16 shards of a model, made after sharding and before its first call. See `Bf16Parameters`."""
 
     def __init__(self, module: nn.Module, seed: int, place: int) -> None:
         """`place`: of this rank in the shards."""
@@ -83,6 +83,12 @@ class RoundedShards:
                 round_at_random(flat, noise)
         self._copy_back()
         self._narrow()
+
+    def follow_trained(self) -> None:
+        """Train what requires a gradient in the model by now."""
+        for pair in self._pairs:
+            pair.own.requires_grad_(pair.low.requires_grad)
+        self._trained = [pair for pair in self._pairs if pair.own.requires_grad]
 
     def forget(self) -> None:
         for pair in self._trained:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from distributed.data.loading.loader import Microbatch
-from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome
+from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, add_sums
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.parameter_hooks import refuse_new_hooks
 from distributed.strategies.checks.torch_errors import explain_freed
 from distributed.strategies.data_parallel.ddp import sees_its_share
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
-from distributed.strategies.one_rank_step import OneRankStep, unless_empty
+from distributed.strategies.steps.evaluation_step import unless_empty
+from distributed.strategies.steps.forward_only import forward_only
+from distributed.strategies.steps.one_rank_step import OneRankStep
 
 
 class Passed(NamedTuple):
@@ -37,6 +39,8 @@ class MicrobatchStep(OneRankStep):
     _whole_batch: WholeBatch | None = None  # if samples are divided over ranks
     _changes: ForwardChanges | None = None  # of parameters, in the first steps
     _check_reduced: Callable[[], None] | None = None  # raises unless DDP has reduced all gradients of the step
+    # Before each backward pass: the count that its loss is a mean over; None: its samples.
+    _note_weight: Callable[[torch.Tensor | None, Microbatch], None] | None = None
     _normalizes = False  # whether BatchNorm is synchronized over all ranks
     _buffers_differ = False  # whether buffers may differ between ranks
     _data_groups: Sequence[dist.ProcessGroup | None] = (None,)  # over which the samples are divided; None: all ranks
@@ -50,7 +54,8 @@ class MicrobatchStep(OneRankStep):
         """Broadcast the first data rank's buffers, for DDP, checkpoints and evaluation; all ranks must call it."""
         if not self._buffers_differ:
             return
-        session, buffers = self._session, [buffer for buffer in self.module.buffers() if not buffer.is_meta]
+        session = self._session
+        buffers = [buffer for buffer in (*self.module.buffers(), *self._copied_buffers()) if not buffer.is_meta]
         sent = buffers if session.gate is None else [buffer.detach().clone() for buffer in buffers]
         for tensor in sent:
             for group in self._data_groups:
@@ -62,6 +67,19 @@ class MicrobatchStep(OneRankStep):
             with torch.no_grad():
                 for buffer, tensor in zip(buffers, sent, strict=True):
                     buffer.copy_(tensor)
+
+    def collect_statistics(self, microbatches: Sequence[Microbatch]) -> None:
+        """Forward passes in training mode, by which BatchNorm collects statistics; nothing is trained."""
+        with forward_only(self._task, is_whole=self._is_whole):
+            for micro in microbatches:
+                batch = self.moved(micro.batch)
+                whole = nullcontext() if self._whole_batch is None else self._whole_batch.of(micro.size)
+                with MicrobatchStep._special_scope(self, micro, False), whole:
+                    self._collect(batch)
+        torch.clear_autocast_cache()  # casts made without gradients would be used again with them
+
+    def _collect(self, batch: Any) -> None:
+        self._call(self._task.run, self.module, batch)
 
     def _pass_all(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
         if self._changes is None:
@@ -82,6 +100,7 @@ class MicrobatchStep(OneRankStep):
     def _pass_each(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
         loss: torch.Tensor | float = 0.0
         total: torch.Tensor | None = None
+        logged: dict[str, MetricSum] = {}
         last = len(microbatches) - 1
         for index, micro in enumerate(microbatches):
             if index == last and micro.size:
@@ -93,12 +112,13 @@ class MicrobatchStep(OneRankStep):
             if outcome.weight is not None:
                 weight = outcome.weight if micro.size else outcome.weight * 0
                 total = weight if total is None else total + weight
+            if measure and index < last and outcome.logged and micro.size:  # of the last one all is measured
+                add_sums(logged, self._task.measure_logged(outcome, micro.size))
         if self._check_reduced is not None:  # before any other collective: another rank may wait for gradients
             self._check_reduced()
-        metrics = None
         if measure and micro.size:
-            metrics = self._task.measure(outcome, micro.size)
-        return Passed(loss, total, metrics)
+            add_sums(logged, self._task.measure(outcome, micro.size))
+        return Passed(loss, total, logged if measure else None)
 
     def check_targets(self) -> None:
         """After a step, which does not count if this raises: its targets, or those that an abort made of them."""
@@ -122,7 +142,8 @@ class MicrobatchStep(OneRankStep):
             return self._pass_share(micro)
 
     def _pass_share(self, micro: Microbatch) -> tuple[Outcome, torch.Tensor | float]:
-        batch = self.moved(micro.batch)
+        batch = self.moved(micro.batch) if self._moves else micro.batch
+        self._task.samples = micro.size
         outcome = self._forward(self._model, batch)
         if not self._is_settled:
             outcome = self._settle(outcome, batch, micro.size)
@@ -130,6 +151,8 @@ class MicrobatchStep(OneRankStep):
             self._choose_unit(outcome.weight)
         part = self._part_of(micro, outcome)
         value = self._value_of(part)
+        if self._note_weight is not None:
+            self._note_weight(outcome.weight, micro)
         self.clock.mark()
         try:
             self._backward(part)
@@ -160,7 +183,7 @@ class MicrobatchStep(OneRankStep):
         elif outcome.is_sum:
             part = part * (self._ranks if micro.size else 0)
         else:
-            if micro.size:
+            if self._has_shares and micro.size:
                 self._task.check_share(outcome, micro.size)
             part = part if micro.weight == 1.0 else part * micro.weight
         return part if micro.size else part.nan_to_num(0.0)  # a stand-in's loss has weight 0, even if it is NaN

@@ -22,12 +22,12 @@ from distributed.strategies.checks.parameter_hooks import ParameterHooks
 from distributed.strategies.checks.reduction import reduction_check
 from distributed.strategies.checks.sparse_layers import refuse_sparse
 from distributed.strategies.checks.torch_errors import explain
-from distributed.strategies.data_parallel.ddp import StepModule, buffers_can_differ, replicate
+from distributed.strategies.data_parallel.ddp import StepModule, buffers_can_differ, release, replicate
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
-from distributed.strategies.microbatches import Passed
 from distributed.strategies.placement import local
 from distributed.strategies.speed.memory_format import lay_out_state
-from distributed.strategies.step_by_hand import StepByHand
+from distributed.strategies.steps.microbatches import Passed
+from distributed.strategies.steps.step_by_hand import StepByHand
 
 
 class MeshStep(StepByHand):
@@ -55,15 +55,31 @@ class MeshStep(StepByHand):
         self._whole_batch = self._share_batch()
         if session.world_size > 1:
             self._hooks_of_parameters = ParameterHooks(self.module.parameters())
-            assert self._loans is not None
-            self._loans.callback(self._hooks_of_parameters.close)
+            self._until_closed.callback(self._return_hooks)
+        self._make_phases()
         if session.world_size > 1 and not session.is_dry:
             self._changes = self._watch_changes()
+            for phase in self._phases:
+                phase.changes = self._watch_changes()
+
+    def parameters_changed(self) -> None:
+        super().parameters_changed()
+        if self._hooks_of_parameters is not None:  # of those that were frozen, autograd would call them
+            self._return_hooks()
+            self._hooks_of_parameters = ParameterHooks(self.module.parameters())
+
+    def _return_hooks(self) -> None:
+        assert self._hooks_of_parameters is not None
+        self._hooks_of_parameters.close()
 
     def _refuse_sparse(self, module: nn.Module) -> None:
         """Refuse embeddings with sparse=True if their gradients cannot be reduced, measured or stepped."""
         if self._plan.world_size > 1 and self._plan.collectives == "nccl":
             refuse_sparse(module, "the ranks' collectives are NCCL's", "NCCL has no sum of sparse tensors")
+        kind = self._plan.replicate.compression.kind
+        if self._plan.world_size > 1 and kind != "none":
+            why, instead = "what is compressed are dense gradients", "set compression='none'"
+            refuse_sparse(module, f"compression is {kind!r}", why, instead)
         if self._plan.world_size > 1 and self._plan.speed.parameters != "fp32":
             refuse_sparse(module, "bf16_parameters", "sparse gradients in bf16 cannot be summed over ranks")
 
@@ -100,9 +116,16 @@ class MeshStep(StepByHand):
         plan = self._plan.replicate
         return replicate(module, plan, device, sends_buffers=sends_buffers, group=group, is_alike=is_alike)
 
-    def _run(self, model: nn.Module, batch: Any) -> Outcome:
-        is_step = self._task.has_own_step and isinstance(model, DistributedDataParallel)
-        return model(batch) if is_step else self._task.run(model, batch)
+    def _run_own_step(self, model: nn.Module, batch: Any) -> Outcome:
+        return model(batch) if isinstance(model, DistributedDataParallel) else self._task.run(model, batch)
+
+    def _replicate_again(self, *, group: dist.ProcessGroup | None = None) -> None:
+        """Reduce the gradients of other parameters than before; all ranks hold the same."""
+        self._check_reduced = None
+        if isinstance(self._model, DistributedDataParallel):
+            release(self._model)
+        self._model = self._replicate(group=group, is_alike=True)
+        self._check_reduction()
 
     def _check_reduction(self) -> None:
         """Check the reduction of DDP, if training calls DDP."""
@@ -113,6 +136,9 @@ class MeshStep(StepByHand):
         """Give the optimizer's state the memory format of the parameters, which DDP may have changed."""
         if isinstance(self._model, DistributedDataParallel):
             lay_out_state(self.optimizer)
+
+    def _pass_and_update(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
+        return self._finish_step(self._pass_explained(microbatches, measure), measure)
 
     def _pass_explained(self, microbatches: Sequence[Microbatch], measure: bool) -> Passed:
         try:
@@ -131,24 +157,25 @@ class MeshStep(StepByHand):
             yield
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
-        loss = passed.loss
-        if self._low is not None:
-            self._low.take_gradients()
-        if passed.weight is not None:
-            factor = self._divide_gradients(passed.weight)
-            loss = loss * (factor if self._moves else factor.item())
-            if self._checks_loss and not math.isfinite(loss):  # a mean over no target at all
-                raise NonFiniteLoss(float(loss))
+        is_whole = passed.weight is None and self._low is None
+        loss = passed.loss if is_whole else self._finish_passes(passed)
         return StepOutput(loss, self._update(measure), passed.metrics)
 
-    def _divide_gradients(self, total_weight: torch.Tensor) -> torch.Tensor:
-        """Divide by the weight of the whole global batch, which is known only now; returns the factor."""
-        counted = total_weight.detach().double() * self.owns_metrics
+    def _finish_passes(self, passed: Passed) -> torch.Tensor | float:
+        """The loss and the gradients of the whole global batch, whose weight is known only now."""
+        if self._low is not None:
+            self._low.take_gradients()
+        if passed.weight is None:
+            return passed.loss
+        counted = passed.weight.detach().double() * self.owns_metrics
         factor = self._unit / self._session.sum("loss weight", counted)
         grads = [local(p.grad) for p in self._parameters if p.grad is not None]
         if grads:  # a stage may have no trained parameter
             foreach_mul_(grads, factor.to(grads[0].device))  # on the host if they are offloaded
-        return factor
+        loss = passed.loss * (factor if self._moves else factor.item())
+        if self._checks_loss and not math.isfinite(loss):  # a mean over no target at all
+            raise NonFiniteLoss(float(loss))
+        return loss
 
     def close(self) -> None:
         """Restore the user's model, with its new weights; sharded parameters stay sharded."""

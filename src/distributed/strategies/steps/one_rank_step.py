@@ -2,79 +2,79 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from distributed.core.errors import TaskError
 from distributed.core.plan import Decision, Plan
-from distributed.data.loading.transfer import to_device
 from distributed.runtime.session import Session
 from distributed.runtime.step_gate import StepGate
 from distributed.runtime.tensor_shard import Box
-from distributed.runtime.torch_compat import foreach_norm, preserved_versions
+from distributed.runtime.torch_compat import foreach_norm
 from distributed.runtime.torch_module_compat import has_global_step_hooks, loss_scale_tensors
-from distributed.strategies.base import LossTrial, MetricSum, Outcome, StateTree, StepTask
-from distributed.strategies.checks.elementwise import has_step_hooks, refuse_closure
+from distributed.strategies.base import LOW_PRECISION, Outcome, StateTree, StepTask
+from distributed.strategies.checks.elementwise import has_step_hooks
 from distributed.strategies.checks.layers import check_layers
 from distributed.strategies.checks.parameter_hooks import ParameterHooks, hooked_parameters
+from distributed.strategies.checks.parameter_use import OwnUse
 from distributed.strategies.checks.replica_tensors import (
     Named,
     model_tensors,
     more_tensors,
     optimizer_options,
     optimizer_state,
+    shared_names,
 )
 from distributed.strategies.checks.sharded_models import extra_state
+from distributed.strategies.checks.stepping import check_made, check_stepping
 from distributed.strategies.checks.torch_errors import explain_sample
+from distributed.strategies.checks.unstepped import refuse_unstepped
 from distributed.strategies.compute_clock import ComputeClock
+from distributed.strategies.data_parallel.clip_values import clip_values
 from distributed.strategies.data_parallel.sparse_gradients import clip, norm_of
-from distributed.strategies.model.buffer_snapshot import BufferSnapshot, kept_buffers
+from distributed.strategies.joint_optimizer import JointOptimizer
+from distributed.strategies.model.buffer_snapshot import BufferSnapshot
 from distributed.strategies.model.compiled_call import CompiledCall
+from distributed.strategies.model.copies import is_unwanted
 from distributed.strategies.model.optimizer_state import load_named_state, named_state
-from distributed.strategies.speed.bf16_parameters import LowParameters
+from distributed.strategies.speed.bf16_parameters import Bf16Parameters
 from distributed.strategies.speed.bf16_shards import RoundedShards
 from distributed.strategies.speed.device_settings import device_settings
 from distributed.strategies.speed.fused import begin_with_momentum, fuse, has_dampening, is_fused, why_not_fused
 from distributed.strategies.speed.memory_format import lay_out_state, to_channels_last
+from distributed.strategies.steps.copied_model import CopiedModel
+from distributed.strategies.steps.evaluation_step import EvaluationStep, idle_optimizer
 
 T = TypeVar("T")
-LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of autocast
-
-
-def unless_empty(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The loss with 0 for the mean over nothing, which is NaN in torch and has no weight."""
-    return torch.where(weight > 0, loss, loss.nan_to_num(0.0))
 
 
 def has_shares(plan: Plan) -> bool:
     """Whether a step has several parts, on ranks or in sequence, which are weighted by their samples."""
-    return plan.batch.ranks * plan.batch.accumulation > 1 or plan.batch.leaves > 0
+    return plan.batch.ranks * plan.batch.most_accumulated > 1 or plan.batch.leaves > 0
 
 
-class OneRankStep:
+class OneRankStep(EvaluationStep, CopiedModel):
     """The model, its optimizer, precision and clipping on one rank."""
 
-    optimizer: torch.optim.Optimizer
-    owns_metrics = True
-    lockstep_eval = False
-    decisions: list[Decision]
+    forward_watch: AbstractContextManager[Any] | None = None  # around each forward pass of training, if one is set
     compiled: CompiledCall | None = None  # if the model is compiled as a whole
     _has_channels_last = False
-    _is_settled = False  # whether the divisor of the loss's mean is known
-    _has_shares = True
-    _low: LowParameters | RoundedShards | None = None  # if the model computes with parameters in bf16
+    _low: Bf16Parameters | RoundedShards | None = None  # if the model computes with parameters in bf16
     _hooks_of_parameters: ParameterHooks | None = None  # if gradients are reduced over ranks
     _gate: StepGate | None = None  # if no step may be taken once the world has broken
-    _loans: ExitStack | None = None  # changes to the user's objects and the process, to be undone
-    _loss: nn.Module | None = None  # if the loss is a module
-    _loss_before: BufferSnapshot | None = None  # the loss's buffers when an evaluation began
+    _own_use: OwnUse | None = None  # if this rank has parts of parameters, and the user has steps of his own
+    _task_before: StateTree | None = None  # what the task keeps, at the beginning of the current step
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self.copies = {}
+        self._until_closed = ExitStack()  # undoes changes to the user's objects and the process
 
     @property
     def is_gated(self) -> bool:
@@ -82,37 +82,38 @@ class OneRankStep:
 
     def check(self, task: StepTask) -> None:
         check_layers(task.model, self._plan)
-        if isinstance(task.optimizer, torch.optim.Optimizer):
-            refuse_closure(task.optimizer)
+        check_stepping(task, self._plan)
 
     def setup(self, task: StepTask, session: Session) -> None:
         plan = self._plan
         self._task, self._loss, self._session, self.decisions = task, task.loss_module, session, []
+        self._run = self._run_own_step if task.has_own_step else task.run
         self._replicas = plan.replicate
         self.clock = ComputeClock(session.device)
         self._in_step = False
         self._moves = session.device.type != "cpu" or session.is_dry  # whether reading a value would wait or fail
-        self._checks_loss = plan.on_nan == "stop" and not self._moves  # on a GPU, reading the loss would synchronize
+        looks = plan.detect_anomaly and not session.is_dry
+        # On a GPU, reading the loss would synchronize.
+        self._checks_loss = plan.on_nan == "stop" and (looks or not self._moves)
         self._is_settled = session.is_dry
         self._has_shares = has_shares(plan)
-        self._clip_norm = plan.optimizer.clip_norm
+        self._clip_norm, self._clip_value = plan.optimizer.clip_norm, plan.optimizer.clip_value
         self.module = task.model
         check_layers(self.module, plan)
-        self._loans = ExitStack()
+        check_stepping(task, plan)
+        self._keep_modes()
         if not session.is_dry:
-            self._loans.enter_context(device_settings(plan.speed, session.device))
+            self._until_closed.enter_context(device_settings(plan.speed, session.device))
         self._prepare_model(task)
+        self._modes.note_trained(self.module)
         self._lay_out()
         self.optimizer = self._make_optimizer(task)
-        refuse_closure(self.optimizer)
+        check_made(self.optimizer, plan, is_manual=task.is_manual)
         has_hooks = has_step_hooks(self.optimizer) or has_global_step_hooks() or bool(hooked_parameters(self.module))
         self._speed_up()
         self._stepper: Any = self.optimizer  # the object whose `step` is called
-        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._choose_parameters()
         self._gate = None if has_hooks else self._gate_steps()  # a hook may change more than the kernels do
-        # Also of parameters without an optimizer: a gradient that stays would be added to the next step's.
-        trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
-        self._with_gradients = list(dict.fromkeys([*self._parameters, *trained]))
         self._forget_gradients()  # of an interrupted step, if the model resumes in another world
         self._model: nn.Module = self.module  # the module that training calls
         self._buffers_before: BufferSnapshot | None = None  # the buffers at the beginning of the current step
@@ -127,51 +128,77 @@ class OneRankStep:
                 growth_interval=plan.precision.scaler_growth_interval,
             )
 
+    def _choose_parameters(self) -> None:
+        """Which parameters are stepped, and which get gradients."""
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        # Also of parameters without an optimizer: a gradient that stays would be added to the next step's.
+        trained = (parameter for parameter in self.module.parameters() if parameter.requires_grad)
+        self._with_gradients = list(dict.fromkeys([*self._parameters, *trained]))
+
+    def parameters_changed(self) -> None:
+        """Train what requires a gradient by now; every rank calls it after the same step."""
+        if self._task.has_phases or self._task.is_manual:
+            how = "several optimizers" if self._task.has_phases else "manual_optimization"
+            raise TaskError(
+                f"parameters are frozen or unfrozen in a run with {how}",
+                why="its training step says which parameters are trained, and is called with the name of an optimizer"
+                if self._task.has_phases
+                else "its training step makes gradients and steps itself",
+                do="leave parameters out of what configure_optimizers returns, or let the step leave them out",
+            )
+        self._forget_gradients()
+        if self._low is not None:
+            self._low.follow_trained()
+        stepped = (p for group in self.optimizer.param_groups for p in group["params"])
+        with self._whole():
+            refuse_unstepped(self.module, set(map(id, (*stepped, *self._with_gradients))))
+        self._choose_parameters()
+
     def _prepare_model(self, task: StepTask) -> None:
         """Prepare the model before its optimizer is made."""
         task.move_to(self._session.device)
 
     def _make_optimizer(self, task: StepTask) -> torch.optim.Optimizer:
-        return task.make_optimizer(self.module, self._plan)
+        return task.make_optimizer(self.module, self._plan) if self._plan.trains else idle_optimizer(self.module)
 
     def _lay_out(self) -> None:
         """Set the memory format before the optimizer is made, because its state gets that of the parameters."""
-        assert self._loans is not None
         self._has_channels_last = self._plan.speed.channels_last
         if self._has_channels_last:
-            self._loans.callback(to_channels_last(self.module))
+            self._until_closed.callback(to_channels_last(self.module))
 
     def _speed_up(self) -> None:
         """Set up the optimizer and its parameters; undone at the end of the run."""
-        assert self._loans is not None
         lay_out_state(self.optimizer)
-        if self._plan.speed.fused_optimizer and not all(group.get("fused") for group in self.optimizer.param_groups):
-            self._fuse(self._loans)
+        if isinstance(self.optimizer, JointOptimizer):
+            pass  # its members keep their own kernels
+        elif self._plan.speed.fused_optimizer and not all(group.get("fused") for group in self.optimizer.param_groups):
+            self._fuse()
         self._low = self._lower_parameters()
         if self._low is not None:
-            self._loans.callback(self._low.close)
+            self._until_closed.callback(self._low.close)
 
     def _gate_steps(self) -> StepGate | None:
         """Let torch's fused kernels read the gate as an overflow flag, which makes them skip the step."""
         gate = self._session.gate
         is_plain = self._plan.precision.kind != "fp16" and self._low is None  # else a step changes more than kernels do
+        is_plain = is_plain and not self._task.is_manual
         if gate is None or not is_plain or not is_fused(self.optimizer) or has_dampening(self.optimizer):
             return None
-        assert self._loans is not None
         optimizer: Any = self.optimizer
-        self._loans.callback(begin_with_momentum(optimizer))
+        self._until_closed.callback(begin_with_momentum(optimizer))
         optimizer.found_inf = gate.latch_tensor
-        self._loans.callback(lambda: delattr(optimizer, "found_inf"))
+        self._until_closed.callback(lambda: delattr(optimizer, "found_inf"))
         return gate
 
-    def _fuse(self, loans: ExitStack) -> None:
+    def _fuse(self) -> None:
         why_not = why_not_fused(self.optimizer, self.module)
         if why_not:
             self.decisions.append(Decision(f"{type(self.optimizer).__name__} not fused", why_not, "fused_optimizer"))
         else:
-            loans.callback(fuse(self.optimizer))
+            self._until_closed.callback(fuse(self.optimizer))
 
-    def _lower_parameters(self) -> LowParameters | RoundedShards | None:
+    def _lower_parameters(self) -> Bf16Parameters | RoundedShards | None:
         plan, session = self._plan, self._session
         if plan.speed.parameters == "fp32":
             return None
@@ -182,96 +209,18 @@ class OneRankStep:
             send_weights(self.module, session)
         # Ranks draw different numbers for dropout, but must round equally.
         shared = torch.Generator(session.device).manual_seed(plan.seed % 2**63) if several and rounds else None
-        return LowParameters(self.module, rounds=rounds, generator=shared)
+        return Bf16Parameters(self.module, rounds=rounds, generator=shared)
 
     def _whole(self) -> AbstractContextManager[None]:
         """A scope in which the model has the parameters of the user and the optimizer."""
         return nullcontext() if self._low is None else self._low.whole()
-
-    def eval_step(self, batch: Any, size: int) -> Mapping[str, MetricSum]:
-        with torch.no_grad():
-            outcome = self._call(self._task.evaluate, self.module, self.moved(batch))
-        return self._measured(outcome, size)
-
-    def predict_step(self, batch: Any) -> Any:
-        """The predictions of this rank's batch."""
-        with torch.no_grad():
-            return self._call(self._task.predict, self.module, self.moved(batch))
-
-    def moved(self, batch: Any) -> Any:
-        """A batch on this rank's device."""
-        return to_device(batch, self._session.device) if self._moves else batch
-
-    def _measured(self, outcome: Outcome, size: int) -> Mapping[str, MetricSum]:
-        """The metric sums of an evaluation's batch; none for a stand-in."""
-        if not size:
-            return {}
-        with torch.no_grad():
-            weight: torch.Tensor | float = float(size) if outcome.weight is None else outcome.weight
-            value = outcome.loss if outcome.weight is None else unless_empty(outcome.loss, outcome.weight)
-            loss = MetricSum(value.double() * (1.0 if outcome.is_sum else weight), weight)
-            self._task.check_evaluated(outcome)
-            return {"loss": loss} | self._task.measure(outcome, size)
-
-    def _settle(self, outcome: Outcome, batch: Any, size: int) -> Outcome:
-        """Agree once per world on what the loss is a mean over, before any sum; every rank must call it."""
-        self._is_settled = True
-        settled = self._task.settle(outcome, batch, size, self._trial())
-        assert settled is not None
-        return settled
-
-    def _trial(self) -> LossTrial:
-        device, total = self._session.device, self._session.sum
-        return LossTrial(
-            agree=lambda votes: total("what the loss is a mean over", votes.to(device)).cpu(),
-            matters=self._has_shares,
-            module=self.module,
-            run=self._try if self._is_whole else None,
-            is_joint=False,
-            is_rough=self._autocast is not None or self._low is not None,
-        )
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether this rank can compute an outcome of the model without other ranks."""
-        return True
-
-    def _try(self, batch: Any) -> Outcome:
-        """An outcome computed without any effect on training."""
-        modes = [(module, module.training) for module in self.module.modules()]
-        devices = [self._session.device] if self._session.device.type == "cuda" else []
-        before = BufferSnapshot(self.module)
-        versions = tuple(buffer for buffer in before.buffers if not buffer.is_inference())
-        self.module.eval()
-        with preserved_versions(versions):  # of tensors that an earlier pass saved for backward
-            try:
-                with torch.no_grad(), torch.random.fork_rng(devices=devices), kept_buffers(self._loss):
-                    return self._forward(self.module, batch)
-            finally:
-                before.restore()
-                for module, mode in modes:
-                    module.training = mode
-                torch.clear_autocast_cache()  # casts made without gradients would be used again with them
-
-    def train(self, mode: bool) -> None:
-        """Switch modes; an evaluation must not change the loss's buffers, as its batches differ between ranks."""
-        self._model.train(mode)
-        loss = self._loss
-        if loss is None:
-            return
-        if not mode and self._loss_before is None:
-            self._loss_before = BufferSnapshot(loss)
-        elif mode and self._loss_before is not None:
-            self._loss_before.restore()
-            self._loss_before = None
 
     def finish(self) -> None:
         """Does nothing: the user's model has its new weights."""
 
     def close(self) -> None:
         """Restore the user's model, optimizer and process, with the new weights."""
-        if self._loans is not None:
-            self._loans.close()
+        self._until_closed.close()
 
     def state(self) -> StateTree:
         with self._whole():
@@ -285,10 +234,10 @@ class OneRankStep:
             more["rounding"] = self._low.generator.get_state()
         if self.compiled is not None and self.compiled.choice:
             more["compile"] = {"choice": self.compiled.choice}
-        return more
+        return more | self._state_of_copies()
 
     def shard_ranges(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
-        return None
+        return () if is_unwanted(name, self.copies) else None
 
     def load_state(self, tree: StateTree) -> None:
         with self._whole():
@@ -305,6 +254,7 @@ class OneRankStep:
             self.compiled.choose(tree["compile"]["choice"])
         if self._scaler is not None and "scaler" in tree:
             self._scaler.load_state_dict(tree["scaler"])
+        self._load_copies(tree)
 
     def replicated(self) -> Named:
         yield from model_tensors(self.module, self._replicas)
@@ -314,6 +264,7 @@ class OneRankStep:
         if self._low is not None:
             yield from more_tensors("parameter in fp32, number", self._low.tensors())
         yield from self._loss_scale()
+        yield from self._copied_alike(shared_names(self.module, self._replicas))
 
     def _loss_scale(self) -> Named:
         return more_tensors("optimizer loss scale, number", self._scaler_tensors())
@@ -332,8 +283,12 @@ class OneRankStep:
             return None  # buffers that forward replaces are those of a step that was not taken
         if (behind or self._in_step or not self._model.training) and self._keeps_more_than_buffers():
             return None  # of which there is no snapshot
+        if self._task.keeps_state and (behind or not self._model.training):
+            return None  # of the state before several steps, or before an evaluation, there is none
         if (self._in_step or behind) and self._buffers_before is not None:
             self._buffers_before.restore()
+        if self._in_step and self._task_before is not None:
+            self._task.load_state(self._task_before)
         if self._loss_before is not None:  # the world broke in an evaluation
             self._loss_before.restore()
         return OneRankStep.state(self)
@@ -349,6 +304,8 @@ class OneRankStep:
         self._in_step = True
         if not self._session.can_regroup:
             return
+        if self._task.keeps_state:
+            self._task_before = copy.deepcopy(self._task.state())
         if self._buffers_before is not None and self._buffers_before.is_current():
             # After steps that the gate skipped, keep the buffers of the first of them.
             self._buffers_before.retake(unless=None if self._gate is None else self._gate.latch_tensor)
@@ -357,16 +314,26 @@ class OneRankStep:
             self._steps_kept = math.inf if self._buffers_before is None else 1
             self._buffers_before = BufferSnapshot(self.module, *([] if self._loss is None else [self._loss]))
 
-    def _forward(self, model: nn.Module, batch: Any) -> Outcome:
-        """The outcome of a batch in training."""
-        return self._call(self._run, model, batch)
+    @property
+    def _is_rough(self) -> bool:
+        return self._autocast is not None or self._low is not None
 
-    def _run(self, model: nn.Module, batch: Any) -> Outcome:
+    def _forward(self, model: nn.Module, batch: Any) -> Outcome:
+        if self.forward_watch is None:
+            return self._call(self._run, model, batch)
+        with self.forward_watch:
+            return self._call(self._run, model, batch)
+
+    def _run_own_step(self, model: nn.Module, batch: Any) -> Outcome:
+        """A training step that is the user's code."""
         return self._task.run(model, batch)
 
     def _call(self, step: Callable[[nn.Module, Any], T], model: nn.Module, batch: Any) -> T:
         """A step of the task, in the precision of the plan."""
         try:
+            if self._own_use is not None:
+                with self._own_use.watching(step.__name__), self._autocast or nullcontext():
+                    return step(model, batch)
             if self._autocast is None:
                 return step(model, batch)
             with self._autocast:
@@ -387,6 +354,8 @@ class OneRankStep:
         if self._hooks_of_parameters is not None:
             self._hooks_of_parameters.call()
         norm = self._finish_gradients(measure)
+        if self._clip_value is not None:
+            clip_values(self._parameters, self._clip_value)
         if self._gate is not None:
             self._gate.latch()
         if self._scaler is None:
@@ -406,10 +375,12 @@ class OneRankStep:
             parameter.grad = None
 
     def _finish_gradients(self, measure: bool) -> torch.Tensor | None:
-        if self._clip_norm is None and not measure:
+        if self._clip_norm is None and self._clip_value is None and not measure:
             return None
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
+        if self._clip_norm is None and not measure:
+            return None
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if any(gradient.is_sparse for gradient in gradients):
             return norm_of(gradients) if self._clip_norm is None else clip(gradients, self._clip_norm)
