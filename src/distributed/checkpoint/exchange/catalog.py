@@ -168,14 +168,15 @@ def _mark(rows: list[CheckpointRow], newest: Manifest | None) -> tuple[Checkpoin
     settings = newest.meta.get("settings") if newest is not None else None
     run = run_of(newest.meta) if newest is not None else None
     keep_best = settings.get("keep_best") if isinstance(settings, dict) else None
+    sign = -1.0 if isinstance(keep_best, str) and parse_best(keep_best)[0] == "max" else 1.0
     rated = [
-        (row.metric, row.step)
+        (sign * row.metric, row.step)
         for row in rows
         if row.metric is not None and math.isfinite(row.metric) and row.run == run
     ]
     if not rated or not isinstance(keep_best, str):
         return tuple(rows)
-    best = (min(rated) if parse_best(keep_best)[0] == "min" else max(rated))[1]  # as the run itself chooses it
+    best = min(rated)[1]  # the first of equals, as the run itself chooses it
     return tuple(replace(row, is_best=row.step == best and row.run == run) for row in rows)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from distributed.checkpoint.exchange.safe_unpickle import Inert, InertFile, Stored
 from distributed.checkpoint.storage.files import check_name
-from distributed.core.errors import CheckpointError
+from distributed.core.errors import CheckpointError, first_of
 
 _LATEST = ("latest", "latest_universal")
 _MAX_TAG_BYTES = 1024
@@ -182,7 +182,7 @@ def _check_kinds(path: Path, names: list[str], known: Iterable[re.Match[str]]) -
         kind = "of experts or a pipeline" if other else "of tensor parallelism"
         raise CheckpointError(
             f"{path} holds parts {kind}, which are not read here",
-            why=f"such as {(other or split)[0]}",
+            why=f"{(other or split)[0]} is one of them",
             do="let DeepSpeed save the whole model, and import that file",
         )
 
@@ -229,10 +229,9 @@ def _kind(name: str) -> str:
 
 
 def _missing_files(path: Path, names: list[str], why: str) -> CheckpointError:
-    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return CheckpointError(
         f"{path} is not complete: {len(names)} of its files are missing",
-        why=f"{why}; missing: {listed}",
+        why=f"{why}; missing: {first_of(names, 8)}",
         do="copy them here from the machines that saved them; every rank's part is needed",
     )
 

@@ -224,10 +224,10 @@ def _publish(
     last: tuple[str, Any] = ("", None)
     for chunk in tree.plan:
         parts = []
-        for stretch in chunk.stretches:
-            if last[0] != stretch.tensor:
-                last = (stretch.tensor, as_bytes(weights.read(tensors[stretch.tensor]).detach()).numpy())
-            parts.append(last[1][stretch.start : stretch.start + stretch.length])
+        for byte_range in chunk.ranges:
+            if last[0] != byte_range.tensor:
+                last = (byte_range.tensor, as_bytes(weights.read(tensors[byte_range.tensor]).detach()).numpy())
+            parts.append(last[1][byte_range.start : byte_range.start + byte_range.length])
         content = parts[0] if len(parts) == 1 else np.concatenate(parts)
         digest, more = chunks.put(content)
         blocks = (digest,) if len(parts) == 1 else tuple(digest_bytes(part) for part in parts)

@@ -54,7 +54,7 @@ class ByteRange:
 class ChunkPlan:
     """One chunk to write."""
 
-    stretches: tuple[ByteRange, ...]
+    ranges: tuple[ByteRange, ...]
     length: int
 
 
@@ -62,7 +62,7 @@ def plan_chunks(sizes: Mapping[str, int]) -> list[ChunkPlan]:
     """From the tensors' sizes in bytes: large ones are cut every 4 MiB; small ones of one component share a chunk.
 
     >>> plan = plan_chunks({"model/w": 2**23, "model/b": 12, "model/c": 20})
-    >>> [(chunk.length, len(chunk.stretches)) for chunk in plan]
+    >>> [(chunk.length, len(chunk.ranges)) for chunk in plan]
     [(4194304, 1), (4194304, 1), (32, 2)]
     """
     large: list[ChunkPlan] = []

@@ -42,13 +42,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TensorMemory:
-    """Stored tensors become tensors, and their boxes portions."""
+    """Stored tensors become tensors, and their boxes shards."""
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
         tensor = torch.empty(shape, dtype=DTYPES[dtype])
         return tensor, as_bytes(tensor).numpy()
 
-    def portion(self, shape: tuple[int, ...], dtype: str, pieces: tuple[tuple[Box, torch.Tensor], ...]) -> TensorShard:
+    def shard(self, shape: tuple[int, ...], dtype: str, pieces: tuple[tuple[Box, torch.Tensor], ...]) -> TensorShard:
         return TensorShard(shape, DTYPES[dtype], pieces)
 
 
@@ -71,16 +71,16 @@ def digest_components(tree: Mapping[str, Any]) -> dict[str, str]:
     """
     tensors, skeleton = flatten(dict(tree))
     by_name = {
-        name: _digest_portion(leaf) if isinstance(leaf, TensorShard) else digest_tensor(leaf)
+        name: _digest_shard(leaf) if isinstance(leaf, TensorShard) else digest_tensor(leaf)
         for name, leaf in tensors.items()
     }
     return digest_skeletons(skeleton, by_name)
 
 
-def _digest_portion(portion: TensorShard) -> str:
+def _digest_shard(shard: TensorShard) -> str:
     """Of what is here; that of the stored tensor where this is all of it."""
-    pieces = sorted(((box, piece) for box, piece in portion.pieces if piece.numel()), key=lambda pair: pair[0])
-    return combine_boxes(dtype_name(portion), portion.shape, [(box, _digest_blocks(piece)) for box, piece in pieces])
+    pieces = sorted(((box, piece) for box, piece in shard.pieces if piece.numel()), key=lambda pair: pair[0])
+    return combine_boxes(dtype_name(shard), shard.shape, [(box, _digest_blocks(piece)) for box, piece in pieces])
 
 
 def _digest_blocks(tensor: torch.Tensor) -> list[str]:

@@ -12,7 +12,7 @@ from distributed.runtime.tensor_shard import TensorShard
 
 
 def flatten(tree: Any, path: str = "") -> tuple[dict[str, Any], Any]:
-    """The tensors and portions by path, and the tree with a reference in place of each; each is stored once.
+    """The tensors and shards by path, and the tree with a reference in place of each; each is stored once.
 
     >>> tensors, skeleton = flatten({"w": torch.ones(2), "step": 3, "state": {0: {"m": torch.zeros(1)}}})
     >>> sorted(tensors), skeleton["step"]
@@ -52,7 +52,7 @@ def _flatten(
 
 
 def _identity(tensor: torch.Tensor | TensorShard) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same elements of the same memory; a portion may have none here."""
+    """Equal for two tensors that are the same elements of the same memory; a shard may have none here."""
     if isinstance(tensor, TensorShard) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return (id(tensor),)
     view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())

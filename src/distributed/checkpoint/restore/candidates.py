@@ -10,9 +10,16 @@ from distributed.checkpoint.storage.files import Storage
 from distributed.checkpoint.storage.lineage import newest_first
 from distributed.checkpoint.storage.manifests import open_checkpoint
 from distributed.checkpoint.storage.urls import open_storage
-from distributed.core.errors import CheckpointError
+from distributed.core.errors import CheckpointError, first_of
 
-_MADE_LATER = ("optimizer/state/", "data/", "loss_fn/", "nonpersistent/")  # by the first step, or by a later one
+_MADE_LATER = (
+    "optimizer/state/",
+    "data/",
+    "loss_fn/",
+    "nonpersistent/",
+    "callbacks/",
+    "copies/",
+)  # by the first step, or by a later one
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,7 @@ class RestoreReport:
             lines.append(f"  saved by {self.saved_ranks} ranks, loaded by {self.ranks}")
         for label, names in (("missing", self.missing), ("unexpected", self.unexpected), ("differs", self.mismatched)):
             if names:
-                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                lines.append(f"  {label}: {', '.join(names[:5])}{more}")
+                lines.append(f"  {label}: {first_of(names, 5)}")
         return "\n".join(lines)
 
 

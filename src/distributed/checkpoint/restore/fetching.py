@@ -29,7 +29,7 @@ def fetch_parts(
 ) -> list[StateTree]:
     """These parts as trees. Nothing is allocated before the chunks are known to be there and the sum to fit.
 
-    Of a tensor for which `boxes` names some, these alone are read, and stand in the tree as a portion.
+    Of a tensor for which `boxes` names some, these alone are read, and stand in the tree as a shard.
     """
     wanted = [
         {name: Gathering(name, entry, boxes(name, entry.shape), memory) for name, entry in part.tensors.items()}

@@ -26,7 +26,7 @@ class Memory(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: str) -> tuple[Any, np.ndarray[Any, Any]]:
         """A tensor whose elements are to come, and its bytes, of one dimension, to write them to."""
 
-    def portion(self, shape: tuple[int, ...], dtype: str, pieces: tuple[tuple[Box, Any], ...]) -> Any:
+    def shard(self, shape: tuple[int, ...], dtype: str, pieces: tuple[tuple[Box, Any], ...]) -> Any:
         """These boxes of a tensor of that whole shape."""
 
 
@@ -80,7 +80,7 @@ class Gathering:
         if self._wanted is None:
             return self._tensors[0]
         pieces = tuple(zip(self._wanted, self._tensors, strict=True))
-        return self._memory.portion(self._entry.shape, self._entry.dtype, pieces)
+        return self._memory.shard(self._entry.shape, self._entry.dtype, pieces)
 
     def _find_runs(self) -> Iterator[ChunkRun]:
         for piece in self._entry.pieces:

@@ -70,11 +70,11 @@ class ArrayStaging:
         copied = []
         for chunk in plan:
             content = np.empty(chunk.length, np.uint8)
-            for stretch in chunk.stretches:
-                if stretch.tensor not in flat:
-                    flat[stretch.tensor] = np.ascontiguousarray(leaves[stretch.tensor]).reshape(-1).view(np.uint8)
-                source = flat[stretch.tensor][stretch.start : stretch.start + stretch.length]
-                content[stretch.offset : stretch.offset + stretch.length] = source
+            for byte_range in chunk.ranges:
+                if byte_range.tensor not in flat:
+                    flat[byte_range.tensor] = np.ascontiguousarray(leaves[byte_range.tensor]).reshape(-1).view(np.uint8)
+                source = flat[byte_range.tensor][byte_range.start : byte_range.start + byte_range.length]
+                content[byte_range.offset : byte_range.offset + byte_range.length] = source
             copied.append((chunk, content))
         return copied
 
@@ -86,7 +86,7 @@ class ArrayMemory:
         array = np.empty(shape, np.dtype(dtype))
         return array, array.reshape(-1).view(np.uint8)
 
-    def portion(self, shape: tuple[int, ...], dtype: str, pieces: tuple[tuple[Box, Any], ...]) -> Any:
+    def shard(self, shape: tuple[int, ...], dtype: str, pieces: tuple[tuple[Box, Any], ...]) -> Any:
         raise NotImplementedError("arrays are read whole")
 
 

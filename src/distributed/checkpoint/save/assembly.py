@@ -25,7 +25,7 @@ from distributed.runtime.tensor_shard import Box, whole_box
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Where a planned chunk went: its digest, and one for each stretch of a tensor in it."""
+    """Where a planned chunk went: its digest, and one for each byte range of a tensor in it."""
 
     digest: str
     blocks: tuple[str, ...]
@@ -169,9 +169,9 @@ def _runs(
     """By what is stored: where its bytes are, in their order, and a digest for each run of them."""
     found: dict[str, list[tuple[int, Ref, str]]] = {}
     for chunk, done in zip(plan, stored, strict=True):
-        for stretch, block in zip(chunk.stretches, done.blocks, strict=True):
-            run = (stretch.start, Ref(done.digest, stretch.offset, stretch.length), block)
-            found.setdefault(stretch.tensor, []).append(run)
+        for byte_range, block in zip(chunk.ranges, done.blocks, strict=True):
+            run = (byte_range.start, Ref(done.digest, byte_range.offset, byte_range.length), block)
+            found.setdefault(byte_range.tensor, []).append(run)
     ordered = {name: sorted(runs, key=lambda run: run[0]) for name, runs in found.items()}
     return {name: (tuple(run[1] for run in runs), tuple(run[2] for run in runs)) for name, runs in ordered.items()}
 

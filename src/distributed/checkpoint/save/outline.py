@@ -28,7 +28,7 @@ def outline(tree: Mapping[str, Any], before: TreeSpec | None = None) -> tuple[Tr
             byte_size(name, leaf)  # refuses what cannot be stored
             tensors[name] = leaf
             continue
-        check_portion(name, leaf)
+        check_shard(name, leaf)
         for number, (box, piece) in enumerate(leaf.pieces if leaf.stores else ()):
             label = free_name(f"{name}[{number}]", leaves)
             boxes[label], pieces[label] = (name, box), piece
@@ -47,15 +47,15 @@ def outline(tree: Mapping[str, Any], before: TreeSpec | None = None) -> tuple[Tr
     return TreeSpec(skeleton, specs, plans[0], split, boxes, plans[1]), tensors | pieces
 
 
-def check_portion(name: str, portion: TensorShard) -> None:
+def check_shard(name: str, shard: TensorShard) -> None:
     """Raises unless its pieces are what it says."""
-    check_dtype(name, portion)
-    for box, piece in portion.pieces:
+    check_dtype(name, shard)
+    for box, piece in shard.pieces:
         byte_size(name, piece)
-        if not fits(box, portion.shape) or tuple(piece.shape) != box_shape(box) or piece.dtype != portion.dtype:
+        if not fits(box, shard.shape) or tuple(piece.shape) != box_shape(box) or piece.dtype != shard.dtype:
             raise CheckpointError(
                 f"a part of {name} does not fit: {piece.dtype} {list(piece.shape)} for {list(box)}",
-                why=f"the whole is {portion.dtype} {list(portion.shape)}",
+                why=f"the whole is {shard.dtype} {list(shard.shape)}",
                 do="give every box a tensor of its own shape, and of the type of the whole",
             )
 

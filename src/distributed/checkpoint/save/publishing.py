@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -42,6 +42,7 @@ from distributed.core.errors import CheckpointError, DistributedError
 
 Bytes = np.ndarray[Any, Any]  # in host memory
 _WRITERS = 2
+_COPYING_S = 2.0  # the longest that a rank waits with its hashes for others on its host that still copy
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Publisher:
     frameworks: Mapping[str, str]  # versions of what makes the state
     lineage: Lineage = NOBODY
     check_held: Callable[[], None] = lambda: None  # on rank 0: raises where another run has the folder by now
+    neighbours: Sequence[int] = ()  # the ranks on this host, this one among them, whose loops wait for their copies
     visible_s: float = 60.0  # how long a file that another host wrote may take to show here
     _sequence: int | None = None  # of the last save in this folder, of any run
 
@@ -94,6 +96,7 @@ class Publisher:
         """Store this rank's part, then publish or hear how it ended."""
         try:
             try:
+                self._leave_cores(job)
                 self._store_part(job)
                 if self.session.is_main:
                     saved = self._publish(job)
@@ -105,6 +108,12 @@ class Publisher:
             error = _explain(job.step, self.session.rank, failed)
             error.__cause__ = None if error is failed else failed  # which shows whether the world or the disk failed
             return error
+
+    def _leave_cores(self, job: SaveJob) -> None:
+        """Until all on this host have copied: training waits for that, and for none of the hashes and files after."""
+        if len(self.neighbours) > 1:
+            self.notes.leave(f"{job.number}/copied-{self.session.rank}", "")
+            self.notes.found([f"{job.number}/copied-{rank}" for rank in self.neighbours], _COPYING_S)
 
     def _store_part(self, job: SaveJob) -> None:
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="checkpoint-writer") as writers:
@@ -135,9 +144,9 @@ class Publisher:
     def _store_chunk(self, chunk: ChunkPlan, content: Bytes) -> tuple[StoredChunk, int]:
         digest, written = self.chunks.put(content)
         self.at("chunk written")
-        if len(chunk.stretches) == 1:
+        if len(chunk.ranges) == 1:
             return StoredChunk(digest, (digest,)), written
-        blocks = [digest_bytes(content[s.offset : s.offset + s.length]) for s in chunk.stretches]
+        blocks = [digest_bytes(content[s.offset : s.offset + s.length]) for s in chunk.ranges]
         return StoredChunk(digest, tuple(blocks)), written
 
     def _publish(self, job: SaveJob) -> Saved:
@@ -186,7 +195,7 @@ class Publisher:
         def late(missing: list[str]) -> CheckpointError:
             return CheckpointError(
                 f"the checkpoint of step {job.step} is not complete after {self.timeout_s:.0f} s",
-                why=f"nothing came from {', '.join(key.split('/')[1].replace('part-', 'rank ') for key in missing)}",
+                why=f"no report came from {', '.join(key.split('/')[1].replace('part-', 'rank ') for key in missing)}",
                 do="see the logs of these ranks; if the storage is slow, save less often: checkpoint_frequency",
             )
 

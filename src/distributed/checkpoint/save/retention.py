@@ -25,12 +25,13 @@ PARTS = "parts"  # what ranks have stored of a checkpoint that is not published 
 
 @dataclass(frozen=True)
 class Retention:
-    """Of a run's own stay the `keep_last` that it wrote last, those at multiples of `keep_every` steps, the best by its
-    metric, and the pinned."""
+    """Of a run's own stay the `keep_last` that it wrote last, those at multiples of `keep_every` steps, the best by
+    their metric, and the pinned."""
 
     keep_last: int | None = None  # None: all
     keep_every: int | None = None
     best: str | None = None  # "min" or "max": which metric is the best
+    best_count: int = 1  # how many of the best
     pinned: frozenset[str] = frozenset()  # names such as step-000500
 
     def __post_init__(self) -> None:
@@ -50,8 +51,12 @@ class Retention:
                 why="the best value is the smallest or the largest",
                 do="best='min' or best='max'",
             )
-        if self.keep_last is None and (self.keep_every or self.best):
-            raise ConfigError("keep_every and best have no effect alone", why="all are kept", do="set keep_last too")
+        if self.keep_last is None and self.keep_every:
+            raise ConfigError(
+                "keep_every has no effect alone",
+                why="without keep_last every checkpoint is kept",
+                do="set keep_last too",
+            )
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,12 @@ def choose(saved: Sequence[Known], retention: Retention, run: str = "") -> list[
     ['step-000010', 'step-000030']
     >>> choose([Known(1, 0.1), Known(2, 0.5), Known(3, 0.4)], Retention(keep_last=1, best="min"))
     ['step-000002']
+    >>> choose([Known(1, 0.1), Known(2, 0.5), Known(3, 0.4)], Retention(keep_last=1, best="max", best_count=2))
+    ['step-000001']
     >>> choose([Known(30, run="a"), Known(5, run="b", sequence=1), Known(10, run="b", sequence=2)], Retention(1), "b")
     ['step-000005']
+    >>> choose([Known(1, 0.5), Known(2, 0.5), Known(3, 0.4)], Retention(keep_last=1, best="max"))  # the first of equals
+    ['step-000002']
     """
     if retention.keep_last is None:
         return []
@@ -104,9 +113,14 @@ def choose(saved: Sequence[Known], retention: Retention, run: str = "") -> list[
     kept = {known.at for known in own[-retention.keep_last :]}
     if retention.keep_every:
         kept |= {known.at for known in own if known.step % retention.keep_every == 0}
-    rated = [(known.metric, known.at) for known in own if known.metric is not None and math.isfinite(known.metric)]
-    if retention.best and rated:
-        kept.add(min(rated)[1] if retention.best == "min" else max(rated)[1])
+    sign = -1.0 if retention.best == "max" else 1.0
+    rated = [
+        (sign * known.metric, known.step, known.at)
+        for known in own
+        if known.metric is not None and math.isfinite(known.metric)
+    ]
+    if retention.best:
+        kept |= {name for *_, name in sorted(rated)[: retention.best_count]}
     return [known.at for known in own if known.at not in kept | retention.pinned]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -69,6 +69,7 @@ class Saver:
         keep_last: int | None = None,
         keep_every: int | None = None,
         best: str | None = None,
+        best_count: int = 1,
         pinned: Iterable[str] = (),
         known: Iterable[str] = (),
         on_saved: Callable[[Saved], None] = lambda saved: None,
@@ -76,12 +77,13 @@ class Saver:
         guard_s: float = 3600.0,
         lineage: Lineage = NOBODY,
         check_held: Callable[[], None] = lambda: None,
+        neighbours: Sequence[int] = (),
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
         """`known` are chunks that a restore has verified. `check_held` raises on rank 0 where another run has the
-        folder by now. `at` is called at each named point of a save, for tests."""
+        folder by now. `neighbours`: the ranks on this host. `at` is called at each named point of a save, for tests."""
         self._storage, self._session, self._asynchronous = open_storage(url), session, asynchronous
-        retention = Retention(keep_last, keep_every, best, frozenset(pinned))
+        retention = Retention(keep_last, keep_every, best, best_count, frozenset(pinned))
         self._publisher = Publisher(
             self._storage,
             session=session,
@@ -93,6 +95,7 @@ class Saver:
             frameworks=staging.frameworks,
             lineage=lineage,
             check_held=check_held,
+            neighbours=neighbours,
         )
         self._staging = staging
         self._on_saved, self._at = on_saved, at

@@ -74,9 +74,11 @@ def copy_chunks(
     for chunk in plan:
         segment, at = buffer.place(chunk.length)
         copied.append((chunk, segment[at : at + chunk.length].numpy()))
-        for stretch in chunk.stretches:
-            if not (runs and runs[-1].extend(stretch, segment, at + stretch.offset)):
-                runs.append(_Run(stretch.tensor, stretch.start, stretch.length, segment, at + stretch.offset))
+        for byte_range in chunk.ranges:
+            if not (runs and runs[-1].extend(byte_range, segment, at + byte_range.offset)):
+                runs.append(
+                    _Run(byte_range.tensor, byte_range.start, byte_range.length, segment, at + byte_range.offset)
+                )
     for run in runs:
         if run.tensor not in flat:
             if made > _MOST_COPIED:
@@ -110,11 +112,11 @@ class _Run:
     segment: torch.Tensor
     at: int
 
-    def extend(self, stretch: ByteRange, segment: torch.Tensor, at: int) -> bool:
-        follows = stretch.tensor == self.tensor and stretch.start == self.start + self.length
+    def extend(self, byte_range: ByteRange, segment: torch.Tensor, at: int) -> bool:
+        follows = byte_range.tensor == self.tensor and byte_range.start == self.start + self.length
         if not follows or segment is not self.segment or at != self.at + self.length:
             return False
-        self.length += stretch.length
+        self.length += byte_range.length
         return True
 
 

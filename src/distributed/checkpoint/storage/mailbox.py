@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from distributed.core.errors import CheckpointError
@@ -76,16 +76,21 @@ class Mailbox:
 
     def wait(self, keys: list[str], timeout_s: float, on_late: Callable[[list[str]], CheckpointError]) -> list[str]:
         """The texts under all these keys; raises `on_late(keys that are missing)` after the deadline."""
+        found = self.found(keys, timeout_s)
+        if len(found) < len(keys):
+            raise on_late([key for key in keys if key not in found])
+        return [found[key] for key in keys]
+
+    def found(self, keys: Sequence[str], timeout_s: float) -> dict[str, str]:
+        """The texts that there are when there are all, or at the deadline."""
         deadline, pause = time.monotonic() + timeout_s, _PAUSE_S
         found: dict[str, str] = {}
         while True:
             for key in keys:
                 if key not in found and (text := self.look(key)) is not None:
                     found[key] = text
-            if len(found) == len(keys):
-                return [found[key] for key in keys]
-            if time.monotonic() > deadline:
-                raise on_late([key for key in keys if key not in found])
+            if len(found) == len(keys) or time.monotonic() > deadline:
+                return found
             if self._given_up.wait(pause):
                 raise _given_up()
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)

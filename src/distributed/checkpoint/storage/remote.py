@@ -15,6 +15,7 @@ from distributed.checkpoint.storage.files import FileEntry, Names, NotThere, che
 from distributed.core.errors import CheckpointError, MissingExtraError
 
 T = TypeVar("T")
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "abfs": "abfs", "abfss": "abfs", "az": "abfs"}
 _LASTING = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError, NotImplementedError)
 
 
@@ -38,10 +39,10 @@ class RemoteStorage:
             chosen = {"use_listings_cache": False, "skip_instance_cache": True} | (options or {})
             self._fs, base = fsspec.core.url_to_fs(self.root, **chosen)
         except (ImportError, ValueError) as failed:
-            scheme = url.split(":", 1)[0]
-            if isinstance(failed, ImportError) and scheme in ("s3", "s3a"):
+            extra = _EXTRAS.get(url.partition(":")[0])
+            if isinstance(failed, ImportError) and extra is not None:
                 raise MissingExtraError(
-                    f"{url} needs an extra that is not installed", do='pip install "distributed-training[s3]"'
+                    f"{url} needs an extra that is not installed", do=f'pip install "distributed-training[{extra}]"'
                 ) from failed
             raise CheckpointError(
                 f"checkpoints cannot be kept at {url}", why=str(failed), do="use a folder, or a URL that fsspec knows"
@@ -102,7 +103,9 @@ class RemoteStorage:
         def find() -> dict[str, Any]:
             self._fs.invalidate_cache()
             try:
-                return dict(self._fs.find(top, detail=True))
+                found = self._fs.find(top, detail=True)
+                # Of a file that is asked for by its own name, adlfs has a list.
+                return dict(found) if isinstance(found, dict) else {path: self._fs.info(path) for path in found}
             except FileNotFoundError:
                 return {}
 
