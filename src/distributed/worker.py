@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import json
 import socket
 import sys
 import time
 import traceback
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from distributed.core.atomic import Sealed, check_code, open_sealed
+from distributed.core.atomic import write_private
 from distributed.core.engines.engine import ENGINES, load_strategy
 from distributed.core.env import WorkerEnv, ticket_in_env, worker_env
 from distributed.core.errors import CannotGoOnError
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.protocol.failure import is_collateral
+from distributed.core.protocol.heartbeat import Phase
 from distributed.core.protocol.process_owner import ProcessOwner, process_owner_of
 from distributed.core.protocol.rank_protocol import Broke, Joined, LauncherLink, Lost, Resumed
 from distributed.core.protocol.ticket import Ticket
@@ -30,23 +29,26 @@ from distributed.core.run_dir import RunDir
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
+from distributed.runtime.abort.sockets import CAN_SHUT_DOWN
 from distributed.runtime.agent_line import launcher_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.rendezvous import Rendezvous, find_rendezvous
 from distributed.runtime.session import Session
 from distributed.runtime.shutdown import defer_signals_to_launcher
-from distributed.runtime.sockets import CAN_SHUT_DOWN
 from distributed.runtime.world import CollectiveError, abandon_world, leave_world
 from distributed.strategies.base import Strategy
+from distributed.train.checks.given_objects import GivenObjects
 from distributed.train.checks.user_state import take_over
+from distributed.train.evaluation_job import EvaluationJob, run_evaluation
+from distributed.train.job_reading import load_job
 from distributed.train.loop import LeftWorld, Loop
 from distributed.train.rank_job import RankJob, open_loop
 from distributed.train.resume.survivor_state import SurvivorState, hand_over, take_model
+from distributed.train.stragglers.delay import replacer
 
 _LEAVE_S = 60.0  # for the launcher of a rank whose world broke to have all ranks leave it
 _TOGETHER_S = 30.0  # for all ranks that leave at the same step to end it
 _LOOK_EVERY_S = 0.01
-PICKLE = "/data.pkl"  # of the archive that torch.save makes: what runs as code when it is loaded
 
 
 def meet(env: WorkerEnv, run_dir: str, timeout_s: float) -> Rendezvous:
@@ -92,11 +94,11 @@ def _join(plan: Plan, env: WorkerEnv, line: LauncherLink | None, listener: socke
     return session
 
 
-def next_world(line: LauncherLink, attempt: int, message: str) -> WorkerEnv:
+def next_world(line: LauncherLink, attempt: int, message: str, *, holds: bool = False) -> WorkerEnv:
     """Leave the world that broke, and wait for the next one, of survivors and new ranks."""
     line.cut_off()
     abandon_world()
-    line.tell(Lost(attempt, message))
+    line.tell(Lost(attempt, message, holds))
     env = line.next_world(attempt)
     if env is None:
         raise CollectiveError("the launcher of this rank is gone")
@@ -111,6 +113,7 @@ def run_rank(
     With a link to its launcher, a rank that loses a peer keeps its state and continues in the next world. With
     `gives_back`, the ranks gather the model afterwards for the caller.
     """
+    given = None if gives_back or not session.is_main else GivenObjects(job.task, job.train, job.callbacks)
     held: SurvivorState | None = None
     model_is_stale = False  # its model and optimizer are those of a run that is gone
     watchers = Watchers(shows_progress)
@@ -124,6 +127,7 @@ def run_rank(
                 watchers=watchers,
                 line=line,
                 gives_back=gives_back,
+                given=given,
             )
             if isinstance(outcome, History):
                 return outcome
@@ -133,7 +137,7 @@ def run_rank(
                 raise CannotGoOnError(f"rank {session.rank} lost its world", why=outcome.message)
             held = outcome.held
             with defer_signals_to_launcher():
-                env = next_world(line, session.env.attempt, outcome.message)
+                env = next_world(line, session.env.attempt, outcome.message, holds=held is not None)
                 session = open_session(job.plan, env, line)
             job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))
     except Exception:  # the script may deal with it, and end well; not so where it ended itself in mid-run
@@ -162,6 +166,7 @@ def _run_world(
     watchers: Watchers,
     line: LauncherLink | None,
     gives_back: bool,
+    given: GivenObjects | None,
 ) -> History | WorldLost:
     """One world of this rank, from joining it to the end of the run or of the world."""
     plan, task, env = job.plan, job.task, session.env
@@ -171,23 +176,23 @@ def _run_world(
     is_touched = False  # whether an abort may have left anything in the weights, which rank 0 sends to all
     try:
         if line is not None:  # the launcher watches this rank from here on; it has made the run directory
-            heartbeat = _begin_heartbeat(plan, session)
-        inherited = None
+            heartbeat = begin_heartbeat(plan, session)
+        handed_over = None
         if line is not None and line.regroups and env.restarts:
-            inherited = hand_over(session, held)
-            if inherited is None and model_is_stale:
+            handed_over = hand_over(session, held)
+            if handed_over is None and model_is_stale:
                 raise CannotGoOnError(f"rank {session.rank} lost its world", why="no rank that is left holds the run")
-        if inherited is not None:
-            held = SurvivorState(inherited.step, inherited.tree)
+        if handed_over is not None:
+            held = SurvivorState(handed_over.step, handed_over.tree)
             session.take_weights_as_alike()
-            take_model(task.model, inherited.tree["model"])  # what the strategy begins with is sent from rank 0
-            take_over(task, inherited.tree)
+            take_model(task.model, handed_over.tree["model"])  # what the strategy begins with is sent from rank 0
+            take_over(task, handed_over.tree)
         session.take_place(plan.mesh)
         session.seed(plan.seed)
-        is_touched = session.gate is not None and inherited is None
+        is_touched = session.gate is not None and handed_over is None
         strategy.setup(task, session)
         if heartbeat is None:  # rank 0 has looked at the run directory before any rank came this far
-            heartbeat = _begin_heartbeat(plan, session)
+            heartbeat = begin_heartbeat(plan, session)
         if line is not None and line.regroups and _is_exposed(plan, session, strategy):
             line.tell(Joined(False, plan.legal_sizes, in_run=True))
             line.on_cut_off(lambda: None)  # an abort would send its peers garbage, and this rank is ended anyway
@@ -200,11 +205,13 @@ def _run_world(
             observer=lambda plan: watchers.observer(plan, session),
             utilization=UtilizationSampler(session.device.type, session.device.index or 0).percent,
             on_resumed=_teller(line, host, session),
+            on_paces=replacer(plan, session, line),
             asked_to_leave=lambda: line is not None and _asked_to_leave(line, env.attempt, strategy),
             is_supervised=line is not None,
+            given=given,
         ) as loop:
-            loop.begin(inherited)
-            held = inherited = None  # a second copy of the state on every rank that was given it
+            loop.begin(handed_over)
+            held = handed_over = None  # a second copy of the state on every rank that was given it
             history = loop.run()
         host.close()
         _settle(session, line)
@@ -267,7 +274,7 @@ def _await_leave(session: Session, line: LauncherLink, message: str) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
-def _begin_heartbeat(plan: Plan, session: Session) -> Heartbeat:
+def begin_heartbeat(plan: Plan, session: Session) -> Heartbeat:
     heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(session.env.attempt), session.rank)
     session.report_collectives_to(heartbeat.collective)
     return heartbeat
@@ -332,43 +339,48 @@ def line_for(plan: Plan, *, is_first: bool = True) -> LauncherLink | None:
     line = launcher_line()
     if line is not None:
         is_alone = is_first and not dist.is_initialized()
-        is_plain = plan.precision.kind != "fp16" and plan.speed.parameters == "fp32"  # see `Replica._gate_steps`
+        is_plain = plan.precision.kind != "fp16" and plan.speed.parameters == "fp32"  # see `OneRankStep._gate_steps`
         env = worker_env()
         can_be_gated = is_plain and line.closes_gates and (env is None or env.num_nodes == 1)
         can_be_cut = plan.collectives == "gloo" or (plan.collectives == "nccl" and can_be_gated)
-        can_regroup = can_be_cut and plan.is_replicated and CAN_SHUT_DOWN
+        can_regroup = can_be_cut and plan.is_held_by_each and CAN_SHUT_DOWN
         regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
         has_gate = regroups and plan.collectives == "nccl"
         line.tell(Joined(regroups, plan.legal_sizes, in_run=True, has_gate=has_gate))
     return line
 
 
-def load_job(run_dir: Path, sealed: Sealed) -> RankJob:
-    """The job that the launcher wrote: a pickle, and refused unless it is that very file."""
-    handle = open_sealed(run_dir, sealed)
+def _evaluate(job: EvaluationJob, env: WorkerEnv) -> None:
+    """A rank that trains nothing: it is started again with the others where one of them is lost."""
+    line = launcher_line()
+    if line is not None:
+        line.tell(Joined(False, job.plan.legal_sizes, in_run=True))
+    session = open_session(job.plan, env, line)
+    heartbeat = begin_heartbeat(job.plan, session)
     try:
-        with os.fdopen(os.dup(handle), "rb") as file, zipfile.ZipFile(file) as archive:
-            names = [name for name in archive.namelist() if name.endswith(PICKLE)]
-            check_code(run_dir / sealed.name, b"".join(map(archive.read, names)), sealed)
-        opened = f"/proc/self/fd/{handle}"  # the file that was checked, even if its name now belongs to another
-        path = opened if os.path.exists(opened) else run_dir / sealed.name
-        job: RankJob = torch.load(path, mmap=True, weights_only=False, map_location="cpu")
-        return job
-    except zipfile.BadZipFile:
-        check_code(run_dir / sealed.name, b"", sealed)
-        raise
+        plan = job.plan.for_world(session.world_size, session.env.num_nodes)
+        with heartbeat.phase(Phase.EVALUATING):
+            found = run_evaluation(replace(job, plan=plan), session)
+        if session.is_main:
+            write_private(RunDir(plan.run_dir).evaluation, json.dumps(found) + "\n")
+        _settle(session, line)
     finally:
-        os.close(handle)
+        heartbeat.close()
+    leave_world()
 
 
 def main() -> None:
-    """`python -m distributed.launch.node.rank -m distributed.worker <run_dir>`: a rank that `Trainer.fit` started."""
+    """The program `-m distributed.worker <run_dir>`: a rank that `Trainer.fit` started."""
     run_dir = Path(sys.argv[1])
     ticket = Ticket.from_text(ticket_in_env())
     sys.path[:] = ticket.sys_path
     env = worker_env()
     assert env is not None, "the worker is started by a launcher"
     job = load_job(run_dir, ticket.payload)
+    job.settings.apply()
+    if isinstance(job, EvaluationJob):
+        _evaluate(job, env)
+        return
     line = line_for(job.plan)
     session = open_session(job.plan, env, line)
     job = replace(job, plan=job.plan.for_world(session.world_size, session.env.num_nodes))

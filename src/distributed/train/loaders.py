@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from distributed.core.errors import DataError
 from distributed.core.plan import Decision, Plan
 from distributed.core.run_dir import RunDir
+from distributed.data.checks.fingerprint import data_parts
+from distributed.data.length_buckets import Lengths, check_lengths
 from distributed.data.loading.dali import DaliBatches
+from distributed.data.loading.lengths import (
+    MeasuringRank,
+    bucket_decision,
+    keep_lengths,
+    kept_lengths,
+    measure_lengths,
+)
 from distributed.data.loading.loader import EvalLoader, TrainLoader
 from distributed.data.loading.prefetch import EpochLoader, Prefetch
 from distributed.data.loading.rows import RowEvalLoader, RowLoader, Rows, say_bytes
@@ -24,6 +37,7 @@ from distributed.data.loading.workers import (
     keep,
     with_workers,
 )
+from distributed.data.shares import most_evaluated
 from distributed.data.source import Source
 from distributed.runtime.session import Session
 from distributed.strategies.placement import local
@@ -53,19 +67,57 @@ class Evaluation(NamedTuple):
     decisions: list[Decision]
 
 
+class Evaluations(NamedTuple):
+    loaders: dict[str, EvalLoader]  # by the names of their sets
+    decisions: list[Decision]
+
+
 def open_training(
     source: Source, plan: Plan, session: Session, optimizer: torch.optim.Optimizer | None = None
 ) -> Training:
     """What reads this rank's training data. `optimizer`: whose state will yet need memory of the device."""
-    device, rank = session.device, session.data_rank
-    rows = None if source.is_stream or plan.is_bitwise else _rows(source, plan, device, optimizer)
+    device, rank, decisions = session.device, session.data_rank, list[Decision]()
+    if source.length_of is not None:
+        source = with_lengths(source, plan, session)
+        decisions = [bucket_decision(source, plan.batch, plan.seed)]
+    is_drawn_by_rows = not source.is_stream and not plan.is_bitwise and source.lengths is None
+    rows = _rows(source, plan, device, optimizer) if is_drawn_by_rows else None
     if plan.speed.data_on_device == "on" and (rows is None or not rows.is_on_device):
         raise _not_on_device(rows, device)
     if rows is not None:
         by_rows = RowLoader(source, rows, plan.batch, rank, seed=plan.seed, share=share_from_first(session))
         loader = by_rows if rows.is_on_device else Prefetch(by_rows, device, max_steps=plan.max_steps)
         return Training(loader, None, _row_decisions(rows, "training"))
-    return _open_read(source, plan, session)
+    training = _open_read(source, plan, session)
+    return training._replace(decisions=[*decisions, *training.decisions])
+
+
+def with_lengths(source: Source, plan: Plan, session: Session) -> Source:
+    """With the lengths of all samples: given, kept from an earlier world of the run, or measured by all ranks."""
+    assert source.length_of is not None
+    if source.lengths is None:
+        key = json.dumps([source.length_of.name, data_parts(source)])
+        path, device = RunDir(plan.run_dir).lengths, session.device
+        kept = kept_lengths(key, path) if session.is_main else None
+        is_kept = torch.tensor(int(kept is not None), device=device)
+        if session.max("whether lengths are known", is_kept).item():
+            shared = np.zeros(source.samples or 0, np.int32) if kept is None else kept
+            sent = session.send_from("lengths of the samples", 0, torch.from_numpy(shared).to(device))
+            found: Lengths = sent.cpu().numpy()
+        else:
+            ranks = MeasuringRank(
+                session.rank,
+                session.world_size,
+                lambda values: session.sum("lengths of the samples", values.to(device)).cpu(),
+            )
+            tells = session.is_main and plan.observe.progress
+            found = measure_lengths(source, ranks, partial(print, flush=True) if tells else lambda text: None)
+            if session.is_main:
+                keep_lengths(found, key, path)
+        source = replace(source, lengths=found)
+    assert source.lengths is not None
+    check_lengths(source.lengths)
+    return source
 
 
 def _open_read(source: Source, plan: Plan, session: Session) -> Training:
@@ -86,6 +138,25 @@ def _open_read(source: Source, plan: Plan, session: Session) -> Training:
     )
 
 
+def open_evaluations(
+    sources: Mapping[str, Source],
+    plan: Plan,
+    session: Session,
+    worker_count: WorkerCount | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    lockstep: bool,
+) -> Evaluations:
+    """Those of all sets, each choice reported once."""
+    found = Evaluations({}, [])
+    for name, source in sources.items():
+        loader, decisions = open_evaluation(source, plan, session, worker_count, optimizer, lockstep=lockstep)
+        if loader is not None:  # else none of its batches is wanted
+            found.loaders[name] = loader
+        found.decisions.extend(decision for decision in decisions if decision not in found.decisions)
+    return found
+
+
 def open_evaluation(
     source: Source | None,
     plan: Plan,
@@ -100,9 +171,14 @@ def open_evaluation(
         return Evaluation(None, [])
     rank, ranks = session.data_rank, plan.mesh.data_ranks
     size = source.batch_size or plan.batch.per_device
+    most = most_evaluated(plan, source.samples, source.batch_size, drop_last=source.drop_last)
+    if most == 0:
+        return Evaluation(None, [])
     rows = None if source.is_stream else _rows(source, plan, session.device, optimizer)
     if rows is not None:
-        by_rows = RowEvalLoader(source, rows, size, rank, ranks, lockstep=lockstep, share=share_from_first(session))
+        by_rows = RowEvalLoader(
+            source, rows, size, rank, ranks, lockstep=lockstep, share=share_from_first(session), most=most
+        )
         return Evaluation(by_rows, _row_decisions(rows, "evaluation"))
     loader = EvalLoader(
         _with_worker_count(source, plan, worker_count if can_choose(source) else None),
@@ -114,6 +190,7 @@ def open_evaluation(
         lockstep=lockstep,
         batch_seed=None if plan.workers is None else plan.seed,
         share=share_from_first(session),
+        most=most,
     )
     return Evaluation(loader, [])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +47,11 @@ class Meter:
         checks_loss: bool,
         pace: Pace | None = None,
         owns_metrics: bool = True,
+        sums_loss: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`owns_metrics`: whether this rank's numbers are part of the means; they are the same for all ranks."""
-        self._owns_metrics = owns_metrics
+        """`owns_metrics`: whether this rank's numbers are part of the means; they are the same for all ranks.
+        `sums_loss`: whether a loss is the sum of its samples': it is read as their mean, as in an evaluation."""
+        self._owns_metrics, self._sums_loss = owns_metrics, sums_loss
         self._session, self._names, self._checks_loss = session, names, checks_loss
         self._pace = pace
         self._losses: list[torch.Tensor | float] = []
@@ -70,9 +73,13 @@ class Meter:
     def is_empty(self) -> bool:
         return not self._losses
 
-    def begin_epoch(self, *, goes_on: bool = False) -> None:
-        """`goes_on`: a resumed run has its totals from the checkpoint."""
-        self._epoch, self._since = self._epoch if goes_on else {}, time.perf_counter()
+    def begin_epoch(self, *, is_resumed: bool = False) -> None:
+        """`is_resumed`: a resumed run has its totals from the checkpoint."""
+        self._epoch, self._since = self._epoch if is_resumed else {}, time.perf_counter()
+
+    def pause(self, seconds: float) -> None:
+        """Time since the last reading in which no step was taken."""
+        self._since += seconds
 
     def state(self) -> dict[str, Any]:
         """The totals of the epoch so far, this rank's losses that were not read yet among them."""
@@ -103,26 +110,36 @@ class Meter:
         totals = MetricTotals()
         if self._owns_metrics:
             weighted = math.fsum(loss * count for loss, count in zip(losses, self._samples, strict=True))
+            if self._sums_loss():
+                weighted = math.fsum(losses)
             totals.add({"loss": MetricSum(weighted / ranks, samples / ranks)})
             totals.add(last.metrics or {})
         row = self._pace.row() if self._pace is not None else []
         found = _nonfinite(losses, self._session.rank, ranks) if self._checks_loss else []
-        metrics, rows = totals.mean_and_sums("training metrics", self._session, self._names, row + found)
+        measured, rows = totals.sum_up("training metrics", self._session, self._names, row + found)
+        metrics = {name: total / weight for name, (total, weight) in measured.items()}
         if self._checks_loss:
             _check_finite(rows[len(row) :])
         paces = self._pace.read(rows[: len(row)]) if self._pace is not None else ()
         now = time.perf_counter()
         norm = None if last.gradient_norm is None else float(last.gradient_norm)
         reading = Reading(metrics, samples, now - self._since, norm, steps=len(self._losses), paces=paces)
+        self._add_to_epoch(measured, samples)
         self._losses, self._samples, self._since = [], [], now
-        for name, value in metrics.items():
-            total, weight = self._epoch.get(name, (0.0, 0.0))
-            self._epoch[name] = (total + value * samples, weight + samples)
         return reading
+
+    def _add_to_epoch(self, measured: Mapping[str, tuple[float, float]], samples: int) -> None:
+        """The loss counts by samples; other metrics by their own weights in the last step, which stands for the steps
+        before it that were not measured."""
+        stands_for = samples / self._samples[-1] if self._samples[-1] else 0.0
+        for name, (total, weight) in measured.items():
+            counted = float(samples) if name == "loss" else weight * stands_for
+            before = self._epoch.get(name, (0.0, 0.0))
+            self._epoch[name] = (before[0] + total / weight * counted, before[1] + counted)
 
     def epoch_metrics(self) -> dict[str, float]:
         """The loss over every sample of the epoch; other metrics over the batches of the steps that were read."""
-        return {name: total / weight for name, (total, weight) in self._epoch.items()}
+        return {name: total / weight for name, (total, weight) in self._epoch.items() if weight}
 
 
 def _fetch(losses: list[torch.Tensor | float], last: StepOutput) -> tuple[list[float], StepOutput]:
@@ -133,7 +150,7 @@ def _fetch(losses: list[torch.Tensor | float], last: StepOutput) -> tuple[list[f
     sums = [part for pair in (last.metrics or {}).values() for part in pair]
     more = [] if last.gradient_norm is None else [last.gradient_norm.to(device)]  # on the host where that is offloaded
     more += [part for part in sums if isinstance(part, torch.Tensor) and part.device == device]
-    stacked = torch.stack(losses).double()  # type: ignore[arg-type]
+    stacked = torch.stack(losses).double().reshape(-1)  # type: ignore[arg-type]  # a loss may have the shape [1]
     if more:
         stacked = torch.cat([stacked, torch.stack([value.detach().double().reshape(()) for value in more])])
     numbers: list[float] = stacked.tolist()
@@ -146,7 +163,7 @@ def _fetch(losses: list[torch.Tensor | float], last: StepOutput) -> tuple[list[f
 
 
 def _nonfinite(losses: list[float], rank: int, ranks: int) -> list[float]:
-    """Of each rank, how many steps ago its loss was not finite for the first time, counted from 1, and the loss.
+    """Of each rank, how many steps ago its loss was first not finite, counted from 1, and the loss.
 
     >>> _nonfinite([0.5, math.inf, math.nan], rank=1, ranks=2)
     [0.0, 0.0, 2.0, inf]

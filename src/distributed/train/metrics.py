@@ -44,6 +44,11 @@ def class_hits(
     return MetricSum(((chosen == target) & counted).sum(), counted.sum())
 
 
+def is_sequence(target: Any) -> bool:
+    """Whether it has a class for each position of each sample, as the tokens of a language model."""
+    return isinstance(target, torch.Tensor) and target.dim() == 2 and not target.is_floating_point()
+
+
 def binary_accuracy(outputs: Any, target: Any) -> MetricSum:
     hits = (outputs > 0) == (target > 0.5)
     return MetricSum(hits.sum(), float(hits.numel()))
@@ -55,7 +60,7 @@ def sum_metrics(metrics: Mapping[str, Metric], outputs: Any, target: Any, size: 
     for name, metric in metrics.items():
         value = metric(outputs, target)
         if not isinstance(value, torch.Tensor):
-            value = torch.as_tensor(value, dtype=torch.float64)
+            value = _as_tensor(name, value)
         if value.dim() == 0:
             sums[name] = MetricSum(value.detach().double() * size, float(size))
         elif value.numel():
@@ -64,14 +69,39 @@ def sum_metrics(metrics: Mapping[str, Metric], outputs: Any, target: Any, size: 
     return sums
 
 
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as failed:
+        raise TaskError(
+            f"metrics[{name!r}] returned a {type(value).__name__}",
+            why=f"a metric is a value for each sample or one mean over its batch, and this is neither: {failed}",
+            do="return a tensor or a number; distributed.whole_set(f) of a function that returns several by name",
+        ) from failed
+
+
 def sum_logged(logged: Mapping[str, Logged], size: int) -> dict[str, MetricSum]:
     """What a step of the user's own has logged for one batch.
 
     >>> sum_logged({"kl": Logged(0.5, None)}, size=4)
     {'kl': MetricSum(total=2.0, weight=4)}
     """
-    weights = {name: size if weight is None else weight for name, (_, weight) in logged.items()}
-    return {name: MetricSum(value * weights[name], weights[name]) for name, (value, _) in logged.items()}
+    pairs = {
+        name: (_wide(value), size if weight is None else _wide(weight)) for name, (value, weight) in logged.items()
+    }
+    return {name: MetricSum(_weighted(value, weight), weight) for name, (value, weight) in pairs.items()}
+
+
+def _wide(number: torch.Tensor | float) -> torch.Tensor | float:
+    """As it is added up over many batches: in 16 bits, sums soon stay where they are."""
+    return number.detach().double().reshape(()) if isinstance(number, torch.Tensor) else number
+
+
+def _weighted(value: torch.Tensor | float, weight: torch.Tensor | float) -> torch.Tensor | float:
+    """Without the mean over nothing, which is NaN and has no weight."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight == 0, 0.0, value * weight)
+    return value * weight if weight else 0.0
 
 
 class MetricNames:
@@ -110,27 +140,29 @@ class MetricTotals:
 
     def mean(self, name: str, session: Session, names: MetricNames) -> dict[str, float]:
         """The means over all ranks, also of metrics that only some of them have."""
-        return self.mean_and_sums(name, session, names, [])[0]
+        found = self.sum_up(name, session, names, [])[0]
+        return {metric: total / weight for metric, (total, weight) in found.items()}
 
-    def mean_and_sums(
+    def sum_up(
         self, name: str, session: Session, names: MetricNames, more: list[float]
-    ) -> tuple[dict[str, float], list[float]]:
-        """The means, and in the same collective the sums of more numbers, as many on every rank."""
+    ) -> tuple[dict[str, tuple[float, float]], list[float]]:
+        """Totals and weights of what has a weight, and in the same collective the sums of more numbers, as many on
+        every rank."""
         new = [metric for metric in self._totals if metric not in names.known]
         if session.world_size == 1:
             return self._add_up(name, session, [*names.known, *(names.add(new) if new else ())], more)
-        means, sums = self._add_up(name, session, names.known.copy(), [*more, float(bool(new))])
+        found, sums = self._add_up(name, session, names.known.copy(), [*more, float(bool(new))])
         if sums.pop():  # some rank has a new one
-            means |= self._add_up(name, session, names.add(new), [])[0]
-        return means, sums
+            found |= self._add_up(name, session, names.add(new), [])[0]
+        return found, sums
 
     def _add_up(
         self, name: str, session: Session, names: list[str], more: list[float]
-    ) -> tuple[dict[str, float], list[float]]:
+    ) -> tuple[dict[str, tuple[float, float]], list[float]]:
         pairs = [self._totals.get(metric, (0.0, 0.0)) for metric in names]
         is_number = not any(isinstance(part, torch.Tensor) for pair in pairs for part in pair)
         if is_number and session.world_size == 1:
-            return self._means(names, [float(part) for pair in pairs for part in pair]), more
+            return self._weighty(names, [float(part) for pair in pairs for part in pair]), more
         if session.device.type == "cpu":  # nothing to wait for, and numbers are quicker put together than tensors
             sums = torch.tensor([float(part) for pair in pairs for part in pair] + more, dtype=torch.float64)
         elif is_number:
@@ -140,16 +172,16 @@ class MetricTotals:
             columns = [
                 torch.as_tensor(part, dtype=torch.float64, device=session.device) for pair in pairs for part in pair
             ]
-            sums = torch.stack(columns)
+            sums = torch.cat([column.reshape(1) for column in columns])
             if more:
                 sums = torch.cat([sums, torch.tensor(more, dtype=torch.float64, device=session.device)])
         found: list[float] = session.sum(name, sums).tolist()
         session.check()
-        return self._means(names, found), found[2 * len(names) :]
+        return self._weighty(names, found), found[2 * len(names) :]
 
-    def _means(self, names: list[str], found: list[float]) -> dict[str, float]:
+    def _weighty(self, names: list[str], found: list[float]) -> dict[str, tuple[float, float]]:
         totals, weights = found[: 2 * len(names) : 2], found[1 : 2 * len(names) : 2]
-        return {metric: total / weight for metric, total, weight in zip(names, totals, weights, strict=True) if weight}
+        return {metric: (total, weight) for metric, total, weight in zip(names, totals, weights, strict=True) if weight}
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:

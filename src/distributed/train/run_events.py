@@ -18,14 +18,19 @@ from distributed.core.events import (
     ResumeCompared,
     RunEnded,
     RunStarted,
+    RunStopped,
     Warned,
 )
-from distributed.core.history import EpochRecord, History
+from distributed.core.history import EpochRecord, History, validation_name
 from distributed.core.plan import Decision, Plan
 from distributed.core.secrets import mask
+from distributed.train.progress import Progress
 
 if TYPE_CHECKING:
+    from distributed.checkpoint.restore.restoring import Restored
+    from distributed.train.callbacks.calls import StopReason
     from distributed.train.resume.certificate import Verdict
+    from distributed.train.state import RunState
 
 
 class RunEvents:
@@ -58,9 +63,15 @@ class RunEvents:
         self.tell(Warned(time=time.time(), message=message))
 
     def run_started(
-        self, world_size: int, first_step: int, steps_per_epoch: int | None, notes: Sequence[str] = ()
+        self,
+        world_size: int,
+        first_step: int,
+        steps_per_epoch: int | None,
+        notes: Sequence[str] = (),
+        *,
+        samples: int | None = None,
     ) -> None:
-        """`notes`: what came to be decided after the plan was made."""
+        """`notes`: what came to be decided after the plan was made. `samples`: of an epoch."""
         plan = self._plan
         self.tell(
             RunStarted(
@@ -71,7 +82,7 @@ class RunEvents:
                 backend=plan.strategy,
                 epochs=plan.epochs,
                 steps_per_epoch=steps_per_epoch,
-                total_steps=plan.total_steps(steps_per_epoch),
+                total_steps=plan.total_steps(steps_per_epoch, samples),
                 first_step=first_step,
                 global_batch=plan.batch.global_batch,
                 settings=mask(plan.settings),
@@ -82,10 +93,16 @@ class RunEvents:
     def epoch_started(self, epoch: int, step: int) -> None:
         self.tell(EpochStarted(time=time.time(), epoch=epoch, step=step))
 
-    def evaluated(self, epoch: int, step: int, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
+    def evaluated(
+        self, epoch: int, step: int, seconds: float, metrics: dict[str, float], *, within_epoch: bool = False
+    ) -> dict[str, float]:
         """Returns them under the names that they have in a history."""
-        self.tell(EvaluationEnded(time=time.time(), step=step, epoch=epoch, seconds=seconds, metrics=metrics))
-        return {f"val_{name}": value for name, value in metrics.items()}
+        self.tell(
+            EvaluationEnded(
+                time=time.time(), step=step, epoch=epoch, seconds=seconds, metrics=metrics, within_epoch=within_epoch
+            )
+        )
+        return {validation_name(name): value for name, value in metrics.items()}
 
     def epoch_ended(self, record: EpochRecord, step: int) -> None:
         self.tell(
@@ -119,6 +136,21 @@ class RunEvents:
         problem = failed.problems[0]
         self.warn(f"{problem.what}: {problem.why}; training continues without this checkpoint")
 
+    def restored(self, restored: Restored, state: RunState) -> list[str]:
+        """A run resumes from a checkpoint; returns what is to be said of it at the start."""
+        report = str(restored.report).splitlines()
+        for line in () if restored.report.is_clean else report:
+            self.warn(line)
+        if "imported" in restored.manifest.meta:
+            came, lacking = ("and optimizer ", "") if "optimizer" in restored.shared else ("", "optimizer, ")
+            self.warn(f"weights {came}of another program: {lacking}schedule and position start from the beginning")
+        elif not state.is_alike(restored) and not self._plan.is_bitwise:
+            self.warn("another number of ranks or another mesh saved this: random generators start from the seed")
+        for line in state.changes:
+            self.warn(line)
+        self.resume_compared(state.verdict)
+        return report if restored.report.is_clean else []
+
     def resume_compared(self, verdict: Verdict | None) -> None:
         """What the steps after a checkpoint came to; None: nothing to say yet."""
         if verdict is not None:
@@ -132,6 +164,23 @@ class RunEvents:
                 )
             )
 
+    def run_stopped(self, progress: Progress, why: StopReason, *, is_whole: bool) -> StopReason:
+        """The run ends before its last epoch; returns why, with where. `is_whole`: at the end of an epoch."""
+        at = f"epoch {progress.epoch + 1}" if is_whole else f"step {progress.step}"
+        text = f"stopped after {at}: {why.reason}" + (f" [{why.by}]" if why.by else "")
+        self.tell(
+            RunStopped(
+                time=time.time(),
+                step=progress.step,
+                epoch=progress.epoch,
+                reason=why.reason,
+                by=why.by,
+                rank=why.rank,
+                text=text,
+            )
+        )
+        return why._replace(text=text)
+
     def run_ended(self, history: History) -> None:
         self.tell(
             RunEnded(
@@ -141,7 +190,7 @@ class RunEvents:
                 seconds=history.total_time,
                 samples_per_second=history.throughput,
                 metrics=history.epochs[-1].metrics if history.epochs else {},
-                model_path=history.checkpoint,
+                model_path="" if self._plan.is_dev_run else history.checkpoint,
             )
         )
 

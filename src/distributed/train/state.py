@@ -16,17 +16,17 @@ from distributed.checkpoint.save.publishing import Saved
 from distributed.checkpoint.save.saver import Saver
 from distributed.checkpoint.save.staging import TensorStaging
 from distributed.checkpoint.storage.ownership import FolderTakenError
-from distributed.core.errors import CheckpointError
-from distributed.core.history import EpochRecord
+from distributed.core.errors import CheckpointError, first_of
+from distributed.core.history import EpochRecord, EvaluationRecord
 from distributed.core.plan import Plan
 from distributed.core.protocol.failure import is_collateral
 from distributed.runtime.session import Session
 from distributed.strategies.base import Strategy
 from distributed.train.callbacks.calls import Callbacks
 from distributed.train.checks.samples import SampleCheck
-from distributed.train.checks.user_state import LOSS, UserState
+from distributed.train.checks.user_state import LOSS, TASK, UserState
 from distributed.train.meter import Meter
-from distributed.train.progress import Progress
+from distributed.train.progress import Progress, RunTime, rating
 from distributed.train.resume.certificate import ResumeCertificate, Verdict
 from distributed.train.resume.checkpoint_folder import CheckpointFolder, record_reader
 from distributed.train.resume.facts import Facts
@@ -59,15 +59,14 @@ class RunState:
         facts: Facts,
         callbacks: Callbacks,
     ) -> None:
-        """`facts`: what of the user's objects identifies a run; see `train/resume/facts.py`. `on_taken`: requests a
-        stop of this run, as another one has taken the checkpoint folder."""
+        """`facts`: see `train/resume/facts.py`. `on_taken`: stop, as another run has taken the checkpoint folder."""
         self._plan, self._strategy, self._schedule, self._session = plan, strategy, schedule, session
-        self._user, self._facts, self._callbacks = user, facts, callbacks
+        self._user, self._facts, self._callbacks, self._data = user, facts, callbacks, data
         self._meter, self._samples, self._on_saved, self._on_failed = meter, samples, on_saved, on_failed
-        self._data = data
-        self.progress = Progress()
+        self.progress, self.time = Progress(), RunTime()
         self.proven = Proven(session.gate, schedule, strategy.optimizer)
         self.epochs: list[EpochRecord] = []
+        self.evaluations: list[EvaluationRecord] = []
         self._folder = CheckpointFolder(plan, session, on_taken)
         self._certificate = ResumeCertificate(session, self._folder.put_record, steps=plan.checkpoint.certificate)
         self._saver: Saver | None = None
@@ -80,21 +79,26 @@ class RunState:
         self.changes: list[str] = []  # what has changed since the checkpoint that it resumes from
         self._published_at = -1
         self._own_groups: list[dict[str, Any]] = []  # the optimizer's, as this run has made them
+        self._is_same_run = False  # whether the state is of this very run, whose world broke
 
-    def restore(self, inherited: HandedOver | None = None) -> Restored | None:
-        """Take what another rank handed over, or the checkpoint that the plan names, or begin; then be ready."""
+    def restore(self, handed_over: HandedOver | None = None, resume: str | None = None) -> Restored | None:
+        """Take what another rank handed over, or the checkpoint that the plan names, or begin; then be ready.
+
+        `resume`: the path of a checkpoint that comes before the plan's.
+        """
         checkpoint = self._plan.checkpoint
         restored = None
-        self._folder.claim(begins=inherited is None)
-        if inherited is not None:
-            self._take(inherited.tree)
-            self._saved_at, self.path = inherited.tree["published"]
+        self._folder.claim(begins=handed_over is None)
+        if handed_over is not None:
+            self._is_same_run = True
+            self._take(handed_over.tree)
+            self._saved_at, self.path = handed_over.tree["published"]
             self._facts = replace(
-                self._facts, found=inherited.tree["run"]
+                self._facts, found=handed_over.tree["run"]
             )  # a loss that has been called is not as it was made
-            self.source = f"memory of rank {inherited.rank}"
+            self.source = f"memory of rank {handed_over.rank}"
         else:
-            restored = self._find()
+            restored = self._find(resume)
         if restored is not None:
             self._load(restored)
             self.source = restored.path
@@ -108,36 +112,42 @@ class RunState:
             keep_last=checkpoint.keep_last,
             keep_every=checkpoint.keep_every,
             best=checkpoint.best.partition(":")[0] or None,
+            best_count=checkpoint.best_count,
             known=restored.verified if restored is not None else (),
             lineage=lineage,
             check_held=self._folder.check_held,
+            neighbours=self._session.neighbours,
             on_saved=self._published,
         )
-        self._saver.prepare(self._shared(), self._own())
+        if checkpoint.saves:
+            self._saver.prepare(self._shared(), self._own())
         return restored
 
-    def _find(self) -> Restored | None:
+    def _find(self, resume: str | None) -> Restored | None:
         """A restarted run resumes from its own newest checkpoint; another one from what the plan names."""
         checkpoint = self._plan.checkpoint
         expected = self._strategy.state() | self._user.here()
         self._own_groups = expected["optimizer"]["param_groups"]
         how: dict[str, Any] = {"expected": expected, "boxes": self._strategy.shard_ranges}
-        if self._session.env.restarts:
+        if self._session.env.restarts and resume is None:
             own = restore(checkpoint.dir, True, self._session, accept=self._folder.is_own, **how)
             if own is not None:
+                self._is_same_run = True
                 return own
-        return restore(checkpoint.dir, checkpoint.resume, self._session, **how)
+        return restore(checkpoint.dir, checkpoint.resume if resume is None else resume, self._session, **how)
 
     def held(self) -> SurvivorState | None:
         """What this rank holds at its last step boundary, without a collective; None when that is not everything."""
         if not self._go_back():
             return None
+        of_callbacks = self._callbacks.held()
         state = self._strategy.held_state()
-        if state is None:
+        if state is None or of_callbacks is None:
             return None
         meter = self._meter.state() | {"losses": [], "samples": []}  # those that were not read are each rank's own
         more = {"meter": meter, "ranks": self._plan.batch.ranks, "published": [self._published_at, self.path]}
         more["run"] = dict(self._facts.found)
+        more["callbacks"] = of_callbacks
         return SurvivorState(self.progress.step, state | self._user.here() | self._position() | more)
 
     def _go_back(self) -> bool:
@@ -153,8 +163,9 @@ class RunState:
         return True
 
     def _keeps_own(self) -> bool:
-        """Whether a loss or a callback keeps state in ways of its own, from which no step can be taken back."""
-        return LOSS in self._user.here() or bool(self._callbacks.state())
+        """Whether a loss, task or callback keeps state in its own way, from which no step can be taken back."""
+        found, callbacks = self._user.here(), self._callbacks
+        return LOSS in found or TASK in found or callbacks.follows_steps or bool(callbacks.state())
 
     def _load(self, restored: Restored) -> None:
         self._check(restored)
@@ -170,7 +181,7 @@ class RunState:
             self.progress = Progress(step=restored.step)
             return
         resuming = self._compare(restored)
-        self.changes = resuming.lines
+        self.changes = resuming.lines + self._callbacks.unknown_in(restored.shared.get("callbacks", {}))
         own = OwnRates(self._strategy.optimizer, self._schedule) if self._plan.checkpoint.own_rates else None
         self._take(resuming.tree, resuming)
         if own is not None:
@@ -187,7 +198,7 @@ class RunState:
         return resume_from(
             restored.shared,
             {"torch": manifest.versions.get("torch", torch.__version__), **manifest.meta},
-            self._meta(),
+            self._meta(restored.shared["progress"]["epoch"]),
             path=restored.path,
             groups=self._own_groups,
             schedule=self._schedule.state(),
@@ -221,12 +232,16 @@ class RunState:
     def _take(self, shared: dict[str, Any], how: Resuming | None = None) -> None:
         self._strategy.load_state(shared)
         self._user.load(shared, takes_loss=how is None or how.takes_loss)
-        self._callbacks.load_state(shared.get("callbacks", {}))
+        of_callbacks = shared.get("callbacks", {})
+        self._callbacks.load_state(of_callbacks, is_same_run=self._is_same_run)
         for group, decay in zip(self._strategy.optimizer.param_groups, how.decays if how else (), strict=False):
             group["lr"] = group["lr"] * decay
         self.progress = Progress(**shared["progress"])
+        self.time.load(shared.get("seconds", 0.0))
         self._schedule.load_state(shared["schedule"], self.progress.step)
+        self._callbacks.load_rates(of_callbacks)
         self.epochs = [EpochRecord(**record) for record in shared["epochs"]]
+        self.evaluations = [EvaluationRecord(**record) for record in shared.get("evaluations", ())]
         self._data.load_state(shared.get("data", {}))
         # The same on all ranks, so that others can resume with them; what was not read yet is each rank's own.
         self._meter.load_state({"epoch": shared.get("totals", {}), "losses": [], "samples": []})
@@ -242,23 +257,23 @@ class RunState:
             *(text for text in report.mismatched if text.startswith("model/")),
         ]
         if of_model:
-            more = f" and {len(of_model) - 3} more" if len(of_model) > 3 else ""
             raise CheckpointError(
                 f"the checkpoint {restored.path} is of another model",
-                why="; ".join(of_model[:3]) + more,
+                why=first_of(of_model, between="; "),
                 do="pass the model that was trained, or another checkpoint_dir",
             )
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """The state after this step; nothing when it is saved already, except to wait for it."""
         assert self._saver is not None, "restore comes first"
+        if not self._plan.checkpoint.saves:
+            return
         self._outlive(self._saver.wait)  # at most one is in flight, and all ranks hear the same of it
         self._end_if_taken()
         if (self._saved_at, self._saved_in) != (self.progress.step, self.progress.epoch):
             self._saved_at, self._saved_in = self.progress.step, self.progress.epoch
-            best = self._plan.checkpoint.best
-            metric = (metrics or {}).get(best.partition(":")[2]) if best else None
-            parts = self._shared(), self._own(), self._meta()
+            metric = rating(self._plan.checkpoint.best, metrics or {}, self.evaluations, self.progress.step)
+            parts = self._shared(), self._own(), self._meta(self.progress.epoch)
             write = partial(self._saver.save, self.progress.step, *parts, metric=metric)
             if wait:  # the last one of a run must be written
                 write()
@@ -269,6 +284,10 @@ class RunState:
             self._look({})
         if wait:
             self.path = self._saver.wait() or self.path
+
+    def forget_saved(self) -> None:
+        """What is saved of this step is not its state any more."""
+        self._saved_at = -1
 
     def poll(self) -> None:
         """Report saves that have ended since, and what went wrong in them."""
@@ -295,7 +314,7 @@ class RunState:
         if self._taken is not None:
             raise self._taken
 
-    def witness(self, loss: Any, samples: list[int]) -> Verdict | None:
+    def compare_step(self, loss: Any, samples: list[int]) -> Verdict | None:
         """After each step: part of the resume certificate, where this step belongs to one."""
         return self._look({"loss": loss, "samples": samples})
 
@@ -306,7 +325,7 @@ class RunState:
         rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
         components = self._strategy.state() | self._user.here() | self._own_of_callbacks()
         components |= {
-            "position": asdict(self.progress),
+            "position": self.progress.position,
             "schedule": {"state": self._schedule.state(), "rates": rates},
             "rng": rng_state(self._session.device),
         }
@@ -332,20 +351,20 @@ class RunState:
             self._folder.release()
 
     def _shared(self) -> dict[str, Any]:
-        return self._strategy.state() | self._user.shared() | self._position()
+        kept = self._callbacks.shared(is_compared=self._plan.replicate.check != "nothing")
+        of_callbacks = {"callbacks": kept} if kept else {}
+        return self._strategy.state() | self._user.shared() | of_callbacks | self._position()
 
     def _position(self) -> dict[str, Any]:
         data = self._data.state(self.progress.epoch)
-        return (
-            ({"data": data} if data else {})
-            | self._own_of_callbacks()
-            | {
-                "schedule": self._schedule.state(),
-                "progress": asdict(self.progress),
-                "epochs": [asdict(record) for record in self.epochs],
-                "totals": self._meter.state()["epoch"],
-            }
-        )
+        return ({"data": data} if data else {}) | {
+            "schedule": self._schedule.state(),
+            "progress": asdict(self.progress),
+            "seconds": self.time.seconds,
+            "epochs": [asdict(record) for record in self.epochs],
+            "evaluations": [asdict(record) for record in self.evaluations],
+            "totals": self._meter.state()["epoch"],
+        }
 
     def _own_of_callbacks(self) -> dict[str, Any]:
         found = self._callbacks.state()
@@ -356,13 +375,14 @@ class RunState:
         own = {"rng": rng_state(self._session.device), "meter": self._meter.state()}
         return own | ({"data": data} if data else {})
 
-    def _meta(self) -> dict[str, Any]:
+    def _meta(self, epoch: int) -> dict[str, Any]:
+        """Of a run that stands in this epoch."""
         plan = self._plan.to_plain()
         return {
             "settings": plan.pop("settings"),
             "plan": plan,
             "samples": self._samples,
-            "global_batch": self._plan.batch.global_batch,
+            "global_batch": self._plan.batch.at(epoch).global_batch,
             "division": self._plan.division,
             "launch": self._folder.launch,
             "machine": platform.machine(),

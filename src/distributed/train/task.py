@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,20 +13,22 @@ from torch import nn
 from distributed.core.choices import LossWeighting
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
-from distributed.strategies.base import Logged, LossTrial, MetricSum, Outcome
-from distributed.train.batches import apply, takes_inputs
-from distributed.train.given_schedulers import check_scheduler
-from distributed.train.loss.probe import logits_of
-from distributed.train.loss.state import LossState, holder_of, load_loss, refuse_trained_loss, state_of
-from distributed.train.loss.torch_losses import entropy_of
+from distributed.strategies.base import Logged, LossTrial, MetricSum, OptimizerCalls, Outcome
+from distributed.strategies.joint_optimizer import OptimizerSetup
+from distributed.train.callbacks.callback import Callback
+from distributed.train.checks.task_attributes import AttributeWatch, restored
+from distributed.train.given.batches import apply, takes_inputs, target_argument
+from distributed.train.given.model_outputs import fitting_loss, of_inputs, own_loss, prediction_of, with_weight
+from distributed.train.given.modules import as_module
+from distributed.train.given.optimizers import OptimizerFactory, by_factory, by_plan, configured, taken_over
+from distributed.train.given.step_results import check_number, logged_value, read_result, sum_of_phases, takes_optimizer
+from distributed.train.loss.accuracy import accuracy_of, logits_or_all
+from distributed.train.loss.state import LossState, holder_of, load_loss, loss_name, state_of
 from distributed.train.loss.weights import LossWeights
-from distributed.train.metrics import Metric, binary_accuracy, class_hits, sum_logged, sum_metrics
-from distributed.train.model_outputs import fitting_loss, of_inputs, own_loss, prediction_of, with_weight
-from distributed.train.step_results import logged_value, read_result
+from distributed.train.metrics import Metric, sum_logged, sum_metrics
+from distributed.train.whole_set.metrics import WholeSetMetrics, is_whole_set
 
-OptimizerFactory = Callable[..., torch.optim.Optimizer]
-Step = Callable[[nn.Module, Any], Any]
-_OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+Step = Callable[..., Any]  # of (model, batch); a training step of several optimizers also takes the name of one
 
 
 @dataclass
@@ -34,7 +37,8 @@ class Task:
 
     Without a step of its own, a batch is read by these rules:
 
-    - `(inputs, target)` → `model(inputs)`; `(a, b, …, target)` → `model(a, b, …)`; inputs that are a dict are keywords;
+    - `(inputs, target)` → `model(inputs)`; `(a, b, …, target)` → `model(a, b, …)`; inputs that are a dict are keywords.
+      Without a `loss_fn`, a pair's target goes to an argument `targets`, `target`, `labels` or `label` of the model;
     - a dict → `model(**batch)`; with a `loss_fn`, its `labels`/`target` entry is the target and not an input;
     - anything else is the input and the target at once.
 
@@ -53,34 +57,66 @@ class Task:
     True
     """
 
-    model: nn.Module
+    manual_optimization: ClassVar[bool] = False  # True: its training step calls backward, step and zero_grad itself
+    manual_as: ClassVar[str] = ""  # how it asks for that, in errors; "": by manual_optimization
+
+    model: nn.Module  # or a dict of modules by name, which becomes an nn.ModuleDict
     loss_fn: Callable[..., Any] | None = None
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None
     scheduler: Any = None  # a torch scheduler, or a function that makes one of the optimizer
     metrics: Mapping[str, Metric] | None = None
     loss_weighting: LossWeighting = "auto"
+    samples: int = field(init=False, default=0)  # of the batch that a step gets; 0: a stand-in, which leaves no trace
+    phase: str = field(init=False, default="", repr=False)  # the optimizer that the step is for, of several
+    optimizer_setup: OptimizerSetup | None = field(init=False, default=None, repr=False)  # of a single optimizer
+    _phases: tuple[str, ...] = field(init=False, default=(), repr=False)
+    _calls: OptimizerCalls | None = field(init=False, default=None, repr=False)  # in a step that is manual
     _resolved: dict[str, Metric] = field(init=False, default_factory=dict)
-    _weights: LossWeights = field(init=False, repr=False)
+    whole_set: WholeSetMetrics = field(init=False, repr=False)  # of `metrics`, those that no mean over batches is
+    before_sharding: Any = field(init=False, default=None, repr=False)  # of a model that a run has cut: what it was
+    _weights_of: dict[str, LossWeights] = field(init=False, default_factory=dict, repr=False)  # by phase
+    _weights: LossWeights = field(init=False, repr=False)  # of this phase
+    _evaluated: LossWeights = field(init=False, repr=False)  # of a validation step of its own
     _logged: dict[str, Logged] = field(init=False, default_factory=dict, repr=False)  # in the step that runs
+    _watch: AttributeWatch | None = field(init=False, default=None, repr=False)  # of attributes that a step changes
+    _takes_inputs: bool = field(init=False, default=False, repr=False)
+    _target_name: str = field(init=False, default="", repr=False)  # the argument of a model that computes the loss
 
     def __post_init__(self) -> None:
-        self._resolved = dict(self.metrics or {})
+        self.model = as_module(self.model)
+        given = dict(self.metrics or {})
+        self._resolved = {name: metric for name, metric in given.items() if not is_whole_set(metric)}
+        self.whole_set = WholeSetMetrics({name: metric for name, metric in given.items() if is_whole_set(metric)})
         self._takes_inputs = takes_inputs(self.loss_fn)
         self.weigh_by(self.loss_weighting)
 
+    def begin_run(self, plan: Plan, samples: int | None) -> None:
+        """A run of this plan over that many samples an epoch is to begin; None: of a stream. Raises what it cannot."""
+        self.weigh_by(plan.loss_weighting)
+
     def weigh_by(self, weighting: LossWeighting) -> None:
-        """Begin a run in which the parts of a step are weighted so."""
+        """Weight the parts of a step so."""
         self.loss_weighting = weighting
-        loss_fn = None if self.has_own_step or self._takes_inputs else self.loss_fn
-        self._weights = LossWeights(loss_fn, weighting)
+        self._target_name = "" if self.loss_fn is not None else target_argument(self.model)
+        self._weights_of, self._evaluated = {}, LossWeights(None, weighting)
+        self._watch = None if self.keeps_state or not self.has_own_step else AttributeWatch()
+        self.begin_phase("")
+
+    def begin_phase(self, name: str) -> None:
+        """From here on, training steps are for this optimizer; "": for all."""
+        self.phase = name
+        if name not in self._weights_of:
+            self._weights_of[name] = LossWeights(None if self.computes_own_loss else self.loss_fn, self.loss_weighting)
+        self._weights = self._weights_of[name]
 
     def training_step(self, model: nn.Module, batch: Any) -> Any:
         """The loss of a batch, or a dict with `loss`, perhaps `weight`, `outputs` and `target`, and values to log.
 
-        A subclass may replace it; its `model` is to be called, and is this task's, made ready for the ranks.
+        A subclass may replace it; its `model` is to be called, and is this task's, made ready for the ranks. With a
+        third argument `optimizer` it is called once for each optimizer, with its name.
         """
-        inputs, outputs, target = apply(model, batch, takes_target=self.loss_fn is not None)
-        loss_fn = self.loss_fn
+        loss_fn, name = self.loss_fn, self._target_name
+        inputs, outputs, target = apply(model, batch, takes_target=loss_fn is not None, target_name=name)
         if loss_fn is None:
             own = own_loss(outputs, target)
             if own is not None:
@@ -99,15 +135,40 @@ class Task:
 
     def predict_step(self, model: nn.Module, batch: Any) -> Any:
         """The prediction for each sample of a batch: by default the model's outputs, without its loss."""
-        return prediction_of(apply(model, batch, takes_target=True).outputs)
+        if isinstance(self.model, nn.ModuleDict):
+            raise TaskError(
+                f"a prediction of a model of {len(self.model)} parts",
+                why="how a batch goes through several modules, only a step of your own says",
+                do="define predict_step(model, batch)",
+            )
+        _, outputs, _ = apply(model, batch, takes_target=True)
+        return prediction_of(outputs)
 
     def configure_optimizers(self, model: nn.Module) -> Any:
-        """The optimizer of this model, where the settings do not name it; None: they do."""
+        """The optimizer of this model, or a dict of names and optimizers (or `OptimizerSetup`); None: the settings'."""
         return None
 
     def log(self, name: str, value: Any, weight: Any = None) -> None:
         """Report a number from inside of a step: averaged over micro-batches and ranks, by samples or by `weight`."""
         self._logged[name] = logged_value(name, value, weight)
+
+    def backward(self, loss: torch.Tensor, weight: Any = None, *, retain_graph: bool = False) -> None:
+        """Add the gradient of a loss, a mean over this batch's samples or over `weight`, in a manual step."""
+        self._manual("backward").backward(loss, weight, retain_graph=retain_graph)
+
+    def step(self, optimizer: str = "") -> None:
+        """Step an optimizer by the gradient of all ranks, in a manual step; "": the only one."""
+        self._manual("step").step(optimizer)
+
+    def zero_grad(self, optimizer: str = "") -> None:
+        """Drop the gradients of an optimizer's parameters, in a manual step; "": of all."""
+        self._manual("zero_grad").zero_grad(optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the task itself, the same on every rank: numbers, texts and tensors."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
     @property
     def has_own_step(self) -> bool:
@@ -115,22 +176,88 @@ class Task:
         return type(self).training_step is not Task.training_step
 
     @property
+    def has_own_validation(self) -> bool:
+        return type(self).validation_step is not Task.validation_step
+
+    @property
+    def why_not_captured(self) -> str:
+        """Why a step cannot be repeated as one CUDA graph, because of what the task does in Python; "": it does not."""
+        return ""
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """Callbacks that belong to the task; they are called before those of its trainer."""
+        return ()
+
+    @property
     def has_own_optimizers(self) -> bool:
         return self.optimizer is not None or type(self).configure_optimizers is not Task.configure_optimizers
 
     @property
+    def is_manual(self) -> bool:
+        return self.manual_optimization
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether its training step is called once for each of several optimizers."""
+        return takes_optimizer(self.training_step)
+
+    @property
+    def computes_own_loss(self) -> bool:
+        """Whether the loss may be another one than `loss_fn` of outputs and target."""
+        return self.has_own_step or self._takes_inputs or self.loss_fn is None
+
+    @property
+    def sums_loss(self) -> bool:
+        """Whether the loss of a batch is the sum of its samples' losses; known after the first step."""
+        return self._weights.is_sum
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it says what is kept of it between steps."""
+        return type(self).state is not Task.state
+
+    @property
     def metric_names(self) -> list[str]:
-        return sorted({"accuracy", *self._resolved})
+        return sorted({"accuracy", *self._resolved, *(f"loss_{name}" for name in self._phases)})
+
+    @property
+    def loss_name(self) -> str:
+        """By which it is known again what is minimized: the loss, the step of the user's own, or both."""
+        step = getattr(self.training_step, "__qualname__", "a step") if self.has_own_step else ""
+        return " of ".join(filter(None, [loss_name(self.loss_fn), step]))
+
+    def own_attributes(self) -> dict[str, Any]:
+        """What a subclass has put into the task."""
+        return {name: value for name, value in vars(self).items() if name not in _FIELDS}
+
+    def unchanged(self) -> AbstractContextManager[bool]:
+        """A scope that leaves no trace in what a subclass has put into the task; whether there can be one."""
+        return restored(self, self.own_attributes, (self, self.model, *self.model.modules(), *self.model.parameters()))
+
+    def own_code(self) -> dict[str, Any]:
+        """The objects with code of the user's that runs in a step, beside the model, the loss and the metrics."""
+        kinds = [kind for kind in type(self).__mro__ if kind not in Task.__mro__]
+        return {"task": self.own_attributes(), "class of the task": kinds} if kinds else {}
+
+    def modules_beside(self) -> dict[str, nn.Module]:
+        """Modules that are no part of the model and are not trained, by attribute: a teacher, say."""
+        own = {id(module) for module in self.model.modules()}
+        found = {name: value for name, value in self.own_attributes().items() if isinstance(value, nn.Module)}
+        return {name: module for name, module in found.items() if id(module) not in own}
 
     def move_to(self, device: torch.device) -> None:
-        """The model, if it is made, and a loss that has tensors of its own (class weights)."""
+        """The model, if it is made, and all modules beside it."""
         if not any(p.is_meta for p in self.model.parameters()):
             self.model.to(device)
         self.move_loss_to(device)
 
     def move_loss_to(self, device: torch.device) -> None:
+        """A loss that has tensors of its own (class weights), and modules of the task."""
         if self.loss_module is not None:
             self.loss_module.to(device)
+        for module in self.modules_beside().values():
+            module.to(device)
 
     @property
     def loss_module(self) -> nn.Module | None:
@@ -152,189 +279,119 @@ class Task:
             load_loss(holder, state)
 
     def run(self, model: nn.Module, batch: Any) -> Outcome:
-        return self._take(self.training_step, model, batch)
+        if self._watch is not None and torch.is_grad_enabled():
+            return self._run_watched(self._watch, model, batch)
+        if self._logged:
+            self._logged.clear()
+        step: Step = self.training_step
+        found = step(model, batch, self.phase) if self.phase else step(model, batch)
+        if type(found) is Outcome and not found.is_own and not self._logged:  # the usual case, in which all is known
+            return found
+        return self._outcome(found, step, self._weights)
+
+    def _run_watched(self, watch: AttributeWatch, model: nn.Module, batch: Any) -> Outcome:
+        self._watch = None
+        try:
+            with watch.watching(self.own_attributes, self.model):
+                return self.run(model, batch)
+        finally:
+            self._watch = None if watch.is_done else watch
 
     def evaluate(self, model: nn.Module, batch: Any) -> Outcome:
-        return self._take(self.validation_step, model, batch)
+        if self._phases and not self.has_own_validation:
+            return self._evaluate_phases(model, batch)
+        self._logged.clear()
+        step, weights = self.validation_step, self._evaluated if self.has_own_validation else self._weights
+        outcome = self._outcome(step(model, batch), step, weights)
+        return weights.learn(outcome) if self.has_own_validation else outcome
+
+    def _evaluate_phases(self, model: nn.Module, batch: Any) -> Outcome:
+        found = {}
+        try:
+            for name in self._phases:
+                self.begin_phase(name)
+                found[name] = self.run(model, batch)
+        finally:
+            self.begin_phase("")
+        return sum_of_phases(found)
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         return self.predict_step(model, batch)
 
-    def _take(self, step: Step, model: nn.Module, batch: Any) -> Outcome:
-        self._logged.clear()
-        outcome = step(model, batch)
-        if not isinstance(outcome, Outcome):
-            outcome = read_result(outcome, step.__name__, needs_loss=torch.is_grad_enabled())
-        if outcome.is_own and not outcome.is_given:
-            outcome = self._weights.of(outcome, None)
+    def _outcome(self, found: Any, step: Step, weights: LossWeights) -> Outcome:
+        """What a step of ours or the user's has returned and logged. `weights`: of its loss, if it is its own."""
+        if not isinstance(found, Outcome):
+            needs_loss = torch.is_grad_enabled() and not self.manual_optimization
+            name = getattr(step, "__name__", "a step") + (f"(…, {self.phase!r})" if self.phase else "")
+            found = read_result(found, name, needs_loss=needs_loss)
+        if found.is_own and not found.is_given:
+            found = weights.of(found, None)
         if self._logged:
-            outcome = outcome._replace(logged={**(outcome.logged or {}), **self._logged})
-        return outcome
+            found = found._replace(logged={**(found.logged or {}), **self._logged})
+        return found
+
+    def steps_by(self, calls: OptimizerCalls | None) -> None:
+        """What its calls of backward, step and zero_grad go to, in a run whose steps are manual; None: none."""
+        self._calls = calls
+
+    def _manual(self, call: str) -> OptimizerCalls:
+        if self._calls is None:
+            raise TaskError(
+                f"{type(self).__name__} calls self.{call}, and no manual step runs",
+                why="the trainer itself makes gradients and steps, unless the task says that it does",
+                do=f"set manual_optimization = True in {type(self).__name__}, or leave the call out",
+            )
+        return self._calls
 
     def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: LossTrial) -> Outcome | None:
-        if outcome is not None and outcome.loss.numel() != 1:
-            raise TaskError(
-                f"the loss has the shape {list(outcome.loss.shape)}",
-                why="the backward pass of a step begins at one number, the loss of its batch",
-                do="return its mean: reduction='mean', or loss.mean()",
-            )
+        if outcome is not None:
+            check_number(outcome.loss)
         return self._weights.settle(outcome, batch, size, trial)
 
     def measure(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:
-        outputs, target = outcome.outputs, outcome.target
-        logits = getattr(outputs, "logits", None)
-        found = sum_metrics(self._resolved, outputs if logits is None else logits, target, size)
-        return found | self._accuracy(outcome) | sum_logged(outcome.logged or {}, size)
+        found = sum_metrics(self._resolved, logits_or_all(outcome.outputs), outcome.target, size)
+        return found | self._accuracy(outcome) | self.measure_logged(outcome, size)
+
+    def measure_logged(self, outcome: Outcome, size: int) -> dict[str, MetricSum]:
+        return sum_logged(outcome.logged or {}, size)
+
+    @property
+    def step_metrics(self) -> Mapping[str, Metric]:
+        """Of `metrics`, those of a batch."""
+        return self._resolved
+
+    def collect(self, outcome: Outcome) -> None:
+        if self.whole_set:
+            self.whole_set.update(logits_or_all(outcome.outputs), outcome.target)
 
     def _accuracy(self, outcome: Outcome) -> dict[str, MetricSum]:
-        """The default, unless the user has one: where the classes lie and which targets count, the loss says."""
+        """The default, unless the user has one."""
         if self.metrics is not None and "accuracy" in self.metrics:
             return {}
-        outputs, target, rule = outcome.outputs, outcome.target, self._weights.rule
-        if isinstance(self.loss_fn, nn.BCEWithLogitsLoss):
-            return {"accuracy": binary_accuracy(outputs, target)}
-        ignored = rule.ignored if rule is not None and rule.kind in ("targets", "shifted") else self._weights.ignored
-        if outcome.is_own:
-            is_shifted = rule is not None and rule.kind == "shifted"
-            found = class_hits(logits_of(outputs), target, ignored, class_dim=-1, is_shifted=is_shifted)
-        else:
-            is_torchs = outcome.fitted is not None or entropy_of(self.loss_fn) is not None
-            logits = getattr(outputs, "logits", None)
-            found = class_hits(
-                outputs if logits is None else logits, target, ignored, class_dim=1 if is_torchs else None
-            )
-        return {} if found is None else {"accuracy": found}
+        return accuracy_of(outcome, self.loss_fn, self._weights)
 
     def check_targets(self) -> None:
-        self._weights.check()
+        for weights in self._weights_of.values():
+            weights.check()
 
     def check_share(self, outcome: Outcome, size: int) -> None:
         self._weights.check_share(outcome, size)
 
     def check_evaluated(self, outcome: Outcome) -> None:
-        self._weights.check_evaluated(outcome)
+        (self._evaluated if self.has_own_validation else self._weights).check_evaluated(outcome)
 
     def make_optimizer(self, model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-        """The user's instance, what the user's factory makes of the parameters, or the one that the plan names."""
-        wanted = plan.optimizer
+        """The user's instance, what the user's functions make of the model, or the one that the plan names."""
+        made, has_scheduler = self.configure_optimizers(model), self.scheduler is not None
+        if made is not None:
+            how = {"has_phases": self.has_phases, "is_manual": self.manual_optimization, "has_scheduler": has_scheduler}
+            optimizer, setups = configured(made, model, plan, **how)
+            self.optimizer_setup = setups.get("")
+            self._phases = tuple(setups) if self.has_phases else ()
+            return optimizer
         if isinstance(self.optimizer, torch.optim.Optimizer):
-            if self.optimizer.state:  # of an earlier training: onto the device where the parameters are now
-                self.optimizer.load_state_dict(self.optimizer.state_dict())
-            if wanted.lr_factor != 1.0:
-                self._scale_rates(self.optimizer, plan)
-            return self.optimizer
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        if self.optimizer is not None:
-            made = self.optimizer(parameters)
-            check_optimizer(made, model)
-            for group in made.param_groups:
-                group["lr"] = group["lr"] * wanted.lr_factor
-            return made
-        options = {"weight_decay": wanted.weight_decay, "momentum": wanted.momentum}
-        given = {name: value for name, value in options.items() if value is not None}
-        return _OPTIMIZERS[wanted.name](parameters, lr=wanted.learning_rate, **given)
-
-    def _scale_rates(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        """Once, however often it is trained with, unless the user has set another rate since."""
-        moves = self.scheduler is not None or not plan.schedule.is_constant  # then it is not the user who did
-        for group in optimizer.param_groups:
-            if "scaled_lr" not in group or (group["lr"] != group["scaled_lr"] and not moves):
-                group["unscaled_lr"] = group["lr"]
-            group["lr"] = group["scaled_lr"] = group["unscaled_lr"] * plan.optimizer.lr_factor
+            return taken_over(self.optimizer, plan, has_scheduler=has_scheduler)
+        return by_plan(model, plan) if self.optimizer is None else by_factory(self.optimizer, model, plan)
 
 
-@dataclass
-class FunctionTask(Task):
-    """A task whose steps are functions of (model, batch)."""
-
-    steps: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by the method that each replaces
-
-    @property
-    def has_own_step(self) -> bool:
-        return "training_step" in self.steps
-
-    @property
-    def has_own_optimizers(self) -> bool:
-        return "configure_optimizers" in self.steps or self.optimizer is not None
-
-    def training_step(self, model: nn.Module, batch: Any) -> Any:
-        return self.steps.get("training_step", super().training_step)(model, batch)
-
-    def validation_step(self, model: nn.Module, batch: Any) -> Any:
-        return self.steps.get("validation_step", super().validation_step)(model, batch)
-
-    def predict_step(self, model: nn.Module, batch: Any) -> Any:
-        return self.steps.get("predict_step", super().predict_step)(model, batch)
-
-    def configure_optimizers(self, model: nn.Module) -> Any:
-        make = self.steps.get("configure_optimizers")
-        return None if make is None else make(model)
-
-
-def make_task(model: Any, parts: Mapping[str, Any], steps: Mapping[str, Callable[..., Any] | None]) -> Task:
-    """The task of a trainer's arguments: a task as it is, or one of a model, its parts and its step functions."""
-    given = {name: step for name, step in steps.items() if step is not None}
-    if isinstance(model, Task):
-        own = [name for name, value in {**parts, **given}.items() if value is not None]
-        if own:
-            raise TaskError(
-                f"{', '.join(own)} beside a task",
-                why=f"the task has its own: {type(model).__name__} is a Task, and a run has one",
-                do=f"pass {own[0]} to {type(model).__name__}, or pass the model alone",
-            )
-        return model
-    for name, step in given.items():
-        if not callable(step):
-            raise TaskError(
-                f"{name} is a {type(step).__name__}",
-                why=f"{name} is a function that the trainer calls",
-                do=f"{name}=lambda model, batch: …",
-            )
-    return FunctionTask(model, **parts, steps=given) if given else Task(model, **parts)
-
-
-def check_task(task: Task) -> None:
-    """What can be seen to be wrong before anything starts."""
-    if not isinstance(task.model, nn.Module):
-        kind = type(task.model)
-        is_keras = any(base.__module__.partition(".")[0] in ("keras", "tf_keras") for base in kind.__mro__)
-        raise TaskError(
-            f"model is a {kind.__name__}" + (" of Keras" if is_keras else ""),
-            why="the model must be a torch nn.Module",
-            do="pass it to TensorFlowDistributedTrainer" if is_keras else "pass model=MyModel()",
-        )
-    if not any(p.requires_grad for p in task.model.parameters()):
-        raise TaskError(
-            "the model has no parameter that requires a gradient",
-            why="training changes parameters that require a gradient",
-        )
-    refuse_trained_loss(holder_of(task.loss_fn, task.model), task.model)
-    if isinstance(task.optimizer, torch.optim.Optimizer):
-        check_optimizer(task.optimizer, task.model)
-    elif task.optimizer is not None and not callable(task.optimizer):
-        raise TaskError(
-            f"optimizer is a {type(task.optimizer).__name__}",
-            why="the trainer takes an optimizer over this model's parameters, or a function that makes one of them",
-            do="optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)",
-        )
-    check_scheduler(task.scheduler)
-    owner = getattr(task.scheduler, "optimizer", None)
-    if isinstance(owner, torch.optim.Optimizer) and owner is not task.optimizer:
-        raise TaskError(
-            "the scheduler belongs to another optimizer than the one passed",
-            why="the scheduler would change the learning rates of an optimizer that does not train",
-            do="pass the optimizer that the scheduler was made with, or a function scheduler=lambda optimizer: …",
-        )
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    own = {id(p): name for name, p in model.named_parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in held if id(p) not in own]
-    if foreign:
-        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
-        raise TaskError(
-            f"the optimizer is not over this model's parameters: {len(foreign)} of its {len(held)} are not ({shapes})",
-            why="the optimizer would train tensors that the model does not use, as after the model was copied",
-            do="make it of this model: torch.optim.AdamW(model.parameters(), …), or pass a function of the parameters",
-        )
+_FIELDS = frozenset(one.name for one in fields(Task))

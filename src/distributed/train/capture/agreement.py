@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distributed.core.plan import BatchPlan
+from distributed.core.batch_plan import BatchPlan
 from distributed.data.loading.loader import Microbatch
 from distributed.data.shares import EpochSplit
 from distributed.runtime.session import Session
@@ -32,11 +32,16 @@ class Agreement:
         self._batch, self._session, self.is_alone = batch, session, session.world_size == 1
         self.trouble = ""  # why this rank cannot replay, which the others do not know yet
         self.fits = True  # whether the step that came last has the shape of the graphs
-        self._shape: Any = None
+        self._shapes: dict[int, Any] = {}  # of a whole global batch, by its micro-batches
         self._asked: torch.Tensor | None = None
         self._whole: list[tuple[float, int]] = []  # of each micro-batch of a whole global batch: weight and size
+        self.begin_epoch(0)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """How many micro-batches make a step may depend on the epoch."""
         if not self.is_alone:
-            cuts = EpochSplit(batch.global_batch, batch, session.data_rank).micro_cuts(0)
+            batch = self._batch.at(epoch)
+            cuts = EpochSplit(batch.global_batch, batch, self._session.data_rank).micro_cuts(0)
             self._whole = [(cut.weight, cut.size) for cut in cuts]
 
     def cannot_replay(self, why: str) -> None:
@@ -64,14 +69,12 @@ class Agreement:
             return None
         try:
             shape = shape_of(microbatches)
-            if self._shape is None:
-                self._shape = shape
-            self.fits = shape == self._shape
+            self.fits = shape == self._shapes.setdefault(len(microbatches), shape)
             if not self.fits:
                 self.trouble = "batches of the same size have different shapes"
         except NotCapturable as why:
             self.fits, self.trouble = False, str(why)
-        return (measure,)
+        return measure, len(microbatches)
 
     def on(self, why: str) -> str:
         """The reason of the first rank that has one. Every rank comes here, and waits for the others and its device."""
@@ -99,4 +102,4 @@ class Agreement:
 
     def forget(self) -> None:
         """The graphs are made again."""
-        self._shape = None
+        self._shapes.clear()

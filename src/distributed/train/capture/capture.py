@@ -6,7 +6,6 @@ once. Every shape of a step has a graph of its own; a shape that is rare, like t
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +18,10 @@ from distributed.runtime.session import Session
 from distributed.runtime.world import CollectiveError
 from distributed.strategies.base import Capturable, StepOutput
 from distributed.train.capture.agreement import Agreement
-from distributed.train.capture.captured import CapturedStep, NotCapturable
+from distributed.train.capture.captured import CapturedStep, NotCapturable, forgotten_if_refused, refused_by_cuda
 from distributed.train.capture.checks import Before, TensorUpdate, differs, hooks_of, watched
+from distributed.train.capture.launch_times import LaunchTimes
+from distributed.train.capture.places import Places
 from distributed.train.capture.proofs import about_unseen, frozen
 from distributed.train.capture.rates import Rates
 from distributed.train.checks.reachable import Look, changes, look
@@ -30,7 +31,6 @@ _LOOKED_AT = 2  # steps of several ranks in which the strategy looks at values, 
 _CHECKS = 2  # steps of each shape that are taken both ways
 _ANEW = 3  # times that graphs are made again because Python's state was changed between two epochs
 _SHAPES = 8  # graphs at most: each holds its activations
-_BUSY = 0.25  # of the host's time that the device may run longer: more, and there is nothing to gain
 _OWN_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile that make CUDA graphs themselves
 
 Warn = Callable[[str], None]
@@ -56,10 +56,11 @@ class StepCapture:
         self._rehearsed: dict[Any, Any] = {}  # a shape, and the same where it is measured, which has no graph yet
         self._is_reported = False
         self._known: Look | None = None  # what Python kept when the graphs were made
+        self._places: Places | None = None  # where the model's tensors lay then
         self._anew = self._proven = 0  # times that all graphs were made again; the step after which all were proven
         self._stream = torch.cuda.Stream(self._device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._waits: list[tuple[float, float]] = []  # (seconds of the host, seconds that the device took after it)
+        self._launches = LaunchTimes(self._device)
         self._rates = Rates(strategy.optimizer, self._device)
         self._broke: CollectiveError | None = None  # found after a step that counts
         self.why_not = ""
@@ -109,8 +110,13 @@ class StepCapture:
             self._strategy.check_targets()
         return output
 
-    def begin_epoch(self) -> None:
-        """Code that runs between two epochs may have changed the model's state: checked before a captured step."""
+    def begin_epoch(self, epoch: int) -> None:
+        """Before its first step."""
+        self._agreement.begin_epoch(epoch)
+        self.look_between()
+
+    def look_between(self) -> None:
+        """Code that ran between two steps may have changed the model's state: checked before a captured step."""
         if self._known is None or self.why_not:
             return
         found = changes(self._known, self._look())
@@ -118,6 +124,16 @@ class StepCapture:
             found.append(f"{whose} would not be called")
         if why := self._agreement.on(next(iter(found), "")):
             self._begin_anew(why)
+
+    def callbacks_ran(self) -> None:
+        """Code of the user's ran between two steps: what it wrote to, the next graph reads, and nothing else."""
+        if self._known is None or self._places is None or not (name := self._places.moved()):
+            return
+        why = f"a callback puts another tensor in the place of {name}"
+        if self._agreement.is_alone:
+            self._begin_anew(why)
+        else:
+            self._agreement.cannot_replay(why)
 
     def prove(self) -> None:
         """Take a step both ways that does not count, with each graph that was used since it last came to the same.
@@ -168,7 +184,7 @@ class StepCapture:
         if key not in self._graphs and len(self._graphs) >= _SHAPES:
             self._stay_eager(key, f"there are more than {_SHAPES} shapes of steps, and each graph holds its memory")
             return self._plain(microbatches, measure)
-        if not self._graphs and not self._is_asked and (why := self._agreement.on(self._nothing_to_gain())):
+        if not self._graphs and not self._is_asked and (why := self._agreement.on(self._launches.nothing_to_gain)):
             return self._give_up(why, microbatches, measure)
         try:
             return self._both_ways(key, microbatches, measure)
@@ -191,7 +207,7 @@ class StepCapture:
     def _first_steps(self, key: Any, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         """Of a run, or of a shape: one of them is watched for what no graph could repeat."""
         if self._steps <= self._unseen or key in self._watched:  # libraries are set up, blocks compiled
-            return self._timed(microbatches, measure)
+            return self._launches.timed(lambda: self._plain(microbatches, measure))
         self._watched.add(key)
         with watched(self._look) as found:
             output = self._plain(microbatches, measure, checks=False)
@@ -202,15 +218,6 @@ class StepCapture:
             self._stay_eager(key, f"where it is measured, {why}")
         elif why:
             self._refuse(why)
-        return output
-
-    def _timed(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
-        torch.cuda.synchronize(self._device)
-        begun = time.perf_counter()
-        output = self._plain(microbatches, measure)
-        launched = time.perf_counter()
-        torch.cuda.synchronize(self._device)
-        self._waits.append((launched - begun, time.perf_counter() - launched))
         return output
 
     def _plain(self, microbatches: Sequence[Microbatch], measure: bool, *, checks: bool = True) -> StepOutput:
@@ -275,7 +282,7 @@ class StepCapture:
         except RuntimeError as failed:  # of memory, mostly
             if not self._agreement.is_alone:  # the others wait in a sum of this step
                 raise
-            raise NotCapturable(f"CUDA refused it: {_line(failed)}") from failed
+            raise refused_by_cuda(failed) from failed
         finally:
             before.come_back()
 
@@ -321,6 +328,8 @@ class StepCapture:
         now = self._look()
         if self._known is not None and (found := changes(self._known, now)):
             raise NotCapturable(f"between two steps, {found[0]}")
+        if self._known is None:
+            self._places = Places(self._strategy.module)
         self._known = now
 
     def _begin_anew(self, why: str) -> None:
@@ -351,36 +360,19 @@ class StepCapture:
     def _capture(self, microbatches: Sequence[Microbatch], measure: bool, before: Before) -> CapturedStep:
         if whose := hooks_of(self._strategy.module, self._strategy.optimizer):
             raise NotCapturable(f"{whose} would not be called")
-        generator = torch.cuda.default_generators[self._device.index or 0]
-        seed_and_offset = generator.get_state()
-        self._strategy.clock.begin(False)
-        try:
-            with self._rates.on_device():
-                made = CapturedStep(
-                    self._strategy,
-                    microbatches,
-                    measure,
-                    device=self._device,
-                    pool=self._pool,
-                    stream=self._stream,
-                    graphs=self._graphs_of_world,
-                )
-        except Exception as failed:  # the user's step, in a capture: what is wrong with it shows again without one
-            self._strategy.forget_step()  # nothing of it was computed
-            torch.cuda.synchronize(self._device)
-            generator.graphsafe_set_state(torch.Generator(self._device).graphsafe_get_state())  # else it still captures
-            generator.set_state(seed_and_offset)
-            raise NotCapturable(f"CUDA refused it: {_line(failed)}") from failed
+        with forgotten_if_refused(self._strategy, self._device), self._rates.on_device():
+            made = CapturedStep(
+                self._strategy,
+                microbatches,
+                measure,
+                device=self._device,
+                pool=self._pool,
+                stream=self._stream,
+                graphs=self._graphs_of_world,
+            )
         if before.moved(self._strategy):
             raise NotCapturable("a step puts its state into new tensors")
         return made
-
-    def _nothing_to_gain(self) -> str:
-        """Why the device is what takes the time of a step; "": the host does."""
-        host, after = min(self._waits, default=(1.0, 0.0))
-        if after <= _BUSY * host:
-            return ""
-        return f"the device computes for {1e3 * after:.1f} ms after the host has launched all in {1e3 * host:.1f} ms"
 
     def _give_up(self, why: str, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         self._refuse(why)
@@ -402,7 +394,3 @@ class StepCapture:
         self._rehearsed.clear()
         self._strategy.stay_eager()
         self._warn(f"the step is not captured: {why} [capture]")
-
-
-def _line(failed: Exception) -> str:
-    return (str(failed) or type(failed).__name__).splitlines()[0]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from distributed.data.loading.loader import Microbatch
 from distributed.data.loading.rows import RowBatch
-from distributed.runtime.nccl import Graphs
+from distributed.runtime.abort.nccl import Graphs
 from distributed.strategies.base import Capturable, MetricSum, StepOutput
 from distributed.train.capture.proofs import Proofs
 
@@ -18,6 +19,26 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 class NotCapturable(Exception):
     """Why a step stays as it is."""
+
+
+def refused_by_cuda(failed: Exception) -> NotCapturable:
+    return NotCapturable(f"CUDA refused it: {(str(failed) or type(failed).__name__).splitlines()[0]}")
+
+
+@contextmanager
+def forgotten_if_refused(strategy: Capturable, device: torch.device) -> Iterator[None]:
+    """A capture that leaves no trace where CUDA refuses it; then NotCapturable is raised."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    seed_and_offset = generator.get_state()
+    strategy.clock.begin(False)
+    try:
+        yield
+    except Exception as failed:  # the user's step, in a capture: what is wrong with it shows again without one
+        strategy.forget_step()  # nothing of it was computed
+        torch.cuda.synchronize(device)
+        generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())  # else it still captures
+        generator.set_state(seed_and_offset)
+        raise refused_by_cuda(failed) from failed
 
 
 def shape_of(microbatches: Sequence[Microbatch]) -> tuple[Any, ...]:

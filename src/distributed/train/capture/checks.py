@@ -1,4 +1,4 @@
-"""What tells that a step cannot be captured, before that is tried, and that a captured one comes to the same, after.
+"""Whether a step can be captured, before that is tried, and whether a captured one comes to the same, after.
 
 A graph repeats kernels on the tensors that it was captured with. What the host does between them (a value that it
 waits for, a random number of its own, a count that it keeps, a tensor that it puts in another's place, a hook) would be
@@ -20,7 +20,7 @@ from torch import nn
 
 from distributed.core.choices import Precision
 from distributed.runtime.torch_compat import foreach_copy_, foreach_norm, foreach_sub
-from distributed.runtime.torch_module_compat import has_gradient_hooks, step_hooks
+from distributed.runtime.torch_module_compat import MODULE_HOOKS, has_gradient_hooks, step_hooks
 from distributed.strategies.base import Capturable, StepOutput
 from distributed.train.capture.captured import NotCapturable
 from distributed.train.checks.reachable import Look, changes
@@ -31,7 +31,6 @@ _ROUNDING = 1e-7  # of the tensor itself, by which any change is rounded
 _NOISE = 3.0  # times what two eager steps differ by, where they do not come to the same themselves
 _OWN = ("/distributed/", "/torch/", "warnings.py")
 _COPIES = 4  # of the state: before the step, after it each way, and what they are made from
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
@@ -86,7 +85,7 @@ def hooks_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     'a hook of the module 0'
     """
     for path, part in module.named_modules():
-        if any(_is_users(hook) for kind in _MODULE_HOOKS for hook in getattr(part, kind).values()):
+        if any(_is_users(hook) for kind in MODULE_HOOKS for hook in getattr(part, kind).values()):
             return f"a hook of the module {path or type(part).__name__}"
     for name, parameter in module.named_parameters():
         if has_gradient_hooks(parameter):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distributed.core.errors import TaskError
+from distributed.core.errors import TaskError, first_of
 
 FIRST = 16  # replays until the first proof
 FACTOR = 4  # by which the next one is farther away
@@ -55,7 +55,7 @@ def distances() -> str:
 
 
 def frozen(found: str, last_good: int, step: int) -> TaskError:
-    """A graph went on with what the model no longer does: steps were taken that one process would not take."""
+    """A graph repeats what the model no longer does: steps were taken that one process would not take."""
     return TaskError(
         f"the captured step is no longer the model's, which was found after step {step}: {found}",
         why="a CUDA graph repeats what it was captured with, and something that the model, the loss or a metric keeps "
@@ -66,8 +66,7 @@ def frozen(found: str, last_good: int, step: int) -> TaskError:
 
 def about_unseen(paths: Sequence[str]) -> str:
     """For people: what no look sees into, and what is done about it."""
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return (
-        f"what is inside of {', '.join(paths[:_NAMED])}{more} cannot be seen: captured steps are compared with eager "
+        f"what is inside of {first_of(paths, _NAMED)} cannot be seen: captured steps are compared with eager "
         f"ones again after {distances()} … of them and before each save, and the run stops where they differ [capture]"
     )

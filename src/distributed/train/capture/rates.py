@@ -77,6 +77,8 @@ def _keeps_on_host(optimizer: torch.optim.Optimizer) -> str:
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             return "its learning rate is a tensor already, and who changes it may put another in its place"
+        if any(parameter.dtype == torch.float64 for parameter in group["params"]):
+            return "its parameters have 64 bits, and where a graph repeats its step, torch keeps rates and counts in 32"
         if not group.get("fused") and "capturable" not in group:
             return f"{type(optimizer).__name__} reads its rate on the host: fused_optimizer=true would not"
     return ""

@@ -30,7 +30,7 @@ from distributed.train.checks.marks import Drawn, Marker, TensorMark, TooLarge, 
 OBJECTS = 200_000  # that a look walks at most
 _LIBRARIES = frozenset(  # whose classes and functions keep nothing between steps; their objects are walked
     ("accelerate", "distributed", "einops", "numpy", "pandas", "peft", "scipy", "torch", "transformers", "triton")
-) | {"torchaudio", "torchvision"}
+) | {"lightning_utilities", "sklearn", "torchaudio", "torchmetrics", "torchvision"}
 _OF_FSDP = "__composable_api_state_key"  # where a sharded module keeps its buffers and its place in a pass
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}  # what every module has, walked by its own rules
 _SEQUENCES = (list, tuple, deque, set, frozenset)
@@ -70,9 +70,18 @@ class Look:
     held: Sequence[Any] = field(default=(), repr=False)  # what identities in the marks are of
 
 
-def look(parts: Mapping[str, Any], own: Sequence[torch.Tensor] = ()) -> Look:
-    """Of these parts by name. `own`: tensors that a step is known to change, of which only the place is looked at."""
-    return _Walk(frozenset(map(id, own))).over(parts)
+def look(parts: Mapping[str, Any], own: Sequence[torch.Tensor] = (), passed: Iterable[Any] = ()) -> Look:
+    """Of these parts by name. `own`: tensors that a step is known to change, of which only the place is looked at.
+
+    `passed`: objects that are not entered, nor looked at.
+    """
+    return _Walk(frozenset(map(id, own)), frozenset(map(id, passed))).over(parts)
+
+
+def changed_paths(before: Look, after: Look) -> list[str]:
+    """What is not as it was, or was not there."""
+    paths = [path for path in after.marks if path not in before.marks]
+    return paths + [path for path, was in before.marks.items() if not same(was, after.marks.get(path))]
 
 
 def changes(before: Look, after: Look) -> list[str]:
@@ -85,8 +94,7 @@ def changes(before: Look, after: Look) -> list[str]:
     >>> changes(first, look({"model": model}))
     ['it counts in Python: model.warmup.t changes']
     """
-    paths = [path for path in after.marks if path not in before.marks]
-    paths += [path for path, was in before.marks.items() if not same(was, after.marks.get(path))]
+    paths = changed_paths(before, after)
     return [_reason(path, before.marks.get(path), after.marks.get(path)) for path in paths]
 
 
@@ -103,7 +111,8 @@ def _reason(path: str, was: Any, now: Any) -> str:
 
 
 class _Walk:
-    def __init__(self, own: frozenset[int]) -> None:
+    def __init__(self, own: frozenset[int], passed: frozenset[int]) -> None:
+        self._passed = passed
         self._marker = Marker(own)
         self._marks: dict[str, Any] = {}
         self._unseen: list[str] = []
@@ -130,6 +139,8 @@ class _Walk:
             self._next.append((path, value))
 
     def _visit(self, path: str, value: Any) -> None:
+        if id(value) in self._passed:
+            return
         try:
             mark = self._marker.mark(value)
         except TooLarge:
@@ -209,7 +220,7 @@ class _Walk:
             own = {name: item for name, item in own.items() if name not in _OF_TORCH and not name.startswith(_OF_FSDP)}
         self._add((f"{path}.{name}", item) for name, item in list(own.items()))
         for kind in type(value).__mro__:
-            if _is_library(kind.__module__):
+            if is_library(kind.__module__):
                 continue
             for name, member in vars(kind).items():
                 if isinstance(member, types.MemberDescriptorType):  # a slot
@@ -240,7 +251,7 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str,
         yield f"{path}.__kwdefaults__[{name!r}]", value
     for name, value in vars(function).items():
         yield f"{path}.{name}", value
-    if _is_library(function.__module__):
+    if is_library(function.__module__):
         return
     names, space = _names(function.__code__), function.__globals__
     for name in sorted(names & space.keys()):
@@ -249,7 +260,7 @@ def _of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str,
             yield f"{function.__module__}.{name}", value
         elif value is os and names & {"environ", "getenv"}:
             yield "os.environ", inherited_environ()
-        elif not _is_library(value.__name__):
+        elif not is_library(value.__name__):
             inside = vars(value)
             yield from ((f"{value.__name__}.{inner}", inside[inner]) for inner in sorted(names & inside.keys()))
 
@@ -264,7 +275,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    if _is_library(kind.__module__):
+    if is_library(kind.__module__):
         return
     for name, member in list(vars(kind).items()):
         path = f"{kind.__module__}.{kind.__qualname__}.{name}"
@@ -296,7 +307,7 @@ def _module(kind: type) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _is_library(module: str | None) -> bool:
+def is_library(module: str | None) -> bool:
     root = (module or "builtins").partition(".")[0]
     return root in sys.stdlib_module_names or root in _LIBRARIES
 

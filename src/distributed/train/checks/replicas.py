@@ -31,6 +31,10 @@ _CAUSES = {
     "hardware of a rank made a mistake",
     "optimizer": "a scheduler or the script sets it by a number that is the rank's own, or the hardware of a rank made "
     "a mistake",
+    "task": "the task changes it by the rank's own samples, or the script gives it another value on some rank",
+    "copy": "it is an average of what differs, a callback changes it by what is the rank's own, or the hardware of a "
+    "rank made a mistake",
+    "callback": "it counts or keeps what only this rank has seen",
     "random": "ranks that share the work on the same samples drew other random numbers: some rank called more or other "
     "random functions",
 }
@@ -39,6 +43,11 @@ _CURES = {
     "buffer": "reduce it over the ranks in forward (torch.distributed.all_reduce); where rank 0's is good enough, set "
     "check_replicas='parameters'",
     "optimizer": "set rates and other options alike on all ranks",
+    "task": "change it alike on all ranks; what need not be kept is not returned by the task's state(), and a module "
+    "that is random is made after torch.manual_seed(…)",
+    "copy": "change it alike on all ranks",
+    "callback": "let state() return what is the same on all ranks, and leave the rest out of it; with "
+    "check_replicas=False rank 0's is saved",
     "random": "draw the same random numbers on all of these ranks",
 }
 
@@ -62,7 +71,7 @@ class ReplicaCheck:
         `shares_random`: whether ranks with the same stream of random numbers must draw alike.
         """
         self._session, self._held, self._shares_random = session, held, shares_random
-        self._is_on = is_on and session.world_size > 1 and not session.is_dry
+        self.is_on = is_on and session.world_size > 1 and not session.is_dry
         self._reads_at_once = session.device.type == "cpu"
         self._begun = 0
         self._compared_at = -1
@@ -79,12 +88,12 @@ class ReplicaCheck:
     def is_due(self, step: int) -> bool:
         """After 1, 2, 4, 8 … steps of this world."""
         done = step - self._begun
-        return self._is_on and not done & (done - 1)
+        return self.is_on and not done & (done - 1)
 
     def compare(self, step: int, *, again: bool = False) -> None:
         """Begin a comparison of the state after `step`; a second one of the same step only with `again`. Every rank
         comes here."""
-        if not self._is_on or (self._compared_at == step and not again):
+        if not self.is_on or (self._compared_at == step and not again):
             return
         self._compared_at = step
         names, row = self._row()

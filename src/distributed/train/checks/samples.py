@@ -11,6 +11,7 @@ What is compared is a few bytes. A difference is an error, after which no restar
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ from distributed.runtime.session import Session
 from distributed.train.loaders import Loader
 
 
-def check_datasets(plan: Plan, session: Session, sources: dict[str, Source | None]) -> None:
+def check_datasets(plan: Plan, session: Session, sources: Mapping[str, Source]) -> None:
     """Every rank of a new world: each may have built its data by itself, and must have built the same."""
     if session.world_size == 1 or not plan.sample_check:
         return
-    mine = {role: fingerprint(source) for role, source in sources.items() if source is not None}
+    mine = {role: fingerprint(source) for role, source in sources.items()}
     texts = session.gather_texts("the ranks' datasets", json.dumps(mine))
     first: dict[str, dict[str, str]] = json.loads(texts[0])
     for rank, text in enumerate(texts):
@@ -72,7 +73,7 @@ class SampleCheck:
             return
         self._read = self._epoch, steps, self._train.read_digest
         if self._is_on and self._is_shared and (looks or steps & (steps - 1) == 0):
-            self._compare_read(self._train.read_digest, f"until step {steps} of epoch {self._epoch + 1}")
+            _compare_read(self._session, self._train.read_digest, f"until step {steps} of epoch {self._epoch + 1}")
 
     def epoch_ended(self, steps: int) -> None:
         """After as many steps of the epoch, whether it is whole or not."""
@@ -91,8 +92,8 @@ class SampleCheck:
 
     def evaluated(self, evaluation: EvalLoader) -> None:
         """After an evaluation that all ranks went through."""
-        if self._is_on and self._is_shared and evaluation.is_stream:
-            self._compare_read(evaluation.read_digest, "in an evaluation")
+        if self._is_on and self._is_shared:
+            check_read(self._session, evaluation)
 
     def state(self, epoch: int) -> Tree:
         """What a run must save in this epoch to resume with the same samples; the same on every rank."""
@@ -129,24 +130,31 @@ class SampleCheck:
                 do="give every rank the same `seed`, the same dataset and the same sampler",
             )
 
-    def _compare_read(self, digest: int, where: str) -> None:
-        if self._session.world_size == 1:
-            return
-        ends = torch.tensor([digest, -digest], dtype=torch.int64, device=self._session.device)
-        most, least = self._session.max("what was read of a stream", ends).tolist()
-        if most == -least:
-            return
-        found = [int(text) for text in self._session.gather_texts("what was read of a stream", str(digest))]
-        others = [rank for rank, value in enumerate(found) if value != found[0]]
-        raise DataError(
-            f"the ranks do not read the same stream: {where}, {_ranks(others)} other samples than rank 0",
-            why="every rank reads the whole stream and keeps its share, so samples would be repeated and others left "
-            "out; a stream that shuffles with a generator of its own differs, and so do one that splits itself over "
-            "the ranks, and files that differ from node to node",
-            do="let it draw from Python's, numpy's or torch's global generators, which are seeded alike on every rank, "
-            "or seed its own in set_epoch(epoch); if it splits itself, set iterable_split='dataset'; if only an "
-            "augmentation differs, set sample_check=False",
-        )
+
+def check_read(session: Session, evaluation: EvalLoader) -> None:
+    """After an evaluation that all ranks went through: of a stream that all read, all have read the same."""
+    if evaluation.is_stream:
+        _compare_read(session, evaluation.read_digest, "in an evaluation")
+
+
+def _compare_read(session: Session, digest: int, where: str) -> None:
+    if session.world_size == 1:
+        return
+    ends = torch.tensor([digest, -digest], dtype=torch.int64, device=session.device)
+    most, least = session.max("what was read of a stream", ends).tolist()
+    if most == -least:
+        return
+    found = [int(text) for text in session.gather_texts("what was read of a stream", str(digest))]
+    others = [rank for rank, value in enumerate(found) if value != found[0]]
+    raise DataError(
+        f"the ranks do not read the same stream: {where}, {_ranks(others)} other samples than rank 0",
+        why="every rank reads the whole stream and keeps its share, so samples would be repeated and others left "
+        "out; a stream that shuffles with a generator of its own differs, and so do one that splits itself over "
+        "the ranks, and files that differ from node to node",
+        do="let it draw from Python's, numpy's or torch's global generators, which are seeded alike on every rank, "
+        "or seed its own in set_epoch(epoch); if it splits itself, set iterable_split='dataset'; if only an "
+        "augmentation differs, set sample_check=False",
+    )
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -22,7 +22,7 @@ from distributed.train.checks.nonpersistent import NonPersistent, take
 from distributed.train.resume.sharing import send_tree
 from distributed.train.task import Task
 
-LOSS, BUFFERS = "loss_fn", "nonpersistent"  # components of a checkpoint
+LOSS, BUFFERS, TASK = "loss_fn", "nonpersistent", "task"  # components of a checkpoint
 _OF_MODEL, _OF_LOSS = "model", "loss_fn"  # in BUFFERS
 _SETTLED = 2  # looks after which tables that the first call makes are there: before the first step and after it
 _LOOKS = 8  # a state that moves on does so from the beginning
@@ -43,7 +43,9 @@ class UserState:
         loss = self._loss.changed()
         changed = {name: loose.changed() for name, loose in self._loose.items()}
         buffers = {name: found for name, found in changed.items() if found}
-        return ({LOSS: loss} if loss else {}) | ({BUFFERS: buffers} if buffers else {})
+        of_task = self._task.state() if self._task.keeps_state else {}
+        found = {LOSS: loss, BUFFERS: buffers, TASK: of_task}
+        return {name: state for name, state in found.items() if state}
 
     def shared(self) -> dict[str, Any]:
         """The same on every rank, each of which comes here."""
@@ -56,10 +58,11 @@ class UserState:
         holds = [
             json.loads(text) for text in self._session.gather_texts("state of the user's", json.dumps(list(found)))
         ]
-        if LOSS in holds[sources[-1]] and self._mesh.pp > 1:  # the other stages' is never called
-            found[LOSS] = send_tree(self._session, "state of the loss", sources[-1], found.get(LOSS))
-            if self._session.rank < sources[-1]:
-                self._loss.take(found[LOSS])
+        for name, load in ((LOSS, self._loss.take), (TASK, self._task.load_state)):
+            if name in holds[sources[-1]] and self._mesh.pp > 1:  # on the other stages no step ends
+                found[name] = send_tree(self._session, f"state of {name}", sources[-1], found.get(name))
+                if self._session.rank < sources[-1]:
+                    load(found[name])
         merged: dict[str, dict[str, Any]] = {}
         for source in sources:
             if BUFFERS in holds[source]:
@@ -75,6 +78,8 @@ class UserState:
                 self._loose[name].take({path: saved[path] for path in saved if self._has_place(module, path)})
         if takes_loss and LOSS in tree:
             self._loss.take(tree[LOSS])
+        if TASK in tree and self._task.keeps_state:
+            self._task.load_state(tree[TASK])
 
     def _has_place(self, module: nn.Module, path: str) -> bool:
         """A stage of a pipeline has buffers of its own only; elsewhere one may be made later."""
@@ -86,7 +91,12 @@ class UserState:
         place = self._mesh.coordinates(self._session.rank)["pp"]
         where = f" on stage {place}" if self._mesh.pp > 1 else ""
         for name, value in self._task.loss_state().items():
-            yield f"buffer {name} of the loss{where}", value if isinstance(value, torch.Tensor) else digest(value)
+            yield f"buffer {name} of the loss{where}", _comparable(value)
+        for name, value in (self._task.state() if self._task.keeps_state else {}).items():
+            yield f"task state {name}{where}", _comparable(value)
+        for name, module in self._task.modules_beside().items():
+            for path, tensor in module.state_dict(keep_vars=True).items():
+                yield f"task module {name}, {path}{where}", _comparable(tensor)
 
 
 class CallCheck:
@@ -125,6 +135,10 @@ class CallCheck:
                     yield f"the buffer {path}.{name}".replace(" .", " "), buffer
         for name, value in self._task.loss_state().items():
             yield f"{name} of the loss", value
+
+
+def _comparable(value: Any) -> torch.Tensor | str:
+    return value if isinstance(value, torch.Tensor) else digest(value)
 
 
 def take_over(task: Task, tree: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ def try_function(
     outputs, target = _take((outputs, target), rows)
     if len(rows) == 1:  # a second one, with another loss
         outputs = tree_map(lambda leaf: torch.cat([leaf, -leaf]) if isinstance(leaf, torch.Tensor) else leaf, outputs)
-        target = tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) else leaf, target)
+        target = _twice(target)
     before = look({"loss": loss_fn})
     natural = _refuted(loss_fn, outputs, target, rules)
     marked = {}
@@ -84,6 +84,14 @@ def _either(one: tuple[bool, ...], other: tuple[bool, ...]) -> tuple[bool, ...]:
 
 def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:
     """Whether a model's own loss is the cross entropy of the logits that it returned beside it; None: none to see."""
+    fitting = fitting_by_value(outcome, rules)
+    if fitting is None or len({rule.kind for rule in fitting}) > 1:
+        return None
+    return Evidence(tuple(rule not in fitting for rule in rules), is_by_value=True)
+
+
+def fitting_by_value(outcome: Outcome, rules: Sequence[Rule]) -> list[Rule] | None:
+    """The rules by which it would be that: of several kinds where logits are all the same; None: none to see."""
     logits = _logits_for_target(outcome)
     if logits is None:
         return None
@@ -91,10 +99,8 @@ def know_by_value(outcome: Outcome, rules: Sequence[Rule]) -> Evidence | None:
     errors = [_error(rule, logits, outcome.target, value) / max(abs(value), 1e-12) for rule in rules]
     best = min(errors)
     if not best <= _limit(outcome.loss):
-        return Evidence((True,) * len(rules), is_by_value=True)
-    refuted = tuple(not error <= max(10 * best, 1e-7) for error in errors)
-    kinds = {rule.kind for rule, is_out in zip(rules, refuted, strict=True) if not is_out}
-    return Evidence(refuted, is_by_value=True) if len(kinds) == 1 else None
+        return []
+    return [rule for rule, error in zip(rules, errors, strict=True) if error <= max(10 * best, 1e-7)]
 
 
 def misfit(outcome: Outcome, rule: Rule) -> float:
@@ -124,9 +130,11 @@ def try_model(
 ) -> Evidence | None:
     """What a model's own losses of halves of a batch show; `run` computes one, as an evaluation would.
 
-    None where the model has none outside of training, or does not take a part of a batch.
+    One sample is half of a batch that has it twice. None where the model has none outside of training, or does not
+    take a part of a batch.
     """
-    halves = torch.arange(size).tensor_split(2)
+    batch = _twice(batch) if size == 1 else batch
+    halves = torch.arange(max(size, 2)).tensor_split(2)
     try:
         first, second = run(batch), run(batch)
         outcomes = [run(_slice(batch, int(rows[0]), int(rows[-1]) + 1)) for rows in halves]
@@ -146,9 +154,10 @@ def try_model(
     return None if refuted is None else Evidence(refuted, (rules[2].ignored,))
 
 
-def can_cut(batch: Any, size: int) -> bool:
-    """Whether a batch has halves."""
-    return size > 1 and _count(batch) == size
+def can_cut(batch: Any, size: int, target: Any) -> bool:
+    """Whether a batch has halves, or is half of one that shows as much: a sample with one target."""
+    has_one = isinstance(target, torch.Tensor) and target.numel() == 1
+    return (size > 1 or has_one) and _count(batch) == size
 
 
 def logits_of(outputs: Any) -> torch.Tensor | None:
@@ -213,11 +222,11 @@ def _of_all_classes(outputs: Any, target: Any) -> list[tuple[Any, Any]]:
 
 def _error(rule: Rule, logits: torch.Tensor, target: torch.Tensor, value: float) -> float:
     """How far a loss is from the cross entropy that this rule is of."""
-    if rule.kind in ("samples", "sum") or not rule.fits(target):
+    if rule.kind == "samples" or not Rule("targets").fits(target) or not rule.fits(target):
         return float("inf")
     if rule.kind == "shifted":
         logits, target = logits[..., :-1, :], target[..., 1:]
-    counted = target != rule.ignored
+    counted = target >= 0 if rule.kind == "sum" else target != rule.ignored
     valid = torch.where(counted & (target >= 0) & (target < logits.shape[-1]), target, 0)
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for row, aimed, counts in zip(logits, valid, counted, strict=True):  # one by one: of all it would be much memory
@@ -225,8 +234,8 @@ def _error(rule: Rule, logits: torch.Tensor, target: torch.Tensor, value: float)
         total += (
             F.cross_entropy(exact.reshape(-1, row.shape[-1]), aimed.reshape(-1), reduction="none") * counts.reshape(-1)
         ).sum()
-    mean = float(total / counted.sum())
-    return abs(mean - value) if mean == mean else float("inf")
+    expected = float(total if rule.kind == "sum" else total / counted.sum())
+    return abs(expected - value) if expected == expected else float("inf")
 
 
 def _fresh(loss_fn: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -276,6 +285,10 @@ def _take(tree: Any, rows: torch.Tensor) -> Any:
         return leaf.detach()[rows.to(leaf.device)].cpu() if isinstance(leaf, torch.Tensor) else leaf
 
     return tree_map(take, tree)
+
+
+def _twice(tree: Any) -> Any:
+    return tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def _slice(tree: Any, start: int, stop: int) -> Any:

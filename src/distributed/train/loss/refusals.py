@@ -1,4 +1,4 @@
-"""What is said where the parts of a step would not add up to the loss that one process has on the whole batch."""
+"""Errors where the parts of a step would not add up to the loss of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 from distributed.core.errors import TaskError
 from distributed.train.loss.rules import Mark
 
-RETURN = 'return (loss, weight) from loss_fn, or {"loss": …, "weight": …} from the model, with what the mean goes over'
+RETURN = (
+    'return (loss, weight) from loss_fn or the step, or {"loss": …, "weight": …} from the model, with what the mean '
+    "goes over"
+)
 SAMPLES = "set loss_weighting='samples' to weight by samples all the same"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed.core.errors import CheckpointError, TaskError
+from distributed.core.errors import CheckpointError, TaskError, first_of
 from distributed.train.checks.changed import Begun
 from distributed.train.checks.digest import digest
 from distributed.train.resume.survivor_state import take_model
@@ -124,9 +124,8 @@ def refuse_trained_loss(holder: Any, model: nn.Module) -> None:
     shared = _of_model(holder, model)
     trained = [name for name, p in holder.named_parameters() if p.requires_grad and name not in shared]
     if trained:
-        more = f" and {len(trained) - 3} more" if len(trained) > 3 else ""
         raise TaskError(
-            f"the loss {type(holder).__name__} has parameters with requires_grad=True: {', '.join(trained[:3])}{more}",
+            f"the loss {type(holder).__name__} has parameters with requires_grad=True: {first_of(trained)}",
             why="only the model's parameters are trained, and have their gradients reduced over the ranks",
             do="make the loss a part of the model, whose forward then returns {'loss': …}; or, if they are not to be "
             "trained, loss_fn.requires_grad_(False)",

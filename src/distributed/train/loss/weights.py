@@ -6,31 +6,21 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from distributed.core.errors import TaskError
 from distributed.strategies.base import LossTrial, Outcome
 from distributed.train.checks.reachable import changes, look
-from distributed.train.loss.probe import can_cut, know_by_value, misfit, try_function, try_model
+from distributed.train.loss.elements import elements, elements_on_device, looked_at, rows
+from distributed.train.loss.probe import can_cut, fitting_by_value, know_by_value, misfit, try_function, try_model
 from distributed.train.loss.refusals import RETURN, SAMPLES, changed_kind, fits_none, ignores, padded, unknown
 from distributed.train.loss.rules import Evidence, Mark, Rule, marks_of, rules_for
 from distributed.train.loss.torch_losses import Entropy, adds_up, entropy_of, is_even
+from distributed.train.loss.votes import Votes, count_votes
 
 _OPEN_LOOKS = 16  # after which such targets are too few to show it, and to matter
-
-
-class Votes(NamedTuple):
-    """Numbers of ranks."""
-
-    known: float  # whose loss says what it is a mean over
-    own: float  # whose model returned it
-    opinions: float  # that have found something out
-    by_value: float  # and that by the value of one batch
-    denied: float  # which is no cross entropy
-    watched: tuple[float, ...]  # who would have each mark of targets watched for
-    refuted: tuple[float, ...]  # of each rule
 
 
 @dataclass
@@ -40,6 +30,7 @@ class LossWeights:
     loss_fn: Callable[..., Any] | None
     weighting: str
     rule: Rule | None = None  # of a loss that is not torch's own; None: nothing is known, it is taken for a mean
+    is_shifted: bool | None = None  # whether each position of such a loss foretells the next one; None: not known
     _matters: bool = False  # whether a step has several parts, which are weighted
     _is_sure: bool = False  # whether the rule also holds where targets are left out
     _watched: tuple[Mark, ...] = ()  # marks of targets that make the mean go over less than it is weighted for
@@ -47,6 +38,7 @@ class LossWeights:
     _met: torch.Tensor | None = field(default=None, repr=False)  # on a device: whether there was one of them
     _looks_closer: bool = False  # because there was
     _open_looks: int = 0
+    _is_learnt: bool = False  # in an evaluation
     _unit: float | None = None  # elements a sample, where samples are weight enough
     _by_elements: bool = False  # they are not: outputs have more or fewer rows than there are samples
     _is_padded: bool = False  # nor are these: each rank's outputs have a shape of their own, with a row a sample
@@ -79,8 +71,10 @@ class LossWeights:
                     self._try_again(outcome)
                 return outcome._replace(is_sum=True)
             if self.rule.kind == "elements":
-                return self._seen(outcome._replace(weight=_elements_on_device(outcome)))
+                return self._seen(outcome._replace(weight=elements_on_device(outcome)))
             if not self.rule.fits(target):
+                if not self._matters:
+                    return outcome
                 raise changed_kind(target)
             is_needed = self._matters or not trains
             if self._open and trains:
@@ -88,9 +82,10 @@ class LossWeights:
             if self._is_tried and trains:
                 self._try_again(outcome)
             return self._seen(outcome._replace(weight=self.rule.weigh(target) if is_needed else None))
-        if not trains and is_even(loss_fn) and self.weighting != "samples" and _looked_at(outcome) is not None:
-            return outcome._replace(weight=_elements_on_device(outcome))
-        return self._seen(outcome._replace(is_sum=loss_fn is not None and adds_up(loss_fn)))
+        if not trains and is_even(loss_fn) and self.weighting != "samples" and looked_at(outcome) is not None:
+            return outcome._replace(weight=elements_on_device(outcome))
+        is_sum = loss_fn is not None and adds_up(loss_fn)
+        return self._seen(outcome._replace(is_sum=True) if is_sum else outcome)
 
     def settle(self, outcome: Outcome | None, batch: Any, size: int, trial: LossTrial) -> Outcome | None:
         """Before the first backward pass of a world, on every rank: find out what the mean goes over.
@@ -100,6 +95,7 @@ class LossWeights:
         """
         self._watched, self._open, self._matters = (), (), trial.matters
         self._is_tried, self._unit, self._by_elements, self._is_padded = False, None, False, False
+        self.is_shifted = None
         if self.weighting == "samples" or adds_up(self.loss_fn):
             return outcome
         if trial.matters:
@@ -108,22 +104,22 @@ class LossWeights:
             return self._by_their_number(outcome)
         if self.loss_fn is not None and entropy_of(self.loss_fn) is not None:
             return self._watch(outcome, trial)
-        if self.loss_fn is not None and not trial.matters:
-            return outcome
         self.rule, self._is_sure = None, False
         is_own = outcome is not None and outcome.is_own
         is_known = outcome is not None and (outcome.is_given or outcome.fitted is not None)
         rules = rules_for(self.ignored)
-        found = self._first_evidence(outcome, rules) if outcome is not None and size and not is_known else None
-        votes = _add_up(found, rules, trial, is_known=is_known, is_own=is_own)
+        has_evidence = outcome is not None and size and not is_known
+        found = self._first_evidence(outcome, rules, trial) if outcome is not None and has_evidence else None
+        votes = count_votes(found, rules, trial, is_known=is_known, is_own=is_own)
         if votes.known:
             return self._watch(outcome, trial)
         if trial.matters and 0 < votes.denied < votes.by_value:  # of some samples only it is a cross entropy
             raise fits_none(votes.own > 0, self.weighting)
         is_tried = votes.opinions > 0 and not votes.denied
         if not is_tried and votes.own and trial.matters and trial.run is not None:
-            found = self._try_model(trial, batch, size, rules) if self._can_try(trial, batch, size) else None
-            votes = _add_up(found, rules, trial, is_known=False, is_own=is_own)
+            can_try = self._can_try(trial, batch, size, None if outcome is None else outcome.target)
+            found = self._try_model(trial, batch, size, rules) if can_try else None
+            votes = count_votes(found, rules, trial, is_known=False, is_own=is_own)
         self._decide(votes, rules, trial)
         settled = None if outcome is None else self.of(outcome._replace(weight=None, is_sum=False), None)
         self._is_tried, self._calls = is_tried and trial.matters, 0
@@ -131,11 +127,11 @@ class LossWeights:
 
     def _agree_on_units(self, outcome: Outcome | None, size: int, trial: LossTrial) -> None:
         """Whether samples are weight enough: each has as many elements in the outputs as any other of the ranks'."""
-        count = None if outcome is None or outcome.is_own or not size else _elements(outcome)
+        count = None if outcome is None or outcome.is_own or not size else elements(outcome)
         mine = [0.0] * 4
         if count is not None:
             self._unit = count / size
-            mine = [1.0, self._unit, self._unit**2, float(_rows(outcome) == size)]
+            mine = [1.0, self._unit, self._unit**2, float(rows(outcome) == size)]
         ranks, units, squares, alike = trial.agree(torch.tensor(mine, dtype=torch.float64)).tolist()
         is_one = abs(ranks * squares - units * units) <= 1e-9 * max(units * units, 1.0)
         self._is_padded = not is_one and alike == ranks
@@ -147,10 +143,10 @@ class LossWeights:
         """Raise if samples are no weight for this part of a step, as they were for the first one. Reads shapes only."""
         if self._unit is None:
             return
-        count = _elements(outcome)
+        count = elements(outcome)
         if count is None or count == self._unit * size:
             return
-        if _rows(outcome) == size and entropy_of(self.loss_fn or outcome.fitted) is None:
+        if rows(outcome) == size and entropy_of(self.loss_fn or outcome.fitted) is None:
             raise padded()
         raise TaskError(
             f"the outputs of {size} samples have {count} elements; those of the first step had {self._unit:g} a sample",
@@ -165,7 +161,7 @@ class LossWeights:
         self.rule = Rule("elements") if self._by_elements else None
         if outcome is None or self.rule is None:
             return outcome
-        return outcome._replace(weight=_elements_on_device(outcome))
+        return outcome._replace(weight=elements_on_device(outcome))
 
     def _try_again(self, outcome: Outcome) -> None:
         """After 1, 2, 4, 8 … calls: whether other samples show what the first ones did not."""
@@ -204,28 +200,35 @@ class LossWeights:
             return target.dim() == 2
         return entropy.class_weights is None and target.dim() == 1
 
-    def _first_evidence(self, outcome: Outcome, rules: list[Rule]) -> Evidence | None:
+    def _first_evidence(self, outcome: Outcome, rules: list[Rule], trial: LossTrial) -> Evidence | None:
         """What is to be had without another pass through the model."""
         if outcome.is_own:
             return know_by_value(outcome, rules)
         assert self.loss_fn is not None
-        return try_function(self.loss_fn, outcome.outputs, outcome.target, rules)
+        try:
+            return try_function(self.loss_fn, outcome.outputs, outcome.target, rules)
+        except TaskError:
+            if trial.matters:
+                raise
+            return None
 
     def _decide(self, votes: Votes, rules: list[Rule], trial: LossTrial) -> None:
         if not votes.opinions:
             if trial.matters:
                 raise unknown(votes.own > 0)
             return
-        left = [rule for rule, count in zip(rules, votes.refuted, strict=True) if not count]
-        if not left and not trial.matters:
-            return
+        left = votes.left_of(rules)
         if self._by_elements:
             left = [Rule("elements") if rule.kind == "samples" else rule for rule in left]
         if self.weighting == "targets":
             left = [rule for rule in left if rule.kind in ("targets", "shifted", "elements")]
+        if not left and not trial.matters:
+            return
         if not left:
             raise fits_none(votes.own > 0, self.weighting)
         self.rule = left[0]
+        kinds = {rule.kind for rule in left} & {"targets", "shifted"}
+        self.is_shifted = "shifted" in kinds if len(kinds) == 1 else None
         if self._is_padded and self.rule.kind == "samples":
             raise padded()
         counts = self.rule.kind in ("targets", "shifted")
@@ -257,6 +260,11 @@ class LossWeights:
         self._open_looks += 1
         self._open = tuple(m for m in self._open if m not in counted) if self._open_looks < _OPEN_LOOKS else ()
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether the loss of a batch is the sum of its samples' losses."""
+        return adds_up(self.loss_fn) if self.rule is None else self.rule.kind == "sum"
+
     def check(self) -> None:
         """Raise what was seen on a device since the last look; waits for it."""
         if self._met is not None and bool(self._met):
@@ -281,8 +289,25 @@ class LossWeights:
         ):
             raise ignores([self.ignored], "in the validation data", is_tried=self.rule is not None)
 
-    def _can_try(self, trial: LossTrial, batch: Any, size: int) -> bool:
-        is_cut = can_cut(batch, size)
+    def learn(self, outcome: Outcome) -> Outcome:
+        """Of a validation step of the user's own: whether its loss is a cross entropy, by the first batch's value.
+
+        It is weighted by the targets that count then, and by samples otherwise. Nothing is tried, as the step may
+        collect what it has seen.
+        """
+        if self._is_learnt or not outcome.is_own or outcome.is_given or self.weighting == "samples":
+            return outcome
+        if not math.isfinite(outcome.loss.detach().item()):  # it may be a mean over nothing, which shows no rule
+            rule = Rule("targets", self.ignored)
+            weight = rule.weigh(outcome.target) if rule.fits(outcome.target) else None
+            return outcome._replace(weight=weight) if weight is not None and not weight else outcome
+        fitting = fitting_by_value(outcome, rules_for(self.ignored))
+        self.rule = fitting[0] if fitting else None
+        self._is_learnt = not fitting or len({rule.kind for rule in fitting}) == 1  # else the next batch shows more
+        return self.of(outcome, None)
+
+    def _can_try(self, trial: LossTrial, batch: Any, size: int, target: Any) -> bool:
+        is_cut = can_cut(batch, size, target)
         if not trial.is_joint:
             return is_cut
         ranks, able = trial.agree(torch.tensor([1.0, float(is_cut)], dtype=torch.float64)).tolist()
@@ -292,12 +317,12 @@ class LossWeights:
         """With as many passes on every rank, regardless of what they show."""
         assert trial.run is not None
         own = [*trial.module.parameters(), *trial.module.buffers()]
-        before = look({"model": trial.module}, own)
+        before = look({"model": trial.module, **trial.beside()}, own)
         found = try_model(trial.run, batch, size, rules, is_rough=trial.is_rough)
-        if moved := changes(before, look({"model": trial.module}, own)):
+        if moved := changes(before, look({"model": trial.module, **trial.beside()}, own)):
             raise TaskError(
                 "what the model's own loss is a mean over cannot be found out by trying it",
-                why=f"the model keeps state that a call changes: {moved[0]}",
+                why=f"state is kept that a call changes: {moved[0]}",
                 do=f"{RETURN}; or {SAMPLES}",
             )
         return found
@@ -329,46 +354,3 @@ def _has(target: torch.Tensor, marks: Sequence[Mark]) -> torch.Tensor:
 def _is_captured(outcome: Outcome) -> bool:
     """Whether this pass is written down for a graph, in which nothing can be looked at."""
     return outcome.loss.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _looked_at(outcome: Outcome) -> torch.Tensor | None:
-    """What has a number of elements that follows that of what the loss is a mean over."""
-    for value in (outcome.outputs, outcome.target):
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value
-    return None
-
-
-def _elements(outcome: Outcome) -> int | None:
-    found = _looked_at(outcome)
-    return None if found is None else found.numel()
-
-
-def _rows(outcome: Outcome | None) -> int | None:
-    found = None if outcome is None else _looked_at(outcome)
-    return None if found is None else len(found)
-
-
-def _elements_on_device(outcome: Outcome) -> torch.Tensor:
-    count = _elements(outcome)
-    assert count is not None
-    return torch.full((), count, device=outcome.loss.device)
-
-
-def _add_up(found: Evidence | None, rules: list[Rule], trial: LossTrial, *, is_known: bool, is_own: bool) -> Votes:
-    marks = marks_of(rules)
-    mine = [float(is_known), float(is_own), 0.0, 0.0, 0.0, *(0.0 for _ in marks), *(0.0 for _ in rules)]
-    if found is not None:
-        watched = [float(mark in found.watched) for mark in marks]
-        denied = float(found.is_by_value and all(found.refuted))
-        mine[2:] = [1.0, float(found.is_by_value), denied, *watched, *map(float, found.refuted)]
-    known, own, opinions, by_value, denied, *rest = trial.agree(torch.tensor(mine, dtype=torch.float64)).tolist()
-    return Votes(
-        known=known,
-        own=own,
-        opinions=opinions,
-        by_value=by_value,
-        denied=denied,
-        watched=tuple(rest[: len(marks)]),
-        refuted=tuple(rest[len(marks) :]),
-    )

@@ -18,7 +18,18 @@ from distributed.runtime.session import Session
 from distributed.train.checks.digest import digests
 
 # In the order of cause and effect: when several differ after one step, the first of them is to blame.
-COMPONENTS = ("position", "samples", "schedule", "rng", "scaler", "loss_fn", "loss", "model", "optimizer")
+COMPONENTS = (
+    "position",
+    "samples",
+    "schedule",
+    "rng",
+    "scaler",
+    "compression",
+    "loss_fn",
+    "loss",
+    "model",
+    "optimizer",
+)
 
 Put = Callable[[str, bytes], None]
 Get = Callable[[str], bytes | None]

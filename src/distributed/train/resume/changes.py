@@ -14,6 +14,7 @@ from typing import Any
 from distributed.core.errors import Problem
 
 Meta = Mapping[str, Any]  # of a manifest: "settings", "plan", "samples", "global_batch", "division", "device", "run"
+LENGTH_BUCKETS = "length buckets"  # of "sampler": an order that depends on the size of a global batch
 FACTS = ("shuffle", "sampler", "data", "loss", "optimizer", "scheduler")  # of "run"; older checkpoints do not have them
 
 
@@ -33,16 +34,19 @@ _HARMLESS = """
     offload_parameters offload_dir tensor_parallel tensor_parallel_plan sequence_parallel pipeline_parallel
     pipeline_schedule pipeline_microbatches context_parallel whole_model_on save_adapters_only compile_cache
     data_on_device expandable_segments keep_freed_memory cycle_time_ms timeline find_unused_parameters
-    static_graph collective_timeout_s max_restarts min_nodes max_nodes min_gpus hang_timeout_s warm_start
-    requeue_exit_code iterable_split checkpoint_dir checkpoint_frequency checkpoint_async keep_last keep_every keep_best
-    certificate_steps sample_ledger sample_check check_replicas share_gpus resume_from_checkpoint
-    resume_hyperparameters allow_change run_dir tensorboard tensorboard_dir mlflow_tracking mlflow_experiment
-    mlflow_tracking_uri log_every_n_steps progress
+    static_graph collective_timeout_s max_restarts min_nodes max_nodes min_gpus hang_timeout_s slow_rank
+    slow_rank_wait_s warm_start requeue_exit_code iterable_split checkpoint_dir checkpoint_frequency checkpoint_async
+    keep_last keep_every keep_best keep_best_k max_time csv certificate_steps sample_ledger sample_check check_replicas
+    sanity_val_steps share_gpus resume_from_checkpoint resume_hyperparameters allow_change run_dir tensorboard
+    tensorboard_dir mlflow_tracking mlflow_experiment mlflow_tracking_uri log_every_n_steps progress
+    bucket_by_length detect_anomaly fast_dev_run limit_val_batches model_summary
 """
 _DIFFERS = """
     virtual_ranks loss_weighting deepspeed_config lora bf16_parameters mixed_precision gradient_accumulation_steps
-    gradient_clipping scaler_init_scale scaler_growth_interval sync_batchnorm compression gradient_reduction drop_last
-    lr_schedule warmup_steps warmup_epochs min_lr_ratio scheduler_interval
+    gradient_clipping scaler_init_scale scaler_growth_interval sync_batchnorm compression compression_ratio
+    compression_rank compression_min_size gradient_reduction drop_last
+    lr_schedule warmup_steps warmup_epochs min_lr_ratio scheduler_interval scheduler_metric val_check_interval
+    gradient_clip_value limit_train_batches overfit_batches
 """
 _AROUND = """
     activation_checkpointing capture compile num_workers fused_optimizer channels_last tf32 communication_backend
@@ -144,7 +148,10 @@ def _of_data(
         return
     yield from _of_values(old.get("data", {}), new.get("data", {}), path)
     batch, position = new["global_batch"], progress["samples_in_epoch"]
-    cuts_elsewhere = position % batch if not is_stream else is_within and _differ(old, new, "global_batch")
+    is_by_batch = is_stream or new.get("sampler") == LENGTH_BUCKETS
+    is_over = position == new["samples"]  # of an epoch whose evaluation is still due, nothing is left to cut
+    is_cut = bool(position % batch) and not is_over
+    cuts_elsewhere = is_within and _differ(old, new, "global_batch") if is_by_batch else is_cut
     if cuts_elsewhere:
         problem = _other_batch(old.get("global_batch"), batch, progress, is_stream, path)
         yield Change("batch", old.get("global_batch"), batch, Effect.BREAKS, problem)
@@ -196,6 +203,7 @@ def _other_batch(before: int | None, batch: int, progress: Mapping[str, int], is
 
 def _of_task(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -> Iterable[Change]:
     yield from _of_loss(old.get("loss"), new.get("loss"), path)
+    yield from _of_callbacks(old.get("callbacks"), new.get("callbacks"))
     if _differ(old, new, "optimizer"):
         problem = Problem(
             f"the checkpoint {path} was trained with {old['optimizer']}, and this run has {new['optimizer']}",
@@ -231,6 +239,20 @@ def _of_loss(was: Meta | None, now: Meta | None, path: str) -> Iterable[Change]:
     for name in sorted(was["state"].keys() & now["state"].keys()):
         if was["state"][name] != now["state"][name]:
             yield Change(f"{name} of the loss", "other values", "those of this run", Effect.DIFFERS)
+
+
+def _of_callbacks(was: Meta | None, now: Meta | None) -> Iterable[Change]:
+    """Of those that say with what they were made."""
+    if was is None or now is None:
+        return
+    for name in sorted(was.keys() | now.keys()):
+        before, after = was.get(name) or {}, now.get(name) or {}
+        if before != after:
+            yield Change(f"the callback {name}", _made_with(before), _made_with(after), Effect.DIFFERS)
+
+
+def _made_with(options: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
 
 
 def _of_world(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterable[Change]:

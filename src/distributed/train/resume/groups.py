@@ -8,6 +8,7 @@ from typing import Any
 from distributed.core.errors import CheckpointError
 from distributed.strategies.model.optimizer_state import PLAIN, check_parameters, differing_options, match_groups
 from distributed.train.resume.changes import Change, Effect
+from distributed.train.schedule import OF_OPTIMIZERS
 
 Groups = Sequence[Mapping[str, Any]]  # options, and in "params" the names
 _BY_GROUP = ("peaks", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas")
@@ -96,6 +97,11 @@ def with_own_lists(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str
     if "_schedulers" in found and "_schedulers" in own:
         pairs = zip(found["_schedulers"], own["_schedulers"], strict=False)
         found["_schedulers"] = [with_own_lists(one, other) for one, other in pairs]
+    if OF_OPTIMIZERS in found:
+        mine = own.get(OF_OPTIMIZERS, {})
+        found[OF_OPTIMIZERS] = {
+            name: with_own_lists(found[OF_OPTIMIZERS].get(name, state), state) for name, state in mine.items()
+        }
     return found
 
 
@@ -122,6 +128,12 @@ def _check_lists(state: Mapping[str, Any], count: int, matched: Sequence[int]) -
     """Refuse lists as long as there are groups: whether they follow the groups' order is not known."""
     if list(matched) == list(range(count)):
         return
+    if OF_OPTIMIZERS in state:
+        raise CheckpointError(
+            "the optimizers' groups are in another order than in the checkpoint, and there are several schedulers",
+            why="each of them keeps numbers of its own optimizer's groups, whose order is not known",
+            do="configure the optimizers in the order that they had, with the groups that they had",
+        )
     for name, value in state.items():
         if name == "_schedulers":
             for inner in value:

@@ -28,22 +28,28 @@ def share_from_first(session: Session) -> Share:
 
 
 def send_tree(session: Session, name: str, source: int, tree: Tree | None) -> Tree:
-    """The source's tree, tensor by tensor; the source itself keeps its own. What others pass is not looked at."""
+    """The source's tree, tensor by tensor; the source itself keeps its own. What others pass is not looked at.
+
+    A tensor that the source has on the host is on the host of every rank, whatever the ranks communicate with.
+    """
     tensors: dict[str, torch.Tensor] = {}
     text, is_source = None, session.rank == source
     if is_source:
         tensors, skeleton = flatten(tree)
-        specs = [[key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for key, tensor in tensors.items()]
+        specs = [
+            [key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type == "cpu"]
+            for key, tensor in tensors.items()
+        ]
         text = json.dumps({"skeleton": skeleton, "tensors": specs})
     document = json.loads(session.share_text(f"{name}-{session.number()}", text))
     received: dict[str, torch.Tensor] = {}
-    for key, dtype, shape in document["tensors"]:
+    for key, dtype, shape, is_on_host in document["tensors"]:
         if is_source:
-            received[key] = tensors[key]
             data = tensors[key].detach().to(session.device).contiguous()
         else:
-            data = received[key] = torch.empty(shape, dtype=getattr(torch, dtype), device=session.device)
+            data = torch.empty(shape, dtype=getattr(torch, dtype), device=session.device)
         if data.numel():
             session.send_from(name, source, data)
+        received[key] = tensors[key] if is_source else data.cpu() if is_on_host else data
     found: Tree = unflatten(document["skeleton"], received)
     return found

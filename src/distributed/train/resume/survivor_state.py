@@ -44,11 +44,11 @@ def hand_over(session: Session, held: SurvivorState | None) -> HandedOver | None
         return None
     source = found.index(newest)
     mine = held.tree if held is not None and source == session.rank else None
-    inherited = HandedOver(newest, source, send_tree(session, "survivor state", source, mine))
+    handed_over = HandedOver(newest, source, send_tree(session, "survivor state", source, mine))
     if session.gate is not None:
         torch.cuda.synchronize(session.device)
         session.check()
-    return inherited
+    return handed_over
 
 
 def take_model(model: nn.Module, state: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ class Stragglers:
         """The ranks to report now; `step_s` is how long a whole step took, waiting included."""
         if len(paces) < 2:
             return []
-        found = _slow(paces, step_s)
+        found = slow_ranks(paces, step_s)
         probed = all(pace.link_s > 0 for pace in paces)
         if probed:
             found = _far(paces) | found  # a rank that is slow itself answers late: that is not its link
@@ -58,7 +58,7 @@ class Stragglers:
 _Slow = dict[int, tuple[str, float, float]]  # by rank: cause, ratio, seconds
 
 
-def _slow(paces: Sequence[RankPace], step_s: float) -> _Slow:
+def slow_ranks(paces: Sequence[RankPace], step_s: float) -> _Slow:
     """By their own time. Of an even number of ranks the lower median: of two, the quicker is the measure."""
     usual = median_low(pace.own_s for pace in paces)
     data, compute = median_low(pace.data_s for pace in paces), median_low(pace.compute_s for pace in paces)

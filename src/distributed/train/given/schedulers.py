@@ -40,7 +40,7 @@ def check_scheduler(scheduler: Any) -> None:
 def make(scheduler: Any, optimizer: Any) -> Any:
     """The scheduler of this optimizer."""
     made = scheduler if is_made(scheduler) else scheduler(optimizer)
-    if not is_made(made):
+    if not is_made(made) and not hasattr(made, "step_ended"):  # a Schedule, which steps what it holds
         raise TaskError(
             f"the function passed as scheduler returned a {type(made).__name__}",
             why="the function must return a scheduler of the optimizer that it is given",

@@ -15,11 +15,14 @@ def explain_nonfinite(
     shown = ", ".join(str(index) for index in indices[:32]) + (" …" if len(indices) > 32 else "")
     where = f"the batch held the samples [{shown}]" if indices else "the batch came from a stream"
     whose = "this rank" if len(ranks) == 1 else "these ranks"
+    causes = "usual causes: a bad sample, too high a learning rate, fp16 overflow, also of compressed gradients"
+    look = "" if found.origin else ", set detect_anomaly=true to see which operation it came from"
+    on = "" if found.origin else "; or, to train on, on_nan=continue"
     return NonFiniteLossError(
-        f"the loss is {found.value} at step {step} (epoch {epoch}) on {_name(ranks)}",
-        why=f"{where} of {whose}; usual causes: a bad sample, too high a learning rate, fp16 overflow, also of "
-        "gradients that are sent compressed",
-        do="look at these samples, lower learning_rate, set gradient_clipping; or, to train on, on_nan=continue",
+        f"{'a gradient' if found.is_gradient else 'the loss'} is {found.value} at step {step} (epoch {epoch}) on "
+        f"{_name(ranks)}",
+        why=f"{found.origin or causes}; {where} of {whose}",
+        do=f"look at these samples{look}, lower learning_rate, set gradient_clipping{on}",
     )
 
 

@@ -68,17 +68,19 @@ def of_inputs(loss: Any, outputs: Any, target: Any) -> Outcome:
 def prediction_of(outputs: Any) -> Any:
     """What a model returned, without its loss.
 
-    >>> prediction_of((torch.ones(2, 3), torch.tensor(0.5))).shape
-    torch.Size([2, 3])
+    >>> prediction_of((torch.ones(2, 3), torch.tensor(0.5))).shape, prediction_of((torch.ones(2, 3), None)).shape
+    (torch.Size([2, 3]), torch.Size([2, 3]))
     """
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if logits is not None:
         return logits
     if isinstance(outputs, Mapping):
         return {name: value for name, value in outputs.items() if name not in ("loss", "weight")}
-    if isinstance(outputs, tuple) and (index := _loss_index(outputs, trains=False)) is not None:
-        rest = [part for at, part in enumerate(outputs) if at != index]
-        return rest[0] if len(rest) == 1 else tuple(rest)
+    if isinstance(outputs, tuple):
+        index = _loss_index(outputs, trains=False)
+        rest = [part for at, part in enumerate(outputs) if at != index and part is not None]  # None: no loss
+        if len(rest) < len(outputs):
+            return rest[0] if len(rest) == 1 else tuple(rest)
     return outputs
 
 
