@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from distributed.core.choices import Device
+from distributed.core.collectives import choose_collectives
 from distributed.core.env import inherited_environ, worker_env
 from distributed.launch.local import LocalLauncher
-from distributed.launch.node.warm_parent import ALWAYS, WarmParent
+from distributed.launch.node.preloading import ALWAYS
+from distributed.launch.node.warm_parent import WarmParent
 from distributed.launch.request import LaunchRequest
 from distributed.runtime.session import Session
 from distributed.runtime.world import leave_world
@@ -29,6 +31,9 @@ class _Lines:
 
     def rank_line(self, rank: int, text: str) -> None:
         print(f"[r{rank}] {text}", flush=True)
+
+    def unfinished_lines(self, lines: Mapping[int, str]) -> None:
+        pass
 
     def attempt_began(self, attempt: int) -> None:
         pass
@@ -106,7 +111,8 @@ def _main(folder: Path) -> None:
     assert env is not None
     sys.path[:], device, call = cloudpickle.loads((folder / "call").read_bytes())
     function, args = cloudpickle.loads(call)
-    collectives, shares = ("gloo", False) if device == "cpu" else ("nccl", torch.cuda.device_count() < env.world_size)
+    shares = device == "cuda" and torch.cuda.device_count() < env.world_size
+    collectives, _ = choose_collectives(device)
     Session.open(env, device=device, collectives=collectives, timeout_s=120, shares_gpus=shares)
     result = function(*args)
     (folder / f"result-{env.rank}").write_bytes(cloudpickle.dumps(result))

@@ -19,9 +19,14 @@ _ALIKE = (  # what all ranks of a run must plan alike; threads, folders, caches 
     "epochs",
     "max_steps",
     "on_nan",
+    "detect_anomaly",
+    "slow_rank",
+    "slow_rank_wait_s",
     "loss_weighting",
     "iterable_split",
     "sample_check",
+    "is_dev_run",
+    "data",
     "precision",
     "optimizer",
     "schedule",
@@ -29,6 +34,7 @@ _ALIKE = (  # what all ranks of a run must plan alike; threads, folders, caches 
     "shard",
     "tensor",
     "pipeline",
+    "validation",
 )
 
 

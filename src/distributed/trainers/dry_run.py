@@ -33,6 +33,7 @@ from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import FakeTensorMode, fake_store, mark_as_parameter, tree_map_only
 from distributed.runtime.torch_module_compat import find_flat_weights, forget_flat_weights
 from distributed.strategies.base import Strategy
+from distributed.strategies.checks.elementwise import needs_closure
 from distributed.strategies.model.lora import add_lora
 from distributed.strategies.placement import local
 from distributed.trainers.fitting import FitRequest
@@ -93,6 +94,12 @@ def dry_run(request: FitRequest, ranks: int) -> DryRun:
         session = Session(_place(plan), _CPU, None, is_dry=True)
         session.take_place(plan.mesh)
         strategy.setup(request.task, session)
+        if request.task.is_manual or needs_closure(strategy.optimizer):
+            raise PlanError(
+                "a dry run of a manual step" if request.task.is_manual else "a dry run of an optimizer with a closure",
+                why="what it does next depends on numbers, and the tensors of a dry run have none",
+                do="dry-run the model with training_step or optimizer left out",
+            )
         built = time.monotonic()
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             parameters = [p for name, p in model.named_parameters() if _is_here(strategy, name, p)]
@@ -204,7 +211,7 @@ def _do_step(strategy: Strategy, plan: Plan, step: Step, mode: FakeTensorMode, l
         strategy.train_step(
             [m._replace(batch=tree_map_only(torch.Tensor, mode.from_tensor, m.batch)) for m in step.microbatches]
         )
-        return found[0], True
+        return max(found), True  # of several optimizers, each has a phase with its own
     left_out.append("forward and backward of a pipeline, whose stages exchange shapes first")
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -13,15 +14,16 @@ import torch
 from torch import nn
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines.engine import engine_of, load_strategy
+from distributed.core.engines.engine import engine_of, load_strategy, stages_of
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import ConfigError
+from distributed.core.errors import ConfigError, PlanError, TaskError
 from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
 from distributed.core.protocol.rank_protocol import LauncherLink
 from distributed.core.run_dir import RunDir
+from distributed.data.named_sources import NamedSources
 from distributed.data.source import Source
-from distributed.launch.preflight import check_port, check_resume, check_run_dir, new_run_dir, next_attempt
+from distributed.launch.preflight import check_port, check_resume, check_run_dir, run_dir_of
 from distributed.launch.request import LaunchRequest
 from distributed.launch.run_lock import owned
 from distributed.observe.observers import check_extras
@@ -33,13 +35,22 @@ from distributed.runtime.session import Session
 from distributed.strategies.data_parallel.batchnorm import has_batchnorm
 from distributed.strategies.model.blocks import find_blocks
 from distributed.train.callbacks.callback import Callback
-from distributed.train.given_schedulers import is_made
+from distributed.train.checks.given_objects import about_left, refuse_unreturnable
+from distributed.train.given.schedulers import is_made
+from distributed.train.given.tasks import asked_of_engine
 from distributed.train.rank_job import RankJob
 from distributed.train.task import Task
 from distributed.trainers.agreement import check_alike
-from distributed.trainers.launching import active_mlflow_run, check_checkpoint_dir, launch_job, record_run, refuse
+from distributed.trainers.launching import (
+    active_mlflow_run,
+    check_checkpoint_dir,
+    launch_job,
+    next_attempt_in,
+    record_run,
+    refuse,
+)
 from distributed.trainers.payload import write_payload
-from distributed.trainers.trained_model import UntrainedTask, load_trained_state
+from distributed.trainers.trained.model import UntrainedTask, load_trained_state
 from distributed.worker import line_for, meet, open_session, run_rank
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
@@ -52,9 +63,11 @@ class FitRequest:
     config: DistributedConfig
     task: Task
     train: Source
-    evaluation: Source | None
+    evaluation: NamedSources
     notes: tuple[Decision, ...] = ()  # what a trainer has decided before
     callbacks: tuple[Callback, ...] = ()
+    is_trial: bool = False  # a short one before the run, of which nothing is kept
+    evaluated: tuple[Source, ...] = ()  # by a loop of the user's own
 
     @property
     def profile(self) -> JobProfile:
@@ -62,6 +75,7 @@ class FitRequest:
             loader_batch_size=self.train.batch_size,
             loader_drop_last=self.train.drop_last,
             samples=self.train.samples,
+            evaluations=tuple(each.samples for each in (*self.evaluation.values(), *self.evaluated)),
             sampling=self.train.sampling,
             has_batchnorm=has_batchnorm(self.task.model),
             has_convolutions=any(isinstance(module, nn.Conv2d) for module in self.task.model.modules()),
@@ -69,23 +83,40 @@ class FitRequest:
             owns_optimizer=self.task.has_own_optimizers,
             owns_schedule=self.task.scheduler is not None,
             binds_schedule=is_made(self.task.scheduler),
+            task=asked_of_engine(self.task),
             parameters=sum(parameter.numel() for parameter in self.task.model.parameters()),
             size=_size_of(self.task.model),
+            stages=stages_of(self.task.model),
         )
 
     def plan(self, run_dir: str, world: WorkerEnv | None = None) -> Plan:
         """Made for the ranks that were asked for, then cut for those that are there: the global batch stays."""
         nominal = replace(world, world_size=world.nominal_ranks) if world and world.nominal_ranks else world
         mlflow_run = active_mlflow_run()
-        hardware = _hardware() if world or self.config.address is None else probe_for(self.config)
+        hardware = local_hardware() if world or self.config.address is None else probe_for(self.config)
         plan = make_plan(
             self.config, self.profile, hardware, run_dir=run_dir, world=nominal, active_mlflow_run=mlflow_run
         )
-        plan = plan.with_decisions(first=self.notes)
+        found = [p for callback in self.callbacks for p in callback.check(plan, self.task, bool(self.evaluation))]
+        if found:
+            raise TaskError(found)
+        plan = self._uncaptured(plan).with_decisions(first=self.notes)
+        if self.is_trial:
+            plan = replace(plan, checkpoint=replace(plan.checkpoint, saves=False))
         return plan if world is None else plan.for_world(world.world_size, world.num_nodes)
 
+    def _uncaptured(self, plan: Plan) -> Plan:
+        """The plan without step capture, where the task's step needs Python each time."""
+        why = self.task.why_not_captured
+        if not why or plan.speed.capture == "off":
+            return plan
+        if plan.speed.capture == "on":
+            raise PlanError("capture=True", why=why, do="leave it out")
+        decision = Decision("steps are not captured", why)
+        return plan.without_capture().with_decisions(*([decision] if plan.device == "cuda" else []))
+
     def job(self, plan: Plan) -> RankJob:
-        self.task.weigh_by(plan.loss_weighting)
+        self.task.begin_run(plan, self.train.samples)
         return RankJob(plan, self.task, self.train, self.evaluation, self.callbacks)
 
 
@@ -109,7 +140,7 @@ def join_world(
     launcher is to expect steps of it, until the end of a run is reported.
     """
     number = next(_JOINED)
-    run_dir = world.run_dir or request.config.run_dir or new_run_dir()
+    run_dir = world.run_dir or run_dir_of(request.config)
     if world.run_dir and number > 1:
         run_dir = str(RunDir(world.run_dir).fit(number))
     rendezvous = meet(world, run_dir, request.config.collective_timeout_s)
@@ -151,27 +182,55 @@ def whole_afterwards(request: FitRequest, plan: Plan, session: Session) -> Calla
     It is called before the strategy changes the model; what it returns is given the last checkpoint.
     """
     on_all = request.config.whole_model_on == "all"
-    if plan.is_replicated or not (on_all or session.is_main):
+    untrained = request.task.before_sharding = None if plan.is_replicated else UntrainedTask(request.task, plan)
+    if untrained is None or not (on_all or session.is_main):
         return lambda checkpoint: None
-    untrained = UntrainedTask(request.task, plan)
     return partial(untrained.restore_on_all, session=session) if on_all else untrained.restore
 
 
 def fit_alone(request: FitRequest) -> History:
     """Start the ranks from this process; a single one runs right here, where a debugger and a profiler see it."""
     config, spans = request.config, engine_of(request.config).spans
-    if config.num_nodes > 1 and not spans:
+    refuse_several_nodes(config)
+    run_dir = run_dir_of(config)
+    plan = request.plan(run_dir)
+    check_extras(plan)
+    load_strategy(plan.strategy, plan.is_bitwise)(plan).check(request.task)
+    starts = plan.world_size > 1 or spans or request.is_trial
+    if starts:
+        refuse_unreturnable(request.task, request.callbacks)
+    launch = launch_of(config, plan, run_dir)
+    resumes = bool(plan.checkpoint.resume)
+    at = [] if spans else check_resume(plan.checkpoint.resume)
+    problems = [*check_checkpoint_dir(plan), *at, *check_port(launch)]
+    with next_attempt_in(run_dir, problems, resumes=resumes) as attempt:
+        launch = replace(launch, attempt=attempt)
+        if starts:
+            return _launch(request.job(plan), config, launch, is_kept=not request.is_trial)
+        record_run(plan, config)
+        session = open_session(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt))
+        untrained = None if plan.is_replicated else UntrainedTask(request.task, plan)
+        history = run_rank(request.job(plan), session, shows_progress=plan.observe.progress)
+        if untrained is not None:
+            untrained.restore_alone(history.checkpoint)
+        return history
+
+
+def refuse_several_nodes(config: DistributedConfig) -> None:
+    """Raise where a process that was started alone would have to start ranks on other machines."""
+    if config.num_nodes > 1 and not engine_of(config).spans:
         raise ConfigError(
             f"num_nodes={config.num_nodes}, but this process was started alone",
             why="a script can start processes on its own machine only",
             do=f"on every node: distributed train --script {sys.argv[0] or 'train.py'} --num-nodes {config.num_nodes} "
             "--gpus-per-node … --master-addr HOST_OF_NODE_0",
         )
-    run_dir = config.run_dir or new_run_dir()
-    plan = request.plan(run_dir)
-    check_extras(plan)
-    load_strategy(plan.strategy, plan.is_bitwise)(plan).check(request.task)
-    launch = LaunchRequest(
+
+
+def launch_of(config: DistributedConfig, plan: Plan, run_dir: str) -> LaunchRequest:
+    """The ranks that this process starts, which find their job in the run directory."""
+    spans = engine_of(config).spans
+    return LaunchRequest(
         command=("-m", "distributed.worker", run_dir),
         run_dir=run_dir,
         ranks_per_node=plan.ranks_per_node,
@@ -187,27 +246,20 @@ def fit_alone(request: FitRequest) -> History:
         warm=config.warm_start,
         address=config.address,
     )
-    resumes = bool(plan.checkpoint.resume)
-    at = [] if spans else check_resume(plan.checkpoint.resume)
-    refuse([*check_run_dir(run_dir, resumes), *check_checkpoint_dir(plan), *at, *check_port(launch)])
-    with owned(run_dir, resume=resumes):
-        refuse(check_run_dir(run_dir, resumes))  # the one that was waited for may have begun since
-        launch = replace(launch, attempt=next_attempt(run_dir))
-        if plan.world_size > 1 or spans:
-            return _launch(request.job(plan), config, launch)
-        record_run(plan, config)
-        session = open_session(plan, WorkerEnv(run_dir=run_dir, attempt=launch.attempt))
-        return run_rank(request.job(plan), session, shows_progress=plan.observe.progress)
 
 
-def _launch(job: RankJob, config: DistributedConfig, launch: LaunchRequest) -> History:
-    """Send the job to new processes, wait for them, and take home what they trained."""
+def _launch(job: RankJob, config: DistributedConfig, launch: LaunchRequest, *, is_kept: bool = True) -> History:
+    """Send the job to new processes, wait for them, and take home what they trained if it `is_kept`."""
     history = launch_job(job.plan, config, launch, ".pt", partial(write_payload, job))
-    load_trained_state(job.task, job.plan, history.checkpoint)
+    if not is_kept:
+        return history
+    load_trained_state(job, history.checkpoint)
+    if history.left_in_ranks:
+        warnings.warn(about_left(history.left_in_ranks), stacklevel=4)
     return history
 
 
-def _hardware() -> Hardware:
+def local_hardware() -> Hardware:
     """What nvidia-smi reports; where it is missing, torch's count of the GPUs, which touches none of them."""
     hardware = probe_hardware()
     missing = torch.cuda.device_count() - len(hardware.gpus)

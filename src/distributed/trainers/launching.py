@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,30 +14,57 @@ from distributed.checkpoint.storage.lineage import check_unused
 from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.atomic import Sealed, make_private, write_private
 from distributed.core.config import DistributedConfig
-from distributed.core.engines.engine import ENGINES
+from distributed.core.documents.run_config import RunConfig
+from distributed.core.engines.engine import ENGINES, Engine
 from distributed.core.env import TICKET
 from distributed.core.errors import LaunchError, Problem, RankFailedError
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.protocol.ticket import Ticket
-from distributed.core.run_config import RunConfig
 from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask_text
 from distributed.launch.base import launcher_of
+from distributed.launch.preflight import check_run_dir, next_attempt
 from distributed.launch.request import LaunchRequest
+from distributed.launch.run_lock import owned
 from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.observe.live import RunScreen
 
 
 def launch_job(
-    plan: Plan, config: DistributedConfig, launch: LaunchRequest, suffix: str, write: Callable[[Path], Sealed]
+    plan: Plan,
+    config: DistributedConfig,
+    launch: LaunchRequest,
+    suffix: str,
+    write: Callable[[Path], Sealed],
+    *,
+    starts: Engine | None = None,
 ) -> History:
-    """Send a job to new processes in a file that ends so, and wait for them.
+    """Train in new processes, and return what they have written down of it.
+
+    `starts` is the engine whose launcher starts them; None: the one that trains.
+    """
+    outcome = RunDir(launch.run_dir).history
+    launch_ranks(plan, config, launch, suffix, write=write, outcome=outcome, starts=starts)
+    history = History.load(outcome)
+    return replace(history, checkpoint=_unmasked(history.checkpoint, plan))
+
+
+def launch_ranks(
+    plan: Plan,
+    config: DistributedConfig,
+    launch: LaunchRequest,
+    suffix: str,
+    *,
+    write: Callable[[Path], Sealed],
+    outcome: Path,
+    starts: Engine | None = None,
+) -> None:
+    """Send a job to new processes in a file that ends so, and wait until they have written the outcome.
 
     The file is there while they run; it is a pickle for children of this process alone, and no other launch's.
     """
     run = RunDir(make_private(launch.run_dir))
-    outcome = run.history
     outcome.unlink(missing_ok=True)  # of an earlier attempt
     payload = run.payload(uuid.uuid4().hex[:12], suffix)
     sealed = write(payload)
@@ -44,10 +72,10 @@ def launch_job(
         record_run(plan, config)
         ticket = Ticket(sealed, tuple(path or os.getcwd() for path in sys.path))
         launch = replace(launch, env=dict(launch.env) | {TICKET: ticket.to_text()})
-        screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=plan.observe.progress)
         try:
-            launcher = launcher_of(ENGINES.entries[plan.strategy])
-            launcher.run(launch, screen, limits=RestartLimits.of(config), on_stop=screen.stopping)
+            run_on_screen(
+                starts or ENGINES.entries[plan.strategy], launch, config, shows_progress=plan.observe.progress
+            )
         except RankFailedError as failed:
             is_ours = failed.exit_code != RankFailedError.exit_code  # then its text says all
             trace = "" if is_ours else f"\n{failed.traceback}\n"
@@ -56,13 +84,30 @@ def launch_job(
         except KeyboardInterrupt:
             if not outcome.exists():  # stopped before there was anything to keep
                 raise
-        finally:
-            screen.close()
     finally:
         os.close(sealed.descriptor)
         payload.unlink(missing_ok=True)
-    history = History.load(outcome)
-    return replace(history, checkpoint=_unmasked(history.checkpoint, plan))
+
+
+def run_on_screen(engine: Engine, launch: LaunchRequest, config: DistributedConfig, *, shows_progress: bool) -> None:
+    """Run the ranks of a launch to their end, and show how they come along."""
+    screen = RunScreen(launch.run_dir, launch.attempt, shows_progress=shows_progress)
+    try:
+        launcher_of(engine).run(launch, screen, limits=RestartLimits.of(config), on_stop=screen.stopping)
+    finally:
+        screen.close()
+
+
+@contextmanager
+def next_attempt_in(run_dir: str, problems: list[Problem], *, resumes: bool) -> Iterator[int]:
+    """The number of the attempt that begins, in a run directory that is this process's own meanwhile.
+
+    Raises all `problems`, and those of the directory.
+    """
+    refuse([*check_run_dir(run_dir, resumes), *problems])
+    with owned(run_dir, resume=resumes):
+        refuse(check_run_dir(run_dir, resumes))  # the one that was waited for may have begun since
+        yield next_attempt(run_dir)
 
 
 def _unmasked(path: str, plan: Plan) -> str:

@@ -17,12 +17,14 @@ import torch
 
 from distributed.core.atomic import Sealed, create_private, seal
 from distributed.core.errors import Problem, TaskError
+from distributed.data.named_sources import role_of
+from distributed.train.evaluation_job import EvaluationJob
+from distributed.train.job_reading import PICKLE
 from distributed.train.rank_job import RankJob
 from distributed.trainers.pickling import JobPickler, PickleModule
-from distributed.worker import PICKLE
 
 
-def write_payload(job: RankJob, path: Path) -> Sealed:
+def write_payload(job: RankJob | EvaluationJob, path: Path) -> Sealed:
     """Write the job, or say which attribute of it cannot be sent. The caller closes the sealed file."""
     handle = create_private(path)
     try:
@@ -37,22 +39,26 @@ def write_payload(job: RankJob, path: Path) -> Sealed:
         raise TaskError(_culprits(job) or [Problem("the job cannot be sent to the ranks", why=str(failed))]) from failed
 
 
-def _culprits(job: RankJob) -> list[Problem]:
+def _culprits(job: RankJob | EvaluationJob) -> list[Problem]:
     """Which attributes cannot be pickled, each by its path."""
     task = job.task
+    if isinstance(job, EvaluationJob):
+        sources = {role_of(job.role, name): source for name, source in job.sets.items()}
+    else:
+        evaluated = {role_of("val_loader", name): source for name, source in job.evaluation.items()}
+        sources = {"train_loader": job.train} | evaluated
     parts = {
         "model": task.model,
         "loss_fn": task.loss_fn,
         "optimizer": task.optimizer,
         "scheduler": task.scheduler,
         "metrics": dict(task.metrics or {}),
-        "train_loader.dataset": job.train.dataset,
-        "train_loader.collate_fn": job.train.collate_fn,
-        "train_loader.sampler": job.train.own_sampler and job.train.own_sampler.sampler,
-        "train_loader.worker_init_fn": job.train.worker_init_fn,
+        "callbacks": [] if isinstance(job, EvaluationJob) else list(job.callbacks),
     }
-    if job.evaluation is not None:
-        parts |= {"val_loader.dataset": job.evaluation.dataset, "val_loader.collate_fn": job.evaluation.collate_fn}
+    for role, source in sources.items():
+        parts |= {f"{role}.dataset": source.dataset, f"{role}.collate_fn": source.collate_fn}
+        parts |= {f"{role}.sampler": source.own_sampler and source.own_sampler.sampler}
+        parts |= {f"{role}.worker_init_fn": source.worker_init_fn}
     problems = []
     for name, part in parts.items():
         found = _deepest(name, part, seen=set())

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from distributed.runtime.torch_module_compat import OPTIMIZER_HOOKS, gradient_hooks, parametrize_again
 
+_STATE_OF_OPTIMIZERS: Any = torch.optim.Optimizer.__getstate__
 _MAPPED_BYTES = 1 << 16  # arrays from this size on travel as tensors, which the ranks map
 
 
@@ -33,7 +34,7 @@ class JobPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _as_array, (torch.from_numpy(writable),)
         if _is_parametrized(obj):
             return _describe_parametrized(obj)
-        if _hooks_of(obj):
+        if _hooks_of(obj) or isinstance(obj, torch.optim.Optimizer):
             return _describe_hooked(obj)
         return super().reducer_override(obj)
 
@@ -81,9 +82,13 @@ def _set_attributes(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _describe_hooked(value: Any) -> tuple[Any, ...]:
-    """Hooks on parameters and optimizers, which torch leaves out: a part of the state, so that they may refer to it."""
+    """Hooks on parameters and optimizers, which torch leaves out: a part of the state, so that they may refer to it.
+
+    So are attributes of an optimizer beside its groups and its state: LBFGS keeps a list of its parameters.
+    """
     made, given, *own = value.__reduce_ex__(4)
-    return made, given, (own[0] if own else None, _hooks_of(value)), None, None, _set_hooks
+    state = own[0] if own else None
+    return made, given, (state, _hooks_of(value), _beside(value, state)), None, None, _set_hooks
 
 
 def _hooks_of(value: Any) -> dict[str, Any]:
@@ -95,8 +100,16 @@ def _hooks_of(value: Any) -> dict[str, Any]:
     return {}
 
 
-def _set_hooks(value: Any, state: tuple[Any, dict[str, Any]]) -> None:
-    own, hooks = state
+def _beside(value: Any, state: Any) -> dict[str, Any]:
+    """An optimizer's attributes that its own state for pickling lacks, where that is torch's."""
+    if not isinstance(value, torch.optim.Optimizer) or type(value).__getstate__ is not _STATE_OF_OPTIMIZERS:
+        return {}
+    left_out = {*(state or ()), *OPTIMIZER_HOOKS, "step", "_opt_called"}  # the last two are a scheduler's
+    return {name: item for name, item in vars(value).items() if name not in left_out}
+
+
+def _set_hooks(value: Any, state: tuple[Any, dict[str, Any], dict[str, Any]]) -> None:
+    own, hooks, beside = state
     if isinstance(value, nn.Parameter):
         for hook in hooks.get("before", ()):
             value.register_hook(hook)
@@ -104,5 +117,6 @@ def _set_hooks(value: Any, state: tuple[Any, dict[str, Any]]) -> None:
             value.register_post_accumulate_grad_hook(hook)
     else:
         value.__setstate__(own)
+        vars(value).update(beside)
         for name, found in hooks.items():
             getattr(value, name).update(found)

@@ -24,7 +24,7 @@ def build_fit_config(
 
     `models` says whose models the trainer has: "torch" or "keras".
     """
-    merged = _with_launch_settings(_in_trial(config.merged(plain(settings), "fit(…)")))
+    merged = with_launch_settings(_in_trial(config.merged(plain(settings), "fit(…)")))
     _check_backend(merged, models)
     return merged
 
@@ -32,9 +32,10 @@ def build_fit_config(
 def _check_backend(config: DistributedConfig, models: str) -> None:
     """A backend that trains models of another framework would only fail later, and less clearly."""
     name = config.backend
-    if name == "auto" or ENGINES.entries[name].models == models:
+    able = {other for other, engine in ENGINES.entries.items() if models in (engine.models, *engine.places)}
+    if name == "auto" or name in able:
         return
-    own = [other for other, engine in ENGINES.entries.items() if engine.models == models]
+    own = sorted(able, key=lambda other: (ENGINES.entries[other].models != models, other))
     trainer = "TensorFlowDistributedTrainer" if models == "torch" else "Trainer"
     raise ConfigError(
         f"backend={name!r} ({config.source('backend')}) does not train {models.capitalize()} models",
@@ -55,7 +56,7 @@ def _in_trial(config: DistributedConfig) -> DistributedConfig:
     return build_config([(defaults, source, {}), (given, "", sources), (always, source, {})])
 
 
-def _with_launch_settings(config: DistributedConfig) -> DistributedConfig:
+def with_launch_settings(config: DistributedConfig) -> DistributedConfig:
     """What was given on the command line that launched this rank wins over the script."""
     given = json.loads(overrides_in_env() or "{}")
     sources = {name: config.source(name) for name in config.given_values()}
@@ -67,3 +68,16 @@ def _with_launch_settings(config: DistributedConfig) -> DistributedConfig:
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Paths as text."""
     return {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
+
+
+def values_of(config: DistributedConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The settings of a trainer's second argument."""
+    if isinstance(config, DistributedConfig):
+        return config.given_values()
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    raise ConfigError(
+        f"config is a {type(config).__name__}",
+        why="the second argument of a trainer holds its settings; other parts have names, and data belongs to fit",
+        do="Trainer(model, loss_fn=…, optimizer=…).fit(train_loader, val_loader)",
+    )

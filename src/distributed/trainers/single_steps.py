@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,13 +12,18 @@ from torch.utils.data import IterableDataset
 
 from distributed.core.engines.engine import load_strategy
 from distributed.core.env import WorkerEnv, worker_env
-from distributed.core.errors import DataError, PlanError, TaskError
+from distributed.core.errors import DataError, PlanError, Problem, TaskError
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.launch.preflight import new_run_dir
 from distributed.observe.observers import check_extras
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import tree_flatten
+from distributed.strategies.joint_optimizer import JointOptimizer
+from distributed.train.callbacks.callback import Callback
+from distributed.train.callbacks.trained import TrainedParameters
+from distributed.train.checks.anomalies import AnomalyWatch
+from distributed.train.task import Task
 from distributed.trainers.fitting import FitRequest, join_world
 from distributed.worker import open_session
 
@@ -35,7 +40,9 @@ def samples_in(batch: Any) -> int:
     >>> samples_in([torch.zeros(8, 3), torch.zeros(8)])
     8
     """
-    sizes = {len(leaf) for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    is_flat = type(batch) in (list, tuple) and all(map(torch.is_tensor, batch))  # the usual case
+    leaves = batch if is_flat else tree_flatten(batch)[0]
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
     if len(sizes) != 1:
         raise DataError(
             f"a batch of train_step has tensors of {sorted(sizes) or 'no'} rows",
@@ -48,9 +55,11 @@ def samples_in(batch: Any) -> int:
 class SingleSteps:
     """The steps of one model on this rank. All ranks take as many, each with a batch of its own."""
 
-    def __init__(self, request: FitRequest) -> None:
+    def __init__(self, request: FitRequest, callbacks: Sequence[Callback]) -> None:
+        """`callbacks`: what the trainer has of them, which no single step would call."""
         with ExitStack() as held:
             self._session, plan = _join(request, held)
+            _refuse_unused(plan, request.task, callbacks)
             strategy = load_strategy(plan.strategy)(plan)
             job = request.job(plan)
             strategy.check(job.task)
@@ -58,16 +67,29 @@ class SingleSteps:
             self._session.seed(plan.seed)
             held.callback(strategy.close)
             strategy.setup(job.task, self._session)
+            _refuse_schedulers(strategy.optimizer, job.task)
             strategy.train(True)
-            self._strategy, self._ranks, self._held = strategy, plan.mesh.data_ranks, held.pop_all()
+            self._train_step = (
+                AnomalyWatch(plan).around(strategy, strategy.train_step) if plan.detect_anomaly else strategy.train_step
+            )
+            self._strategy, self._trained = strategy, None
+            if not (job.task.has_phases or job.task.is_manual):  # which say themselves what they train
+                self._trained = TrainedParameters(job.task.model)
+            self._ranks, self._held = plan.mesh.data_ranks, held.pop_all()
         atexit.register(self.close)
 
     def take(self, batch: Any) -> float:
         """One synchronized step; the mean loss over the batches of all ranks, weighted by their samples."""
         session, size = self._session, samples_in(batch)
-        total = float(session.sum("samples of a step", torch.tensor(float(size), device=session.device)).item())
+        trained = self._trained
+        own = [float(size), float(trained is not None and trained.has_changed)]
+        shared = session.sum("samples of a step", torch.tensor(own, device=session.device))
+        total, changed = shared.tolist()
+        if changed and trained is not None:  # the loop has frozen or unfrozen parameters
+            trained.agree(session)
+            self._strategy.parameters_changed()
         total /= session.world_size // self._ranks  # ranks that share a model have the same samples
-        output = self._strategy.train_step([Microbatch(batch, size * self._ranks / total, size)], measure=False)
+        output = self._train_step([Microbatch(batch, size * self._ranks / total, size)], measure=False)
         loss = torch.as_tensor(output.loss, dtype=torch.float64, device=session.device)
         return float(session.sum("loss of a step", loss).item()) / session.world_size
 
@@ -97,3 +119,37 @@ def _join(request: FitRequest, held: ExitStack) -> tuple[Session, Plan]:
         why = "its steps are made of parts that fit cuts from its data"
         raise PlanError(f"train_step with {what}", why=why, do="use trainer.fit(loader)")
     return session, plan.without_capture()
+
+
+def _refuse_unused(plan: Plan, task: Task, callbacks: Sequence[Callback]) -> None:
+    """Raise where the trainer has what would change a run, and a single step does nothing for."""
+    problems = []
+    if callbacks:
+        what = f"train_step, and the trainer has {', '.join(type(one).__name__ for one in callbacks)}"
+        why = "callbacks follow the epochs, validations and checkpoints of a run, and a single step has none"
+        problems.append(Problem(what, why=why, do="leave callbacks out, or use trainer.fit(loader)"))
+    if not plan.schedule.is_constant:
+        why = "the length of your loop, over which the rate would move, is not known"
+        do = "leave lr_schedule and warmup_… out, and step a scheduler of your own in the loop"
+        problems.append(Problem("train_step with a learning-rate schedule", why=why, do=do))
+    if task.scheduler is not None:
+        problems.append(_of_scheduler())
+    if plan.batch.most_accumulated > 1:
+        why = "each call is a whole step with the batch that it is given"
+        do = "give train_step larger batches, or use distributed.start for a loop with accumulation"
+        problems.append(Problem(f"train_step with {plan.batch.most_accumulated} micro-batches a step", why=why, do=do))
+    if problems:
+        raise TaskError(problems)
+
+
+def _refuse_schedulers(optimizer: torch.optim.Optimizer, task: Task) -> None:
+    """The same of schedulers that came with the optimizers."""
+    setups = [*optimizer.setups.values()] if isinstance(optimizer, JointOptimizer) else [task.optimizer_setup]
+    if any(setup is not None and setup.scheduler is not None for setup in setups):
+        raise TaskError([_of_scheduler()])
+
+
+def _of_scheduler() -> Problem:
+    why = "a single step knows neither the epochs nor the length of your loop, so nothing would move the rate"
+    do = "leave the scheduler out, and call scheduler.step() in the loop where the rate is to move"
+    return Problem("train_step, and a scheduler is given", why=why, do=do)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from distributed.data.loading.loader import EvalLoader
 from distributed.runtime.torch_compat import tree_map
 
 Begin = Callable[[], Iterator[Any]]
@@ -31,21 +30,31 @@ class EvaluationBatches:
     def __init__(
         self,
         dataset: Any,
-        loader: EvalLoader,
+        loader: Iterable[tuple[Any, int]],
         *,
         move: Callable[[Any], Any],
-        entered: Callable[[int], None],
+        begun: Callable[[], None],
+        entered: Callable[[int | None], None],
+        left: Callable[[], None],
         ended: Callable[[], object],
     ) -> None:
-        """`entered` is told the samples of each batch; `ended` is called by every rank after its last one."""
-        self.dataset, self._loader, self._move, self._entered, self._ended = dataset, loader, move, entered, ended
+        """`begun` is called before the first batch; `entered` gets the samples of each, and None where the pass ends.
+        `left` is called where the loop breaks it off, and `ended` by every rank after its last batch."""
+        self.dataset, self._loader, self._move, self._entered = dataset, loader, move, entered
+        self._begun, self._left, self._ended = begun, left, ended
 
     def __iter__(self) -> Iterator[Any]:
-        for batch, size in self._loader:
-            moved = self._move(batch)
-            self._entered(size)
-            yield moved if size else _without_samples(moved)
-        self._entered(0)
+        self._begun()
+        try:
+            for batch, size in self._loader:
+                moved = self._move(batch)
+                self._entered(size)
+                yield moved if size else _without_samples(moved)
+        except GeneratorExit:  # the loop leaves it
+            self._left()
+            raise
+        finally:
+            self._entered(None)
         self._ended()
 
 

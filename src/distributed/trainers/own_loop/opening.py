@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distributed.core.engines.engine import ENGINES, load_strategy
+from torch import nn
+
+from distributed.core.engines.engine import load_strategy
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import PlanError, Problem
 from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
 from distributed.core.protocol.process_owner import process_owner_of
@@ -19,13 +20,13 @@ from distributed.launch.preflight import check_run_dir, next_attempt
 from distributed.launch.run_lock import owned
 from distributed.observe.observers import check_extras
 from distributed.observe.utilization import UtilizationSampler
-from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
 from distributed.train.loop import Loop, Turns
 from distributed.train.rank_job import RankJob, open_loop
 from distributed.trainers.fitting import FitRequest, join_world, whole_afterwards
 from distributed.trainers.launching import check_checkpoint_dir, record_run, refuse
-from distributed.worker import Watchers, open_session
+from distributed.trainers.own_loop.refusals import refuse_for_loop
+from distributed.worker import Watchers, begin_heartbeat, open_session
 
 
 @dataclass
@@ -61,8 +62,8 @@ class OpenRun:
         self.held.close()
 
 
-def open_run(request: FitRequest, world: WorkerEnv | None, run_dir: str) -> OpenRun:
-    """Join the world, set up the strategy, and make the turns of the run."""
+def open_run(request: FitRequest, world: WorkerEnv | None, run_dir: str, *, has_several: bool = False) -> OpenRun:
+    """Join the world, set up the strategy, and make the turns of the run. `has_several`: optimizers."""
     with ExitStack() as held:
         if world is not None:
             joined = held.enter_context(join_world(request, world, outlives_peers=False))
@@ -71,13 +72,14 @@ def open_run(request: FitRequest, world: WorkerEnv | None, run_dir: str) -> Open
             plan, line = request.plan(run_dir), None
             session = _join_alone(request, plan, held)
             shows = plan.observe.progress
-        plan = _by_hand(plan)
+        has_models = isinstance(request.task.model, nn.ModuleDict)
+        refuse_for_loop(plan, request.config, has_several=has_several, has_models=has_models)
+        plan = _without_capture(plan)
         job = replace(request.job(plan), plan=plan)
         restore = whole_afterwards(request, plan, session)
         strategy = _set_up(job, session, held)
-        heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(session.env.attempt), session.rank)
+        heartbeat = begin_heartbeat(plan, session)
         held.callback(heartbeat.close)
-        session.report_collectives_to(heartbeat.collective)
         watchers = Watchers(shows)
         held.callback(watchers.close)
         host = process_owner_of(session.env)
@@ -120,7 +122,7 @@ def _join_alone(request: FitRequest, plan: Plan, held: ExitStack) -> Session:
 
 def _set_up(job: RankJob, session: Session, held: ExitStack) -> Any:
     strategy = load_strategy(job.plan.strategy)(job.plan)
-    strategy.is_by_hand = True
+    strategy.take_steps_by_hand()
     strategy.check(job.task)
     session.take_place(job.plan.mesh)
     session.seed(job.plan.seed)
@@ -129,28 +131,6 @@ def _set_up(job: RankJob, session: Session, held: ExitStack) -> Any:
     return strategy
 
 
-def _by_hand(plan: Plan) -> Plan:
-    """The plan of a run whose steps are the user's code, or every reason against it."""
-    mesh, problems = plan.mesh, list[Problem]()
-    do = "use distributed.Trainer, with training_step=… for a step of your own"
-    if "own_loop" not in ENGINES.entries[plan.strategy].can:
-        why = f"backend={plan.strategy!r} takes whole steps"
-        problems.append(
-            Problem("distributed.start with this backend", why=why, do=f"set backend='pytorch-ddp', or {do}")
-        )
-    if mesh.pp > 1:
-        why = "the stages of a pipeline run parts of a step in an order of their own"
-        problems.append(Problem(f"pipeline_parallel={mesh.pp} under distributed.start", why=why, do=do))
-    if mesh.cp > 1:
-        why = "that a model allows sharded sequences is checked by a step of the trainer"
-        problems.append(Problem(f"context_parallel={mesh.cp} under distributed.start", why=why, do=do))
-    if plan.is_bitwise:
-        why = "the gradients of virtual ranks are summed within a step of the trainer"
-        problems.append(Problem("reproducible='bitwise' under distributed.start", why=why, do=do))
-    if plan.speed.capture == "on":
-        why = "a captured step repeats kernels without the code of your loop"
-        problems.append(Problem("capture=True under distributed.start", why=why, do=f"leave it out, or {do}"))
-    if problems:
-        raise PlanError(problems)
+def _without_capture(plan: Plan) -> Plan:
     decision = Decision("steps are not captured", "each of them runs the code of your loop")
     return plan.without_capture().with_decisions(*([decision] if plan.device == "cuda" else []))

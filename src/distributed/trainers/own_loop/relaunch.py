@@ -11,16 +11,12 @@ import torch
 from distributed.core.config import DistributedConfig
 from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import ConfigError, DistributedError
-from distributed.launch.base import launcher_of
 from distributed.launch.node.stop_signals import Stopped
-from distributed.launch.preflight import check_port, check_resume, check_run_dir, new_run_dir, next_attempt
+from distributed.launch.preflight import check_port, check_resume, run_dir_of
 from distributed.launch.request import LaunchRequest
-from distributed.launch.run_lock import owned
-from distributed.launch.supervise.restart_limits import RestartLimits
-from distributed.observe.live import RunScreen
 from distributed.observe.shown_error import show_error
 from distributed.planner.resources import Resources
-from distributed.trainers.launching import refuse
+from distributed.trainers.launching import next_attempt_in, run_on_screen
 
 
 def relaunch(config: DistributedConfig, resources: Resources, engine: str) -> NoReturn:
@@ -36,7 +32,7 @@ def relaunch(config: DistributedConfig, resources: Resources, engine: str) -> No
 
 
 def _run(config: DistributedConfig, resources: Resources, engine: str) -> None:
-    run_dir, resumes = config.run_dir or new_run_dir(), bool(config.resume_from_checkpoint)
+    run_dir, resumes = run_dir_of(config), config.resumes
     launch = LaunchRequest(
         command=_this_program(),
         run_dir=run_dir,
@@ -49,24 +45,17 @@ def _run(config: DistributedConfig, resources: Resources, engine: str) -> None:
         warm=config.warm_start,
         address=config.address,
     ).for_engine(engine, config)
-    at = check_resume(config.resume_from_checkpoint)
-    refuse([*check_run_dir(run_dir, resumes), *at, *check_port(launch)])
-    with owned(run_dir, resume=resumes):
-        refuse(check_run_dir(run_dir, resumes))  # the one that was waited for may have begun since
-        launch = replace(launch, attempt=next_attempt(run_dir))
-        screen = RunScreen(run_dir, launch.attempt, shows_progress=config.progress)
-        try:
-            limits = RestartLimits.of(config)
-            launcher_of(ENGINES.entries[engine]).run(launch, screen, limits=limits, on_stop=screen.stopping)
-        finally:
-            screen.close()
+    at = check_resume(config.resumes and config.resume_from_checkpoint)
+    with next_attempt_in(run_dir, [*at, *check_port(launch)], resumes=resumes) as attempt:
+        launch = replace(launch, attempt=attempt)
+        run_on_screen(ENGINES.entries[engine], launch, config, shows_progress=config.progress)
 
 
 def _this_program() -> tuple[str, ...]:
     """The command that was given to Python: a script or a module, with its arguments."""
     main = sys.modules["__main__"]
     spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    if spec is not None:
+    if spec is not None and spec.name != "__main__":  # as it is called in a folder that Python was given
         return ("-m", spec.name.removesuffix(".__main__"), *sys.argv[1:])
     if path is not None:
         return (path, *sys.argv[1:])

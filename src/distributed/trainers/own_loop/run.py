@@ -8,30 +8,36 @@ from __future__ import annotations
 import atexit
 import signal
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import TaskError
 from distributed.core.history import History
+from distributed.core.plan import Decision
 from distributed.data.loading.loader import Microbatch
-from distributed.data.source import Source, read_source
-from distributed.strategies.base import MetricSum, StepOutput
+from distributed.data.source import Source
+from distributed.strategies.base import MetricSum, NonFiniteLoss, StepOutput
 from distributed.train.callbacks.calls import Control
+from distributed.train.checks.anomalies import AnomalyWatch
+from distributed.train.given.step_results import logged_value
+from distributed.train.given.tasks import check_task
 from distributed.train.loaders import open_evaluation
 from distributed.train.loop import Turn
 from distributed.train.metrics import MetricNames, MetricTotals, sum_logged
-from distributed.train.step_results import logged_value
-from distributed.train.task import Task, check_task
+from distributed.trainers.dev_run import without_checkpoint
 from distributed.trainers.fitting import FitRequest
+from distributed.trainers.own_loop import misuses
 from distributed.trainers.own_loop.batches import EvaluationBatches, TrainingBatches
 from distributed.trainers.own_loop.opening import OpenRun, open_run
+from distributed.trainers.own_loop.prepared import is_loader, name_among, sorted_by_kind
 from distributed.trainers.own_loop.tracked import Stateful, Tracked
+from distributed.trainers.summary.asked import print_summary
+
+_NOTHING = nullcontext()
 
 
 class TrainingRun:
@@ -40,60 +46,63 @@ class TrainingRun:
     `rank`, `world_size` and `is_main` are known at once; `device`, `run_dir` and `plan` after `prepare`.
     """
 
+    notes: tuple[Decision, ...] = ()  # of the script; part of the plan
+
     def __init__(self, config: DistributedConfig, world: WorkerEnv | None, run_dir: str) -> None:
         env = world or WorkerEnv()
         self.config, self._world, self._run_dir = config, world, run_dir
         self.rank, self.world_size, self.local_rank = env.rank, env.world_size, env.local_rank
         self.history: History | None = None  # after the last epoch
-        self.metrics: dict[str, float] = {}  # the newest means over all ranks
-        self._tracked = Tracked()
+        self.metrics, self._tracked = dict[str, float](), Tracked()  # the newest means over all ranks; what is saved
         self._open: OpenRun | None = None
         self._turn: Turn | None = None  # the one that is to be taken, or is
         self._has_begun = False
+        self._has_passed = False  # whether all of this epoch's batches were
         self._micro: Microbatch | None = None  # of the batch that the loop is at
         self._is_last = False  # of its step
         self._has_loss = False  # whether its loss went backward
         self._output: StepOutput | None = None  # of the step, once it is taken
-        self._size = 0  # samples of the batch, also of one that is evaluated
+        self._has_stepped = False  # whether several optimizers have, each by itself, and the step is to be closed
+        self._size: int | None = None  # samples of the batch that is evaluated
+        self._anomalies: AnomalyWatch | None = None
+        self._optimizers: dict[int, str] = {}  # the names of several, by their ids
         self._logged = MetricTotals()
         self._evaluated = MetricTotals()
 
     # ---- before the loop
 
     def prepare(self, *objects: Any) -> Any:
-        """Make a model, its optimizer and DataLoaders those of a rank; returns them, in their order.
+        """Make models, their optimizers and DataLoaders those of a rank; returns them, in their order.
 
-        The first DataLoader is trained on; others are evaluated with. The model and the optimizer are the same objects,
-        so that everything that holds them still does.
+        The first DataLoader is trained on; others are evaluated with. Models and optimizers are the same objects, so
+        that everything that holds them still does.
         """
         if self._open is not None:
-            raise TaskError(
-                "prepare was called twice",
-                why="a run has one model, one optimizer and one plan, made of all that is prepared",
-                do="run.prepare(model, optimizer, train_loader, val_loader)",
-            )
-        model, optimizer, loaders = _sort(objects)
-        sources = [read_source(loader, f"loader {at}") for at, loader in enumerate(loaders)]
-        task = Task(model, optimizer=optimizer)
+            raise misuses.prepared_twice()
+        given = sorted_by_kind(objects)
+        task, sources = given.task(), given.sources(self.config)
+        self._optimizers = {id(found): name for name, found in given.optimizers_by_name.items()}
         check_task(task)
-        request = FitRequest(self.config, task, sources[0], None, (), (self._tracked,))
-        self._open = opened = open_run(request, self._world, self._run_dir)
+        if self.config.model_summary and self.is_main:
+            print_summary(task, self.config, sources[0])
+        request = FitRequest(
+            self.config, task, sources[0], {}, self.notes, (self._tracked,), evaluated=tuple(sources[1:])
+        )
+        self._open = opened = open_run(request, self._world, self._run_dir, has_several=bool(self._optimizers))
         atexit.register(self._end_with_the_process)
         self.rank, self.world_size = opened.session.rank, opened.session.world_size
         self._names = MetricNames((), opened.session)
-        made: dict[int, Any] = {id(loader): self._evaluation(sources[at]) for at, loader in enumerate(loaders) if at}
-        made[id(loaders[0])] = TrainingBatches(sources[0].dataset, self._batches, self._batches_per_epoch)
-        prepared = tuple(made.get(id(found), found) for found in objects)
+        if opened.plan.detect_anomaly:
+            self._anomalies = AnomalyWatch(opened.plan, is_by_hand=True)
+        trained = TrainingBatches(sources[0].dataset, self._batches, lambda: opened.loop.batches_per_epoch)
+        made = iter([trained, *map(self._evaluation, sources[1:])])
+        prepared = tuple(next(made) if is_loader(found) else found for found in objects)
         return prepared if len(prepared) > 1 else prepared[0]
 
     def track(self, **objects: Stateful) -> None:
         """Save more objects in checkpoints, by name, and give them back their state at a resume: before `epochs`."""
         if self._has_begun:
-            raise TaskError(
-                "track was called after the first epoch had begun",
-                why="what a run resumes from was loaded before",
-                do="call run.track before run.epochs()",
-            )
+            raise misuses.tracked_late()
         for name, found in objects.items():
             self._tracked.add(name, found)
 
@@ -109,37 +118,36 @@ class TrainingRun:
         """The backward pass of a loss that is a mean over the samples of the batch, or over `weight`.
 
         Give the weight where it is not their number: the count of tokens, for example. The gradient of a step is then
-        that of the mean over all ranks.
+        that of the mean over all ranks. With several optimizers, each batch may have several passes and steps.
         """
         opened, micro = self._in_batch("backward")
-        if self._output is not None:
-            raise TaskError(
-                "run.backward after the batch's run.step",
-                why="its gradients would be added to those of the next step",
-                do="call run.backward before run.step",
-            )
+        if self._output is not None and not self._optimizers:
+            raise misuses.backward_after_step()
+        if self._size is not None:
+            raise misuses.backward_in_evaluation()
         given = None if weight is None else torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
-        opened.strategy.backward(micro, loss, given)
+        try:
+            with _NOTHING if self._anomalies is None else self._anomalies.explaining():
+                opened.strategy.backward(micro, loss, given)
+        except NonFiniteLoss as found:
+            opened.turns.throw(found)  # raises, with the step and its samples
         self._has_loss = True
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Reduce the gradients over the ranks, clip them, step the optimizer and drop them; whether it did.
 
-        Under gradient accumulation it does so with the last batch of a step, and nothing before.
+        Under gradient accumulation it does so with the last batch of a step, and nothing before. With several
+        optimizers, it is for the one that is named, and drops the gradients of its parameters.
         """
         opened, _ = self._in_batch("step")
-        own = opened.strategy.optimizer
-        if optimizer is not None and optimizer is not own:
-            raise TaskError(
-                f"run.step got a {type(optimizer).__name__} that was not prepared",
-                why="its parameters are not known to this run",
-                do="pass it to run.prepare(model, optimizer, …)",
-            )
+        if self._optimizers:
+            opened.strategy.step_one(name_among(self._optimizers, optimizer))
+            self._has_stepped = True
+            return True
+        if optimizer is not None and optimizer is not opened.strategy.optimizer:
+            raise misuses.unknown_optimizer(optimizer)
         if not self._has_loss or self._output is not None:
-            before = "run.backward" if not self._has_loss else "the next batch"
-            raise TaskError(
-                f"run.step before {before}", why="a step has the gradients of its batches", do="call run.backward first"
-            )
+            raise misuses.step_before("run.backward" if not self._has_loss else "the next batch")
         if not self._is_last:
             return False
         assert self._turn is not None
@@ -149,15 +157,16 @@ class TrainingRun:
     def log(self, weight: float | None = None, **values: Any) -> None:
         """Report numbers of this batch: averaged over ranks, by samples or by `weight`.
 
-        In a pass over evaluation data they are averaged over all of it, and are in `run.metrics` after it.
+        In a pass over evaluation data they are averaged over all of it, and are in `run.metrics` after it. Outside of
+        both, each rank counts as one sample, and they are among the metrics of the epoch.
         """
         logged = {name: logged_value(name, value, weight, of_own_loop=True) for name, value in values.items()}
-        if self._micro is not None:
+        if self._size is None and self._micro is not None:
             assert self._turn is not None
             if self._turn.measures and self._micro.size:
                 self._logged.add(sum_logged(logged, self._micro.size))
         else:
-            self._evaluated.add(sum_logged(logged, self._size))
+            self._evaluated.add(sum_logged(logged, 1 if self._size is None else self._size))
 
     def save(self) -> None:
         """Save a checkpoint after this step, or at the end of this epoch."""
@@ -202,17 +211,19 @@ class TrainingRun:
     def finish(self) -> History:
         """Save and end the run, where its loop was left before the last epoch; otherwise it has ended by itself."""
         if self.history is None:
-            opened = self._opened
-            opened.loop.end_early()
+            if not self._has_begun:
+                raise misuses.finished_early()
+            self._opened.loop.end_early()
+            self._report_step()
             while self.history is None:
-                self._take_turn(None if self._turn is None or self._turn.microbatches is not None else {})
+                self._take_turn(None if self._turn is None or self._turn.microbatches is not None else self._means())
         return self.history
 
     def __enter__(self) -> TrainingRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if kind is None and self._open is not None:
+        if kind is None and self._has_begun:
             self.finish()
         else:
             self._abandon()
@@ -222,11 +233,7 @@ class TrainingRun:
     @property
     def _opened(self) -> OpenRun:
         if self._open is None:
-            raise TaskError(
-                "the run has no model yet",
-                why="its device, its ranks and its plan are made for what is prepared",
-                do="call run.prepare(model, optimizer, train_loader) first",
-            )
+            raise misuses.not_prepared()
         return self._open
 
     @property
@@ -236,11 +243,7 @@ class TrainingRun:
     def _in_batch(self, call: str) -> tuple[OpenRun, Microbatch]:
         opened = self._opened
         if self._micro is None:
-            raise TaskError(
-                f"run.{call} outside of a pass over the training data",
-                why="a step belongs to the batch that the prepared DataLoader has yielded",
-                do="for epoch in run.epochs(): for batch in loader: …",
-            )
+            raise misuses.outside_of_pass(f"run.{call}")
         return opened, self._micro
 
     def _next_epoch(self) -> bool:
@@ -249,76 +252,98 @@ class TrainingRun:
             self._has_begun = True
             opened.begin()
             self._take_turn(None)
-        elif self._turn is not None:
-            if self._turn.microbatches is not None:  # the loop has left the epoch before its end
-                self._take_turn(None)
+        else:
+            self._leave_pass()
+            self._has_passed = False
             if self._turn is not None:
                 self._take_turn(self._means())
         return self._turn is not None
 
+    def _leave_pass(self) -> None:
+        """End the epoch, where the loop has left its pass before the end."""
+        self._report_step()
+        if self._turn is not None and self._turn.microbatches is not None:
+            self._take_turn(None)
+
+    def _report_step(self) -> None:
+        """Answer the turn whose step was taken; also where the loop has left its pass after that."""
+        measures = self._turn is not None and self._turn.measures
+        if self._has_stepped:
+            self._has_stepped, self._output = False, self._opened.strategy.close_step(measure=measures)
+        if self._output is not None:
+            output, self._output = self._output, None
+            if measures:
+                output, self._logged = output._replace(metrics=self._logged.sums), MetricTotals()
+            self._take_turn(output)
+
     def _take_turn(self, answer: Any) -> None:
-        opened = self._opened
         try:
-            self._turn = opened.turns.send(answer)
+            self._turn = self._opened.turns.send(answer)
         except StopIteration as end:
             self._turn = None
             self._ended(end.value)
 
     def _batches(self) -> Iterator[Any]:
         opened = self._opened
-        if not self._has_begun:
-            raise TaskError(
-                "the training data was asked for outside of run.epochs()",
-                why="a pass over it is an epoch of the run",
-                do="for epoch in run.epochs(): for batch in loader: …",
-            )
+        if self._turn is None:
+            raise misuses.outside_of_epochs()
+        if self._micro is not None or self._has_passed:
+            raise misuses.second_pass()
         opened.strategy.train(True)
+        self._report_step()
+        begins = True
         while self._turn is not None and (micros := self._turn.microbatches) is not None:
+            if not self._optimizers:
+                opened.loop.follow_trained(meets=begins)
             opened.strategy.open_step(measure=self._turn.measures)
-            self._output = None
+            begins = False
             try:
                 for at, micro in enumerate(micros):
                     self._is_last, self._has_loss = at == len(micros) - 1, False
-                    with opened.strategy.scope(micro, is_last=self._is_last) as batch:
+                    watching = _NOTHING if self._anomalies is None else self._anomalies.watching()
+                    with watching, opened.strategy.scope(micro, is_last=self._is_last) as batch:
                         self._micro = micro
                         yield batch
-                    self._check_taken()
+                    if self._optimizers:
+                        self._has_stepped = True  # also where none has: the batch is a step of the run
+                    else:
+                        self._check_taken()
             finally:
                 self._micro = None
                 opened.strategy.forget_scopes()
-            assert self._output is not None
-            self._take_turn(self._output._replace(metrics=self._take_logged()))
+            self._report_step()
+        self._has_passed = True
 
     def _check_taken(self) -> None:
-        if self._has_loss and (self._output is not None or not self._is_last):
-            return
-        missing = "run.backward" if not self._has_loss else "run.step"
-        raise TaskError(
-            f"the loop asked for the next batch, and did not call {missing} for the last one",
-            why="every rank takes part in every step",
-            do=f"call {missing} for every batch; break ends the epoch",
-        )
-
-    def _take_logged(self) -> Mapping[str, MetricSum] | None:
-        assert self._turn is not None
-        if not self._turn.measures:
-            return None
-        found, self._logged = self._logged.sums, MetricTotals()
-        return found
+        if not self._has_loss or (self._output is None and self._is_last):
+            raise misuses.missing_call("run.backward" if not self._has_loss else "run.step")
 
     def _evaluation(self, source: Source) -> EvaluationBatches:
         opened = self._opened
         strategy, plan, session = opened.strategy, opened.plan, opened.session
-        loader = open_evaluation(
-            source, plan, session, None, strategy.optimizer, lockstep=strategy.lockstep_eval
-        ).loader
-        assert loader is not None
+        lockstep = strategy.lockstep_eval
+        loader = open_evaluation(source, plan, session, None, strategy.optimizer, lockstep=lockstep).loader
         return EvaluationBatches(
-            source.dataset, loader, move=strategy.moved, entered=self._enter_evaluated, ended=self._means
+            source.dataset,
+            () if loader is None else loader,
+            move=strategy.moved,
+            begun=self._begin_evaluation,
+            entered=self._enter_evaluated,
+            left=self._leave_evaluated,
+            ended=self._means,
         )
 
-    def _enter_evaluated(self, size: int) -> None:
+    def _begin_evaluation(self) -> None:
+        if self._size is not None:
+            raise misuses.two_evaluations()
+
+    def _enter_evaluated(self, size: int | None) -> None:
         self._size = size
+
+    def _leave_evaluated(self) -> None:
+        """Its means come with the end of the epoch: those of an earlier pass are not theirs."""
+        for name in self._evaluated.sums:
+            self.metrics.pop(name, None)
 
     def _means(self) -> dict[str, float]:
         """What was logged in evaluations, over all ranks."""
@@ -326,13 +351,12 @@ class TrainingRun:
         self.metrics |= found.mean("logged in an evaluation", self._opened.session, self._names)
         return dict(self.metrics)
 
-    def _batches_per_epoch(self) -> int:
-        return self._opened.loop.batches_per_epoch
-
     def _ended(self, history: History) -> None:
         self.history, opened = history, self._opened
         atexit.unregister(self._end_with_the_process)
         opened.end(history)
+        if opened.plan.is_dev_run:
+            self.history = without_checkpoint(history, is_main=self.is_main)
         if history.interrupted:
             is_followed = self._world is not None and self._world.is_followed
             if self._world is not None and not is_followed and history.stop_signal != signal.SIGINT:
@@ -351,33 +375,3 @@ class TrainingRun:
             atexit.unregister(self._end_with_the_process)
             self._open.turns.close()
             self._open.close()
-
-
-def _sort(objects: tuple[Any, ...]) -> tuple[nn.Module, torch.optim.Optimizer | None, list[Any]]:
-    """The model, its optimizer and the loaders among what was given to `prepare`."""
-    models = [found for found in objects if isinstance(found, nn.Module)]
-    optimizers = [found for found in objects if isinstance(found, torch.optim.Optimizer)]
-    loaders = [found for found in objects if isinstance(found, DataLoader | Dataset)]
-    known = {id(found) for found in (*models, *optimizers, *loaders)}
-    unknown = [found for found in objects if id(found) not in known]
-    if unknown:
-        raise TaskError(
-            f"prepare got a {type(unknown[0]).__name__}",
-            why="it prepares a model, its optimizer and DataLoaders",
-            do="run.track(name=…) saves other objects in checkpoints",
-        )
-    for what, found in (("model", models), ("optimizer", optimizers)):
-        if len(found) > 1:
-            raise TaskError(
-                f"prepare got {len(found)} {what}s",
-                why=f"the steps of a run have one {what}",
-                do="distributed.Task trains several with optimizers of their own: configure_optimizers",
-            )
-    if not models or not loaders:
-        missing = "model" if not models else "DataLoader to train on"
-        raise TaskError(
-            f"prepare got no {missing}",
-            why="a run is planned for its model and its data",
-            do="run.prepare(model, optimizer, train_loader)",
-        )
-    return models[0], optimizers[0] if optimizers else None, loaders

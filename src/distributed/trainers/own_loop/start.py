@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 from distributed.core.config import DistributedConfig, build_config
-from distributed.core.env import worker_env
+from distributed.core.env import WorkerEnv, worker_env
 from distributed.core.errors import PlanError
 from distributed.core.settings.typed import Settings
-from distributed.launch.preflight import new_run_dir
+from distributed.launch.preflight import run_dir_of
 from distributed.planner.hardware import probe_for
 from distributed.planner.parallel import plan_parallel
 from distributed.planner.resources import plan_resources
 from distributed.trainers.own_loop.relaunch import relaunch
 from distributed.trainers.own_loop.run import TrainingRun
-from distributed.trainers.settings import build_fit_config, plain
+from distributed.trainers.settings import build_fit_config, plain, values_of
 
 
 def start(config: DistributedConfig | Mapping[str, Any] | None = None, **settings: Unpack[Settings]) -> TrainingRun:
@@ -37,11 +37,18 @@ def start(config: DistributedConfig | Mapping[str, Any] | None = None, **setting
     >>> run.history.steps
     8
     """
+    return TrainingRun(*begin(config, settings))
+
+
+def begin(
+    config: DistributedConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
+) -> tuple[DistributedConfig, WorkerEnv | None, str]:
+    """The settings of a run, its world and its directory, in a process that is one of its ranks."""
     keywords = plain(settings)
-    given = config.given_values() if isinstance(config, DistributedConfig) else dict(config or {})
+    given = values_of(config)
     merged = build_fit_config(build_config([(given, "config", {}), (keywords, "argument", {})]), {})
     world = worker_env()
-    run_dir = merged.run_dir or new_run_dir()
+    run_dir = run_dir_of(merged)
     if world is None:
         resources, decisions, problems = plan_resources(merged, probe_for(merged))
         engine = plan_parallel(
@@ -56,4 +63,4 @@ def start(config: DistributedConfig | Mapping[str, Any] | None = None, **setting
             raise PlanError(problems)
         if resources.world_size > 1:
             relaunch(merged, resources, engine)
-    return TrainingRun(merged, world, run_dir)
+    return merged, world, run_dir

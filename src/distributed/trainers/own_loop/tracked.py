@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Protocol
 
 from distributed.core.errors import TaskError
-from distributed.train.callbacks.callback import Callback
+from distributed.train.callbacks.callback import Callback, TrainingControl
 
 
 class Stateful(Protocol):
@@ -21,6 +22,7 @@ class Tracked(Callback):
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
+        self._saved: set[str] = set()  # the names of the checkpoint that the run resumes from
 
     def add(self, name: str, found: Any) -> None:
         if not (hasattr(found, "state_dict") and hasattr(found, "load_state_dict")):
@@ -41,6 +43,16 @@ class Tracked(Callback):
         return {name: found.state_dict() for name, found in self._objects.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        self._saved = set(state)
         for name, found in self._objects.items():
             if name in state:
                 found.load_state_dict(state[name])
+
+    def on_load(self, run: TrainingControl) -> None:
+        """Warn of objects without a saved state, and of states without an object."""
+        if run.rank:
+            return
+        if new := sorted(self._objects.keys() - self._saved):
+            warnings.warn(f"the checkpoint has no state of {', '.join(new)}, which begins from its start", stacklevel=2)
+        if lost := sorted(self._saved - self._objects.keys()):
+            warnings.warn(f"the checkpoint has the state of {', '.join(lost)}, which is not tracked now", stacklevel=2)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distributed.checkpoint.format.skeleton import unflatten
 from distributed.checkpoint.restore.fetching import StateTree
 from distributed.checkpoint.restore.reading import load_parts
 from distributed.checkpoint.storage.chunks import ChunkStore
@@ -24,18 +25,34 @@ from distributed.runtime.host_memory import free_host_memory
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import parameter_of_class
 from distributed.runtime.torch_module_compat import non_persistent_buffers
-from distributed.strategies.checks.sharded_models import forget_parts, is_in_parts, mark_parts
+from distributed.strategies.checks.sharded_models import forget_parts, is_in_parts, mark_parts, unmark_parts
+from distributed.strategies.model.copies import COPIES
+from distributed.strategies.model.materialize import is_meta
 from distributed.strategies.model.optimizer_state import load_named_state
+from distributed.train.callbacks.callback import keyed
 from distributed.train.checks.nonpersistent import take
-from distributed.train.checks.user_state import BUFFERS, LOSS
+from distributed.train.checks.user_state import BUFFERS, LOSS, TASK
+from distributed.train.rank_job import RankJob
 from distributed.train.task import Task
 
 _BASE_LAYER = ".base_layer."  # where peft keeps the module that adapters are beside
 _WRITTEN = 'trainer.save_model("model.safetensors") writes it whole, and does not hold it'
 
 
-def load_trained_state(task: Task, plan: Plan, checkpoint: str) -> None:
+def load_trained_state(job: RankJob, checkpoint: str) -> None:
     """Into objects as they were before `fit`; raises where memory is short, since they would pass for trained."""
+    trained = load_trained_task(job.task, job.plan, checkpoint)
+    states = trained.get("callbacks", {}).get("state", {})
+    for name, callback in keyed(job.callbacks).items():
+        if name in states:
+            callback.load_state(states[name])
+    drawn = trained.get("data", {})
+    if job.train.own_sampler is not None and drawn.get("sampler") is not None:
+        job.train.own_sampler.load_state(drawn["sampler"], drawn["drawn"], drawn["digest"])
+
+
+def load_trained_task(task: Task, plan: Plan, checkpoint: str) -> StateTree:
+    """The same of a task alone; returns all that was read."""
     lacking = _lacking(task, checkpoint, "this machine")
     if lacking:
         raise CheckpointError(
@@ -49,6 +66,10 @@ def load_trained_state(task: Task, plan: Plan, checkpoint: str) -> None:
     is_made = not any(tensor.is_meta for tensor in task.model.parameters())
     task.model.load_state_dict(trained["model"], strict=lora is None or not lora.saves_alone, assign=not is_made)
     _take_rest(task, trained)
+    take(task.model, trained.get(BUFFERS, {}).get("model", {}))
+    if task.loss_module is not None:
+        take(task.loss_module, trained.get(BUFFERS, {}).get("loss_fn", {}))
+    return trained
 
 
 def _lacking(task: Task, checkpoint: str, node: str, ranks: int = 1) -> str:
@@ -73,7 +94,8 @@ def _in_words(count: int) -> str:
 
 def _is_wanted(task: Task, name: str) -> bool:
     """Of a checkpoint's tensors: an optimizer that we have made is ours to forget."""
-    return isinstance(task.optimizer, torch.optim.Optimizer) or not name.startswith("optimizer/")
+    kind = name.partition("/")[0]
+    return kind != COPIES and (kind != "optimizer" or isinstance(task.optimizer, torch.optim.Optimizer))
 
 
 def _read(task: Task, checkpoint: str) -> StateTree:
@@ -98,6 +120,8 @@ def _add_adapters(task: Task, plan: Plan) -> None:
 def _take_rest(task: Task, trained: Mapping[str, Any]) -> None:
     if LOSS in trained:
         task.load_loss_state(trained[LOSS])
+    if TASK in trained and task.keeps_state:
+        task.load_state(trained[TASK])
     if isinstance(task.optimizer, torch.optim.Optimizer):
         load_named_state(task.optimizer, task.model, trained["optimizer"])
     if isinstance(getattr(task.scheduler, "optimizer", None), torch.optim.Optimizer):
@@ -134,6 +158,8 @@ class UntrainedTask:
 
     def __init__(self, task: Task, plan: Plan) -> None:
         self._task, self._plan = task, plan
+        self.was_on_meta = is_meta(task.model)
+        self.is_whole = False  # whether the model has been made whole on this rank
         self._modules = [_look_at(module, path) for path, module in task.model.named_modules()]
         names = {id(parameter): name for name, parameter in task.model.named_parameters()}
         made = task.optimizer if isinstance(task.optimizer, torch.optim.Optimizer) else None
@@ -148,6 +174,12 @@ class UntrainedTask:
             warnings.warn(f"the model stays sharded: {lacking}\n{_WRITTEN}", stacklevel=4)
         elif self._make_whole(checkpoint):
             mark_parts(self._task.model)  # on the other ranks it still is: no rank can train it again
+
+    def restore_alone(self, checkpoint: str) -> None:
+        """The same of a run of one rank, which can then be trained again."""
+        self.restore(checkpoint)
+        if self.is_whole:
+            unmark_parts(self._task.model)
 
     def restore_on_all(self, checkpoint: str, session: Session) -> None:
         """The same on every rank, so that all can train it again; on rank 0 alone where memory is short."""
@@ -175,6 +207,21 @@ class UntrainedTask:
             mark_parts(self._task.model)
         if failed is not None:
             raise failed
+
+    def make_blank(self, checkpoint: str, *, on_meta: bool) -> None:
+        """The model uncut, in the shapes of a checkpoint, with memory that nothing was written to, or with none."""
+        shared = read_manifest(*open_checkpoint(checkpoint)).shared
+        tensors = {
+            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta" if on_meta else "cpu")
+            for name, entry in shared.tensors.items()
+            if name.startswith("model/")
+        }
+        weights = unflatten({"model": shared.skeleton["model"]}, tensors)["model"]
+        of_modules, made = self._without_adapters(weights), dict[int, nn.Parameter]()
+        for one in self._modules:
+            _put_together(one, of_modules, made)
+        if of_modules is not weights:
+            _add_adapters(self._task, self._plan)
 
     def _lacking(self, checkpoint: str, node: str, ranks: int = 1) -> str:
         try:
@@ -207,6 +254,7 @@ class UntrainedTask:
             for group, names in zip(self._task.optimizer.param_groups, self._groups, strict=True):
                 group["params"] = [parameters[name] for name in names if name is not None]
         _take_rest(self._task, trained)
+        self.is_whole = True
         return True
 
     def _without_adapters(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -246,7 +294,8 @@ def _put_together(one: _Module, weights: Mapping[str, torch.Tensor], made: dict[
     forget_parts(module)
     module.__class__ = one.kind
     module.__dict__.clear()
-    module.__dict__.update(one.attributes | {"_parameters": {}, "_buffers": _on_host(one.buffers)})
+    attributes = {key: _copied(value) for key, value in one.attributes.items()}  # it may be cut once more
+    module.__dict__.update(attributes | {"_parameters": {}, "_buffers": _on_host(one.buffers)})
     for name, kept in one.parameters.items():
         if kept is not None and kept.identity not in made:
             made[kept.identity] = _parameter(kept, weights[one.prefix + name])

@@ -1,0 +1,1 @@
+"""`validate`, `test` and `predict` without a training."""

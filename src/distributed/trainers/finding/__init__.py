@@ -1,0 +1,1 @@
+"""Short trials before a run: a learning rate, and the largest batch."""
