@@ -52,7 +52,7 @@ FILLED = {  # where "auto" has a value here
 
 
 @dataclass(frozen=True)
-class Said:
+class Adopted:
     """One thing that the configuration says, as a setting here."""
 
     setting: str
@@ -124,9 +124,9 @@ def _is_switch(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _settle(config: DistributedConfig, said: list[Said], source: str, problems: list[Problem]) -> dict[str, Any]:
+def _settle(config: DistributedConfig, said: list[Adopted], source: str, problems: list[Problem]) -> dict[str, Any]:
     """The values to take over; everything that was said twice and differently is noted."""
-    first: dict[str, Said] = {}
+    first: dict[str, Adopted] = {}
     for one in said:
         mine = getattr(config, one.setting)
         if config.given(one.setting) and not _agree(mine, one.value):
@@ -140,7 +140,7 @@ def _settle(config: DistributedConfig, said: list[Said], source: str, problems: 
         before = first.setdefault(one.setting, one)
         if before.value != one.value:
             what = f"{source} says both {before} and {one}"
-            problems.append(Problem(what, why=f"both are {one.setting}", do="keep one of them"))
+            problems.append(Problem(what, why=f"both set {one.setting}, which has one value", do="keep one of them"))
     return {one.setting: one.value for one in first.values() if one.value is not None}
 
 
@@ -152,16 +152,16 @@ def _agree(mine: Any, theirs: Any) -> bool:
     return bool(mine == theirs and isinstance(mine, bool) == isinstance(theirs, bool))
 
 
-def _everything(content: Content, config: DistributedConfig, source: str, problems: list[Problem]) -> Iterator[Said]:
+def _everything(content: Content, config: DistributedConfig, source: str, problems: list[Problem]) -> Iterator[Adopted]:
     for key, setting in (
         ("train_micro_batch_size_per_gpu", "batch_size"),
         ("gradient_accumulation_steps", "gradient_accumulation_steps"),
     ):
         if content.get(key) is not None:
-            yield Said(setting, content[key], key, content[key])
+            yield Adopted(setting, content[key], key, content[key])
     if content.get("gradient_clipping") is not None:
         norm = content["gradient_clipping"]
-        yield Said("gradient_clipping", None if norm == 0 else norm, "gradient_clipping", norm)
+        yield Adopted("gradient_clipping", None if norm == 0 else norm, "gradient_clipping", norm)
     yield from _precision(content, config, source, problems)
     yield from _zero(content, config)
     yield from _optimizer(content, source, problems)
@@ -169,7 +169,7 @@ def _everything(content: Content, config: DistributedConfig, source: str, proble
     yield from _schedule(content, source, problems)
 
 
-def _precision(content: Content, config: DistributedConfig, source: str, problems: list[Problem]) -> Iterator[Said]:
+def _precision(content: Content, config: DistributedConfig, source: str, problems: list[Problem]) -> Iterator[Adopted]:
     enabled = {kind: section(content, kind).get("enabled") for kind in ("bf16", "fp16")}
     if enabled == {"bf16": True, "fp16": True}:
         what = f"{source} says both bf16.enabled=true and fp16.enabled=true"
@@ -177,42 +177,42 @@ def _precision(content: Content, config: DistributedConfig, source: str, problem
         return
     on = [kind for kind, is_on in enabled.items() if is_on is True]
     if on:
-        yield Said("mixed_precision", on[0], f"{on[0]}.enabled", True)
+        yield Adopted("mixed_precision", on[0], f"{on[0]}.enabled", True)
     for kind, is_on in enabled.items():  # the other may still be set by the settings
         if is_on is False and not on and config.mixed_precision in (kind, kind == "bf16"):
-            yield Said("mixed_precision", None, f"{kind}.enabled", False)
+            yield Adopted("mixed_precision", None, f"{kind}.enabled", False)
     scale = section(content, "fp16")
     if enabled["fp16"] is not True or scale.get("loss_scale") not in (None, 0, AUTO):
         return  # a loss scale that stays as it is, is DeepSpeed's own matter
     power = scale.get("initial_scale_power")
     if power is not None and _is_power(power):
-        yield Said("scaler_init_scale", 2.0**power, "fp16.initial_scale_power", power)
+        yield Adopted("scaler_init_scale", 2.0**power, "fp16.initial_scale_power", power)
     if scale.get("loss_scale_window") is not None:
         window = scale["loss_scale_window"]
-        yield Said("scaler_growth_interval", window, "fp16.loss_scale_window", window)
+        yield Adopted("scaler_growth_interval", window, "fp16.loss_scale_window", window)
 
 
-def _zero(content: Content, config: DistributedConfig) -> Iterator[Said]:
+def _zero(content: Content, config: DistributedConfig) -> Iterator[Adopted]:
     zero = section(content, "zero_optimization")
     stage = zero.get("stage")
     if isinstance(stage, int) and config.given("sharding"):
-        yield Said("sharding", STAGES.get(stage, "none"), "zero_optimization.stage", stage)
+        yield Adopted("sharding", STAGES.get(stage, "none"), "zero_optimization.stage", stage)
     elif stage is not None:
-        yield Said("zero_stage", stage, "zero_optimization.stage", stage)
+        yield Adopted("zero_stage", stage, "zero_optimization.stage", stage)
     for name, setting in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
         there = zero.get(name) or {}
         device, key = there.get("device", "none" if there else None), f"zero_optimization.{name}.device"
         if device is None:
             continue
-        yield Said(setting, None if device == "none" else device, key, device)
+        yield Adopted(setting, None if device == "none" else device, key, device)
         if device == "none":
-            yield Said("cpu_offload", None, key, device)
+            yield Adopted("cpu_offload", None, key, device)
         if there.get("nvme_path") is not None and device in ("nvme", AUTO):
             path = there["nvme_path"]
-            yield Said("offload_dir", path, f"zero_optimization.{name}.nvme_path", path)
+            yield Adopted("offload_dir", path, f"zero_optimization.{name}.nvme_path", path)
 
 
-def _optimizer(content: Content, source: str, problems: list[Problem]) -> Iterator[Said]:
+def _optimizer(content: Content, source: str, problems: list[Problem]) -> Iterator[Adopted]:
     asked = section(content, "optimizer")
     kind, params = asked.get("type"), section(content, "optimizer.params")
     if kind is None:
@@ -235,20 +235,20 @@ def _optimizer(content: Content, source: str, problems: list[Problem]) -> Iterat
         problems.append(Problem(what, why="DeepSpeed refuses it there", do="set gradient_clipping"))
     if name == "adam" and params.get("adam_w_mode", True):
         name = "adamw"  # which is what DeepSpeed makes of "Adam"
-    yield Said("optimizer", name, "optimizer.type", kind)
+    yield Adopted("optimizer", name, "optimizer.type", kind)
     for key, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay"), ("momentum", "momentum")):
         if params.get(key) is not None:
-            yield Said(setting, params[key], f"optimizer.params.{key}", params[key])
+            yield Adopted(setting, params[key], f"optimizer.params.{key}", params[key])
 
 
-def _missing_decay(content: Content, config: DistributedConfig) -> Iterator[Said]:
+def _missing_decay(content: Content, config: DistributedConfig) -> Iterator[Adopted]:
     """DeepSpeed's Adam decays no weights by default; torch's AdamW does."""
     is_adam = str(section(content, "optimizer").get("type")).lower() in ("adam", "adamw")
     if is_adam and "weight_decay" not in section(content, "optimizer.params") and not config.given("weight_decay"):
-        yield Said("weight_decay", 0.0, "optimizer.params.weight_decay", 0.0)
+        yield Adopted("weight_decay", 0.0, "optimizer.params.weight_decay", 0.0)
 
 
-def _schedule(content: Content, source: str, problems: list[Problem]) -> Iterator[Said]:
+def _schedule(content: Content, source: str, problems: list[Problem]) -> Iterator[Adopted]:
     asked, params = section(content, "scheduler"), section(content, "scheduler.params")
     kind = _SCHEDULES.get(str(asked.get("type")))
     if not asked:
@@ -263,7 +263,7 @@ def _schedule(content: Content, source: str, problems: list[Problem]) -> Iterato
             )
         )
         return
-    yield Said("lr_schedule", kind, "scheduler.type", asked["type"])
+    yield Adopted("lr_schedule", kind, "scheduler.type", asked["type"])
     for key, setting, default in (
         ("warmup_num_steps", "warmup_steps", 1000),
         ("warmup_max_lr", "learning_rate", 0.001 if kind == "linear" else None),
@@ -271,7 +271,7 @@ def _schedule(content: Content, source: str, problems: list[Problem]) -> Iterato
     ):
         value = params.get(key, default)
         if value is not None:
-            yield Said(setting, value, f"scheduler.params.{key}", value)
+            yield Adopted(setting, value, f"scheduler.params.{key}", value)
 
 
 def _implied(
@@ -291,6 +291,8 @@ def _implied(
     steps = values.get("gradient_accumulation_steps")
     if steps is None and config.given("gradient_accumulation_steps"):
         steps = config.gradient_accumulation_steps
+        if not isinstance(steps, int):
+            return {}  # refused by the planner
     if not all(isinstance(number, int | None) and number != 0 for number in (micro, steps)):
         return {}  # noted elsewhere
     if micro is not None and steps is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.engines.deepspeed import ops as deepspeed_ops
@@ -28,17 +29,28 @@ from distributed.engines.deepspeed.state import ZeroState
 from distributed.engines.deepspeed.unused_parameters import UseCheck
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box
-from distributed.runtime.torch_compat import tree_map_only
-from distributed.strategies.base import NonFiniteLoss, StateTree, StepOutput, StepTask
+from distributed.strategies.base import (
+    LOW_PRECISION,
+    ModelCopy,
+    NonFiniteLoss,
+    Outcome,
+    StateTree,
+    StepOutput,
+    StepTask,
+)
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.layers import check_layers
+from distributed.strategies.checks.parameter_use import OwnUse
 from distributed.strategies.checks.replica_tensors import Named, model_tensors, optimizer_options
+from distributed.strategies.checks.stepping import check_made, check_stepping
 from distributed.strategies.compute_clock import ComputeClock
 from distributed.strategies.data_parallel.ddp import buffers_can_differ
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
-from distributed.strategies.microbatches import MicrobatchStep
+from distributed.strategies.model.casting import cast_calls
+from distributed.strategies.model.copies import is_unwanted
 from distributed.strategies.model.optimizer_state import named_state
-from distributed.strategies.one_rank_step import LOW_PRECISION, has_shares
+from distributed.strategies.steps.microbatches import MicrobatchStep
+from distributed.strategies.steps.one_rank_step import has_shares
 
 
 class DeepSpeedEngine(MicrobatchStep):
@@ -50,12 +62,12 @@ class DeepSpeedEngine(MicrobatchStep):
         super().__init__(plan)
         self._engine: Any = None
         self._state: ZeroState | None = None
-        self._until_closed = ExitStack()
 
     def check(self, task: StepTask) -> None:
         plan = self._plan
         check_layers(task.model, plan)
         check_task(task, plan)
+        check_stepping(task, plan)
         if plan.engine["source"]:  # what we have written ourselves needs no look, and DeepSpeed takes long to import
             check_values(plan)
         deepspeed_ops.check_ops(deepspeed_ops.needed_ops(plan.engine["config"]))
@@ -64,17 +76,20 @@ class DeepSpeedEngine(MicrobatchStep):
         plan = self._plan
         check_layers(task.model, plan)
         check_task(task, plan)
+        check_stepping(task, plan)
         self._task, self._loss, self._session, self.decisions = task, task.loss_module, session, []
+        self._run = self._run_own_step if task.has_own_step else task.run
         self._replicas = plan.replicate
         self._is_settled = session.is_dry
         self.clock = ComputeClock(session.device)
         self._moves = session.device.type != "cpu"
-        self._checks_loss = plan.on_nan == "stop" and not self._moves
+        self._checks_loss = plan.on_nan == "stop" and (plan.detect_anomaly or not self._moves)
         self._ranks = plan.mesh.data_ranks
         self._keeps_small = plan.precision.kind == "fp16"
         self._autocast, self._scaler = None, None
         self._has_shares = has_shares(plan)
         self.module = task.model
+        self._keep_modes()
         config = complete(plan)
         # At stage 3 every forward pass gathers parameters from all ranks.
         self.lockstep_eval = config["zero_optimization"]["stage"] == 3
@@ -91,9 +106,9 @@ class DeepSpeedEngine(MicrobatchStep):
         if plan.engine["source"]:
             check_values(plan, device_index(session))
         optimizer, groups, earlier = self._take_optimizer(task, plan, config)
-        self._loan.return_values(whole)
+        self._borrowed.return_values(whole)
         self._engine = self._model = self._start(config, optimizer, session)
-        self._loan.lend_to(self._engine)
+        self._borrowed.lend_to(self._engine)
         self._zero = self._engine.optimizer
         share_masters(self._zero)
         keep_unaligned_gradients(self._zero)
@@ -110,14 +125,17 @@ class DeepSpeedEngine(MicrobatchStep):
             unused=use.unused,
             is_alone=session.world_size == 1,
         )
-        for index, (options, _) in enumerate(self._loan.groups):
+        for index, (options, _) in enumerate(self._borrowed.groups):
             self._state.keep_options(index, options)
         if whole or earlier is not None:
             begun = {"model": whole} | ({} if earlier is None else {"optimizer": earlier})
             self._state.load(begun, is_partial=True)
         if dtype is not None:
-            self._autocast = self._until_closed.enter_context(_compute_in(self.module, dtype, session.device.type))
-        self._loan.begin()
+            self._until_closed.callback(cast_calls(self.module, dtype))
+            self._autocast = torch.autocast(session.device.type, dtype)  # for buffers that have stayed in fp32
+        if self.lockstep_eval and task.own_code():
+            self._own_use = OwnUse(self.module, _is_part, "zero_stage=3")
+        self._borrowed.begin()
         self._engine.set_gradient_accumulation_boundary(True)
 
     def _prepare(self, task: StepTask, plan: Plan, session: Session) -> list[str]:
@@ -171,6 +189,7 @@ class DeepSpeedEngine(MicrobatchStep):
             self._lend(None)
             return None, [[name for name, parameter in self.module.named_parameters() if parameter.requires_grad]], None
         made = task.make_optimizer(self.module, plan)
+        check_made(made, plan, is_manual=task.is_manual)
         check_optimizer(made)
         self._lend(made)
         state = named_state(made, self.module)
@@ -181,8 +200,8 @@ class DeepSpeedEngine(MicrobatchStep):
         return made, groups, state if state["state"] else None
 
     def _lend(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._loan = BorrowedModel(self.module, optimizer)
-        self._until_closed.callback(self._loan.take_back)
+        self._borrowed = BorrowedModel(self.module, optimizer)
+        self._until_closed.callback(self._borrowed.take_back)
 
     def train_step(self, microbatches: Sequence[Microbatch], *, measure: bool = False) -> StepOutput:
         """One optimizer step over one or more micro-batches; `measure` adds metrics and the gradient's norm."""
@@ -199,6 +218,10 @@ class DeepSpeedEngine(MicrobatchStep):
     @property
     def _is_whole(self) -> bool:
         return False
+
+    def _run_own_step(self, model: nn.Module, batch: Any) -> Outcome:
+        """A step of the user's own gets the user's model, in which DeepSpeed has its hooks."""
+        return self._task.run(self.module, batch)
 
     def _backward(self, part: torch.Tensor) -> None:
         self._engine.backward(part, scale_wrt_gas=False)
@@ -235,21 +258,45 @@ class DeepSpeedEngine(MicrobatchStep):
         norm = self._engine.get_global_grad_norm()
         return norm if norm is None or isinstance(norm, torch.Tensor) else torch.tensor(norm)
 
+    def parameters_changed(self) -> None:
+        raise TaskError(
+            "a callback freezes or unfreezes parameters, with backend='deepspeed'",
+            why="DeepSpeed lays out the parameters that are trained in flat tensors when it begins",
+            do="use backend='pytorch-ddp' or 'fsdp'",
+        )
+
+    @contextmanager
+    def weights(self, *, changes: bool = False) -> Iterator[ModelCopy]:
+        """Of parameters, this rank's ranges of the fp32 values that are stepped."""
+        assert self._state is not None
+        with torch.no_grad(), self._state.opened(changes) as found:
+            yield found
+
+    def _copy_state(self, tensors: ModelCopy) -> StateTree:
+        assert self._state is not None
+        return self._state.copy_state(tensors)
+
+    def _load_copy(self, saved: StateTree) -> ModelCopy:
+        assert self._state is not None
+        with self.weights() as live:
+            return self._state.load_copy(saved, live)
+
     def state(self) -> StateTree:
         assert self._state is not None
         self._agree_on_buffers()
         scaler = {"scaler": _scaler_state(self._zero)} if self._zero.dynamic_loss_scale else {}
-        return self._state.state() | scaler
+        return self._state.state() | scaler | self._state_of_copies()
 
     def shard_ranges(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         assert self._state is not None
-        return self._state.boxes(name, shape)
+        return () if is_unwanted(name, self.copies) else self._state.boxes(name, shape)
 
     def load_state(self, tree: StateTree) -> None:
         assert self._state is not None
         self._state.load(tree)
         if self._zero.dynamic_loss_scale and "scaler" in tree:
             _load_scaler(self._zero, tree["scaler"])
+        self._load_copies(tree)
 
     def replicated(self) -> Named:
         """Not the optimizer's state, which ZeRO has cut into ranges; of parameters, those that are whole here."""
@@ -263,7 +310,7 @@ class DeepSpeedEngine(MicrobatchStep):
         """Bring the master values together, where the model here has a part of them, or less precise ones."""
         if self._state is not None and (self.lockstep_eval or self._rounds):
             device, add = self._session.device, self._session.sum
-            self._loan.return_values(self._state.whole_values(lambda name, part: add(name, part.to(device))))
+            self._borrowed.return_values(self._state.whole_values(lambda name, part: add(name, part.to(device))))
 
     def close(self) -> None:
         """Give the user's model back as it was made, with its new weights, where this rank has all of them.
@@ -273,36 +320,15 @@ class DeepSpeedEngine(MicrobatchStep):
         try:
             if self._state is not None and self._session.world_size == 1:
                 self.finish()
-                self._loan.return_state(self._state.state()["optimizer"])
+                self._borrowed.return_state(self._state.state()["optimizer"])
         finally:
             self._engine = self._model = self._state = None
             self._until_closed.close()
 
 
-@contextmanager
-def _compute_in(module: nn.Module, dtype: torch.dtype, device: str) -> Iterator[torch.autocast]:
-    """While this is open, inputs become as precise as the parameters, and outputs fp32 again, for the loss.
-
-    The autocast that it returns lets layers work with buffers that have stayed in fp32.
-    """
-
-    def lower(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(torch.Tensor, _caster(dtype), (args, kwargs))
-
-    def raise_again(module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map_only(torch.Tensor, _caster(torch.float32), output)
-
-    hooks = [module.register_forward_pre_hook(lower, with_kwargs=True), module.register_forward_hook(raise_again)]
-
-    try:
-        yield torch.autocast(device, dtype)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _caster(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _is_part(parameter: Any) -> bool:
+    """Whether ZeRO-3 holds a range of it here, which it gathers while a layer computes."""
+    return int(getattr(parameter, "ds_numel", parameter.numel())) != parameter.numel()
 
 
 def _scaler_state(zero: Any) -> dict[str, Any]:

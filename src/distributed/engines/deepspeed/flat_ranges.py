@@ -39,10 +39,10 @@ def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...
     return tuple(found)
 
 
-def range_portion(shape: tuple[int, ...], start: int, elements: torch.Tensor) -> TensorShard:
-    """The range that begins at `start` and has these elements, which the portion shows without copying them.
+def range_shard(shape: tuple[int, ...], start: int, elements: torch.Tensor) -> TensorShard:
+    """The range that begins at `start` and has these elements, which the shard shows without copying them.
 
-    >>> [tensor.tolist() for _, tensor in range_portion((2, 2), 1, torch.arange(3)).pieces]
+    >>> [tensor.tolist() for _, tensor in range_shard((2, 2), 1, torch.arange(3)).pieces]
     [[[0]], [[1, 2]]]
     """
     pieces, offset = [], 0
@@ -60,7 +60,7 @@ def fill_range(target: torch.Tensor, start: int, value: torch.Tensor | TensorSha
         target.copy_(value.reshape(-1)[start : start + target.numel()])
         return
     filled = 0
-    for box, view in range_portion(value.shape, start, target).pieces:
+    for box, view in range_shard(value.shape, start, target).pieces:
         for held, tensor in value.pieces:
             common = overlap(box, held)
             if common is not None:

@@ -26,6 +26,7 @@ from distributed.engines.deepspeed.config_keys import (
     zero_passthrough,
 )
 from distributed.engines.deepspeed.offload import Offloads, plan_offloads
+from distributed.engines.deepspeed.pipeline.plan import pipeline_config, pipeline_problems
 from distributed.planner.parallel import STAGES
 from distributed.planner.planning import JobProfile
 
@@ -43,6 +44,9 @@ def plan_engine(
     given = config.deepspeed_config
     content = {} if given is None else read_content(given, []) or {}
     source = "" if given is None else name_of(given)
+    if profile.stages:
+        problems += pipeline_problems(config, plan, content, profile.stages)
+        return {"config": {"steps_per_print": _NEVER, **passthrough(content), **pipeline_config()}, "source": source}
     offloads = plan_offloads(config, plan, profile.parameters, decisions, problems)
     engine = {
         "steps_per_print": _NEVER,
@@ -111,7 +115,7 @@ def _optimizer(content: Content, plan: Plan) -> Content:
     name = plan.optimizer.name
     params["lr"] = plan.optimizer.learning_rate
     decay = plan.optimizer.weight_decay
-    params["weight_decay"] = _DECAYS[name] if decay is None else decay
+    params["weight_decay"] = _DECAYS.get(name, 0.0) if decay is None else decay
     if plan.optimizer.momentum is not None:
         params["momentum"] = plan.optimizer.momentum
     params.pop("adam_w_mode", None)
@@ -119,7 +123,10 @@ def _optimizer(content: Content, plan: Plan) -> Content:
         params["adam_w_mode"] = False
     if plan.device == "cpu" and name != "sgd":
         params.setdefault("torch_adam", True)  # the same on a CPU, without a compiler
-    return {key: value for key, value in asked.items() if value != AUTO} | {"type": _TYPES[name], "params": params}
+    return {key: value for key, value in asked.items() if value != AUTO} | {
+        "type": _TYPES.get(name, name),
+        "params": params,
+    }
 
 
 def _problems(
@@ -140,7 +147,7 @@ def _problems(
         )
     total = section(content, "scheduler.params").get("total_num_steps")
     steps = plan.total_steps(None if profile.samples is None else planned.steps(profile.samples))
-    if isinstance(total, int) and total != steps:
+    if isinstance(total, int) and total != steps and not plan.is_dev_run:
         run = "a run of unknown length" if steps is None else f"a run of {steps} steps"
         found.append(
             Problem(
@@ -169,10 +176,10 @@ def _useless(config: DistributedConfig) -> list[Problem]:
     for name, useless, do in (
         ("scaler_init_scale", config.mixed_precision is False, "mixed_precision='fp16'"),
         ("scaler_growth_interval", config.mixed_precision is False, "mixed_precision='fp16'"),
-        ("momentum", config.optimizer != "sgd", "optimizer='sgd'"),
+        ("momentum", config.optimizer not in ("sgd", "lars"), "optimizer='sgd'"),
         ("min_lr_ratio", config.lr_schedule == "constant", "lr_schedule='cosine' or 'linear'"),
     ):
-        if useless and getattr(config, name):
+        if useless and getattr(config, name) != type(config).model_fields[name].default:
             found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))
     return found
 

@@ -7,18 +7,20 @@ parameters at once, so what an optimizer counts for each parameter is one number
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from distributed.core.errors import CheckpointError
-from distributed.engines.deepspeed.flat_ranges import fill_range, range_boxes, range_portion
+from distributed.core.errors import CheckpointError, TaskError
+from distributed.engines.deepspeed.flat_ranges import fill_range, range_boxes, range_shard
 from distributed.engines.deepspeed.flats import Flat, Slot, flats_of, opened_part, own_range
 from distributed.runtime.tensor_shard import Box, TensorShard
-from distributed.strategies.model.optimizer_state import PLAIN, match_groups
+from distributed.strategies.base import ModelCopy, StateTree
+from distributed.strategies.model.copies import COPIES
+from distributed.strategies.model.optimizer_state import PLAIN, check_names, match_groups
 
-StateTree = dict[str, Any]
 _COUNT = "step"  # one for all elements, though it has the shape of a parameter that is a single number
 _NOT_OPTIONS = ("params", "param_names", _COUNT)  # DeepSpeed's fused optimizers count in the group
 
@@ -80,6 +82,43 @@ class ZeroState:
         ordered = {name: state[name] for names in self._groups for name in names if name in state}
         return {"model": made, "optimizer": {"state": ordered, "param_groups": groups}}
 
+    @contextmanager
+    def opened(self, changes: bool) -> Iterator[ModelCopy]:
+        """This rank's ranges of the master values, and the buffers, by name. Every rank comes here."""
+        if changes:
+            self._flats.begin_writing()
+        found: ModelCopy = {}
+        with ExitStack() as scope:
+            for index, (slots, names) in enumerate(zip(self._flats.members, self._names, strict=True)):
+                flat = scope.enter_context(self._flats.opened(index, writes=changes))
+                if flat.is_borrowed:
+                    raise TaskError(
+                        "the model's weights are in files, and a callback reads them between steps",
+                        why="with offload_optimizer='nvme' they are in memory only while they are stepped",
+                        do="set offload_optimizer='cpu'",
+                    )
+                found |= {name: _here(flat.values, slot) for slot, name in zip(slots, names, strict=True)}
+            saved = set(self._saved)
+            yield {name: value for name, value in (found | dict(self._module.named_buffers())).items() if name in saved}
+        if changes:
+            self._flats.end_writing()
+
+    def copy_state(self, tensors: ModelCopy) -> StateTree:
+        """A copy of what `opened` gives, as a checkpoint has it."""
+        slots = self._slots
+        return {name: self._as_saved(slots[name], t) if name in slots else t for name, t in tensors.items()}
+
+    def load_copy(self, saved: StateTree, live: ModelCopy) -> ModelCopy:
+        """This rank's ranges of a copy in a checkpoint."""
+        made: ModelCopy = {}
+        for name, here in live.items():
+            if name in saved and name in self._slots:
+                made[name] = torch.empty_like(here)
+                fill_range(made[name], self._slots[name].start, saved[name])
+            elif name in saved:
+                made[name] = saved[name].to(here.device, copy=True)
+        return made
+
     def whole_values(self, add: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of every parameter, in host memory; `add` adds a tensor up over all ranks, every one of which comes here."""
         return {name: self._whole_value(name, part, add) for name, part in self._parts()}
@@ -88,7 +127,7 @@ class ZeroState:
         """What is here of each parameter, which is to be used before the next one is asked for."""
         for index, (slots, names) in enumerate(zip(self._flats.members, self._names, strict=True)):
             with self._flats.opened(index) as flat:
-                yield from ((name, self._portion(slot, flat.values)) for slot, name in zip(slots, names, strict=True))
+                yield from ((name, self._shard(slot, flat.values)) for slot, name in zip(slots, names, strict=True))
         yield from ((name, self._read_frozen(name)) for name in self._frozen)
 
     def _whole_value(
@@ -104,6 +143,8 @@ class ZeroState:
     def boxes(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         """Of a tensor in a checkpoint, what this rank needs; None: all of it."""
         kind, _, path = name.partition("/")
+        if kind == COPIES:
+            kind, path = "model", path.partition("/")[2]
         if kind == "optimizer" and path.startswith("state/"):
             path, _, key = path.removeprefix("state/").rpartition("/")
             if key == _COUNT:
@@ -145,7 +186,7 @@ class ZeroState:
         for index, (slots, names) in enumerate(zip(self._flats.members, self._names, strict=True)):
             with self._flats.opened(index) as flat:
                 for slot, name in zip(slots, names, strict=True):
-                    values[name] = self._portion(slot, flat.values, flat.is_borrowed)
+                    values[name] = self._shard(slot, flat.values, flat.is_borrowed)
                     held = {key: self._read_value(slot, flat, value) for key, value in flat.state.items()}
                     if held and name not in unused:
                         count = self._group_of(index).get(_COUNT)
@@ -154,15 +195,17 @@ class ZeroState:
 
     def _read_value(self, slot: Slot, flat: Flat, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.shape == flat.values.shape:
-            return self._portion(slot, value, flat.is_borrowed)
+            return self._shard(slot, value, flat.is_borrowed)
         if isinstance(value, int) and not isinstance(value, bool):
             return _counted(value)
         return value.clone() if isinstance(value, torch.Tensor) else value
 
-    def _portion(self, slot: Slot, flat: torch.Tensor, copies: bool = False) -> torch.Tensor | TensorShard:
+    def _shard(self, slot: Slot, flat: torch.Tensor, copies: bool = False) -> torch.Tensor | TensorShard:
         here = _here(flat.detach(), slot)
-        here = here.clone() if copies else here
-        return here.view(slot.shape) if self._is_alone else range_portion(slot.shape, slot.start, here)
+        return self._as_saved(slot, here.clone() if copies else here)
+
+    def _as_saved(self, slot: Slot, here: torch.Tensor) -> torch.Tensor | TensorShard:
+        return here.view(slot.shape) if self._is_alone else range_shard(slot.shape, slot.start, here)
 
     def _write_state(
         self, flat: Flat, slots: list[Slot], names: list[str], saved: Mapping[str, Mapping[str, Any]], group: int
@@ -211,9 +254,9 @@ class ZeroState:
         if slot is None:
             return self._whole.get(name, parameter.detach())
         if name in self._whole:
-            return self._portion(slot, self._whole[name])
+            return self._shard(slot, self._whole[name])
         with opened_part(parameter) as part:
-            return self._portion(slot, part, copies=True)
+            return self._shard(slot, part, copies=True)
 
     def _write_rest(self, model: Mapping[str, Any]) -> None:
         """What the optimizer does not step."""
@@ -271,11 +314,7 @@ class ZeroState:
         self._live_options(index).update({key: value for key, value in stored.items() if key not in kept})
 
     def _check(self, model: Mapping[str, Any], optimizer: StateTree) -> None:
-        differing = sorted(set(model) ^ set(self._saved))
-        if differing:
-            raise CheckpointError(
-                "the checkpoint is of another model", why=f"differing: {', '.join(differing[:5])}", do="pass that model"
-            )
+        check_names(model, self._saved)
         match_groups(optimizer["param_groups"], self._groups)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed.core.errors import TaskError
+from distributed.core.errors import TaskError, first_of
 from distributed.runtime.session import Session
 from distributed.strategies.checks.elementwise import moves_on_zeros
 
@@ -71,9 +71,8 @@ class UseCheck:
 
     def _refusal(self, keys: set[int], why: str) -> TaskError:
         names = [name for key, name in self._names.items() if key in keys]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return TaskError(
-            f"rank {self._session.rank}: not every backward pass gives a gradient to {', '.join(names[:_SHOWN])}{more}",
+            f"rank {self._session.rank}: not every backward pass gives a gradient to {first_of(names, _SHOWN)}",
             why=f"{why}, and DeepSpeed's flat gradients have no place for a parameter without one",
             do="freeze what is never used with requires_grad_(False), or use backend='pytorch-ddp' or 'fsdp' with "
             "find_unused_parameters=True",

@@ -27,8 +27,8 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import StateTree, StepOutput, StepTask
 from distributed.strategies.checks.replica_tensors import Named, model_tensors
 from distributed.strategies.checks.sparse_layers import refuse_sparse
-from distributed.strategies.microbatches import Passed
 from distributed.strategies.replicated import Replicated
+from distributed.strategies.steps.microbatches import Passed
 
 
 class HorovodEngine(Replicated):
@@ -72,18 +72,40 @@ class HorovodEngine(Replicated):
         _refuse_wrapped(self.optimizer)
         self._hvd, self._handled = import_horovod(), sys.exception()
         self._ring = join_ring(session, plan.engine, plan.collective_timeout_s)
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        self._named = [(names[id(parameter)], parameter) for parameter in self._parameters]
+        self._name_parameters()
         self._finds_unused = plan.replicate.find_unused_parameters
         self._is_adasum = plan.engine["reduction"] == "adasum"
         self._compresses = self._keeps_small = plan.engine["compression"] == "fp16"
         self._begin_alike(session)
+        self._reduce_trained()
+        return self.module
+
+    def _reduce_trained(self) -> None:
+        """Send the gradients of the parameters that are trained."""
+        plan = self._plan
+        assert self._ring is not None
         if not self._is_adasum:
             size_mb = next(mb for mb in (plan.engine["fusion_mb"], fusion_threshold_mb(), DEFAULT_MB) if mb is not None)
             buckets = make_buckets(self._named, size_mb * 2**20, compresses=self._compresses)
             self._reducer = BucketReducer(self._hvd, self._ring, buckets)
             self._hooks = [p.register_post_accumulate_grad_hook(self._hook(name)) for name, p in self._named]
-        return self.module
+
+    def parameters_changed(self) -> None:
+        self._remove_hooks()  # else they would be taken for the user's
+        super().parameters_changed()
+
+    def _replicate_again(self, *, group: Any = None) -> None:
+        self._name_parameters()
+        self._reduce_trained()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _name_parameters(self) -> None:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self._named = [(names[id(parameter)], parameter) for parameter in self._parameters]
 
     def _begin_alike(self, session: Session) -> None:
         """Every rank starts with rank 0's weights and buffers."""
@@ -194,9 +216,7 @@ class HorovodEngine(Replicated):
 
     def close(self) -> None:
         """Leave Horovod's world, which also ends the wait of a rank that is still in it."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._remove_hooks()
         if self._ring is not None:
             self._ring.leave(failed=sys.exception() not in (None, self._handled))
         super().close()

@@ -25,8 +25,8 @@ from distributed.core.errors import LaunchError, MissingExtraError, PlanError
 from distributed.core.protocol.failure import is_collateral
 from distributed.engines.horovod.deadline import Deadline
 from distributed.engines.horovod.env import CYCLE_TIME, knobs_in_environ
+from distributed.runtime.abort.sockets import open_sockets, shut_down
 from distributed.runtime.session import Session
-from distributed.runtime.sockets import open_sockets, shut_down
 from distributed.runtime.world import CollectiveError
 
 _LOOPBACK = "127.0.0.1"

@@ -11,9 +11,10 @@ from torch import nn
 
 from distributed.core.config import DistributedConfig
 from distributed.core.registry import is_installed
-from distributed.core.settings.typed import TrainerSettings
 from distributed.engines.horovod.ring import import_horovod
 from distributed.runtime.world import CollectiveError
+from distributed.train.task import Task
+from distributed.trainers.options import StepOptions
 from distributed.trainers.trainer import Trainer
 
 
@@ -33,21 +34,17 @@ class HorovodTrainer(Trainer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Mapping[str, nn.Module] | Task,
         optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str | None = None,
         loss_fn: Callable[..., Any] | None = None,
         *,
         config: DistributedConfig | Mapping[str, Any] | None = None,
-        scheduler: Any = None,
-        metrics: Mapping[str, Callable[[Any, Any], torch.Tensor]] | None = None,
         verbose: bool = True,
-        **settings: Unpack[TrainerSettings],
+        **options: Unpack[StepOptions],
     ) -> None:
         if not verbose:
-            settings.setdefault("progress", False)
-        super().__init__(
-            model, config, optimizer=optimizer, loss_fn=loss_fn, scheduler=scheduler, metrics=metrics, **settings
-        )
+            options.setdefault("progress", False)
+        super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn, **options)
 
     def _merge(self, settings: Mapping[str, Any]) -> DistributedConfig:
         config, own = super()._merge(settings), type(self).__name__

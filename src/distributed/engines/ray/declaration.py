@@ -14,6 +14,7 @@ RAY = Engine(
     can=MESH | WHOLE | {"cluster": Support()},
     features={"cluster": Feature("ranks placed on a Ray cluster", by_setting("address"))},
     claims=lambda wanted: "a Ray cluster's address is given" * (wanted.config.address is not None),
+    places=("keras",),
     bitwise=BITWISE,
     offloads=OFFLOADS,
     checks="distributed.engines.ray.plan:problems_of",

@@ -12,6 +12,7 @@ from typing import Any
 
 from ray import available_resources
 
+from distributed.core.atomic import append_line
 from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, Event, RankFailed, Recovered, Warned
 from distributed.core.protocol.heartbeat import read_beat
@@ -24,7 +25,6 @@ from distributed.launch.preflight import next_attempt
 from distributed.launch.supervise.first_failure import Ending, failure_error
 from distributed.launch.supervise.policy import Fault
 from distributed.launch.supervise.report import RunReport
-from distributed.launch.supervise.supervisor import append_line
 
 _PATIENT_S = 30.0  # for Ray to place the ranks, before it is said what they wait for
 

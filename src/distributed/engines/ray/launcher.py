@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 
 from ray.experimental import internal_kv
 from ray.train.v2.api.config import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
@@ -94,9 +93,7 @@ class RayLauncher(Launcher):
         where = f"the Ray cluster at {request.address}" if request.address else "a Ray cluster on this machine"
         size = f"{placement.most}" if placement.fewest == placement.most else f"{placement.fewest} to {placement.most}"
         each = "1 CPU and 1 GPU" if request.device == "cuda" else "1 CPU"
-        command = command_line(
-            ("python", "-m", "distributed.launch.node.rank", *request.command), variables_of(request)
-        )
+        command = command_line(("python", *request.command), variables_of(request))
         placed = f"{size} ranks on {where}, with {each} each, placed by {placement.strategy}"
         return Rendered((f"run directory {request.run_dir}", placed), (f"[each rank] {command}",))
 
@@ -258,11 +255,12 @@ class RayRun:
             first_attempt=request.attempt,
             nominal_ranks=request.num_nodes * request.ranks_per_node,
             env=variables_of(request),
+            roles=request.roles,
         )
         verdict = RayVerdict(self._run, self._run_dir, self._limits.max_restarts, request.attempt)
         return DataParallelTrainer(
             become_rank,
-            train_loop_config=asdict(order),
+            train_loop_config=vars(order),
             backend_config=PlacedRanks(),
             scaling_config=ScalingConfig(
                 num_workers=placement.most

@@ -12,6 +12,11 @@ def stop_key(run: str) -> str:
     return f"{run}/stop"
 
 
+def task_key(run: str, attempt: int, rank: int) -> str:
+    """Where a rank says at which address it listens."""
+    return f"{run}/task/{attempt}/{rank}"
+
+
 def node_key(run: str, attempt: int, node: int | str) -> str:
     """Where the ranks of an attempt count their nodes."""
     return f"{run}/{attempt}/{node}"

@@ -7,6 +7,7 @@ all that there is, for each other.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distributed.core.env import trial_in_env
@@ -51,6 +52,10 @@ class TuneScreen:
     def rank_line(self, rank: int, text: str) -> None:
         if self.screen is not None:
             self.screen.rank_line(rank, text)
+
+    def unfinished_lines(self, lines: Mapping[int, str]) -> None:
+        if self.screen is not None:
+            self.screen.unfinished_lines(lines)
 
     def attempt_began(self, attempt: int) -> None:
         if self.screen is not None:

@@ -215,10 +215,10 @@ class _Place:
             return {"go": False}
         else:
             self._send(message, is_last=True)
-            goes_on = self._verdicts.get()
-            if not goes_on and message["by"] == "report":
+            continues = self._verdicts.get()
+            if not continues and message["by"] == "report":
                 going.end_by = time.monotonic() + _GRACE_S
-            return {"go": goes_on}
+            return {"go": continues}
         return {"go": not going.asked_to_leave.is_set()}
 
     def _send(self, message: Message, is_last: bool = False) -> None:

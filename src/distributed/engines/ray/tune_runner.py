@@ -27,6 +27,7 @@ from ray.tune.stopper import Stopper
 from distributed.core.choices import Device
 from distributed.core.env import environ_with
 from distributed.core.errors import Problem
+from distributed.core.plan import Decision
 from distributed.engines.ray.cluster import RayCluster, cluster_now, connected
 from distributed.engines.ray.tune_actor import GONE, ActorSettings, PlacedTrial
 from distributed.launch.node.stop_signals import Stopped, Stops
@@ -65,22 +66,24 @@ class RayRunner:
 
     def obstacles(self, request: TuneRequest) -> list[Problem]:
         address = request.address
-        if address is None and not ray.is_initialized():
+        if _is_here(request):
             return placement.obstacles(request, probe_hardware())
         if address is not None and address.startswith(_CLIENT):
             return [_through_the_client(address)]
         return cluster_obstacles(request, self._cluster(request))
 
+    def decisions(self, request: TuneRequest) -> list[Decision]:
+        return placement.decisions(request, probe_hardware()) if _is_here(request) else []
+
     def slots(self, request: TuneRequest) -> int:
-        if request.address is None and not ray.is_initialized():
+        if _is_here(request):
             return placement.place(request, probe_hardware()).slots
         return cluster_slots(request, self._cluster(request))
 
     def run(self, request: TuneRequest, watcher: Watcher) -> None:
         hardware = probe_hardware()
         device = "cuda" if hardware.gpus else "cpu"
-        cpus = request.num_gpus or hardware.cpu_cores
-        with connected(request.address, cpus, device) as cluster, _quiet():
+        with connected(request.address, placement.devices_of(request, hardware), device) as cluster, _quiet():
             _Search(request, watcher, cluster).run()
 
     def _cluster(self, request: TuneRequest) -> RayCluster:
@@ -91,6 +94,11 @@ class RayRunner:
         if self._joined:
             self._joined = False
             ray.shutdown()
+
+
+def _is_here(request: TuneRequest) -> bool:
+    """Whether Ray is started on this machine for the search."""
+    return request.address is None and not ray.is_initialized()
 
 
 def cluster_slots(request: TuneRequest, cluster: RayCluster) -> int:
@@ -306,8 +314,8 @@ class _Decisions(FIFOScheduler):  # type: ignore[misc]
         self._search = search
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        goes_on = self._search.guarded(lambda: self._search.take_messages(trial, json.loads(result["messages"])))
-        return str(self.CONTINUE if goes_on else self.STOP)
+        continues = self._search.guarded(lambda: self._search.take_messages(trial, json.loads(result["messages"])))
+        return str(self.CONTINUE if continues else self.STOP)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         self._search.guarded(lambda: self._search.lost(trial))

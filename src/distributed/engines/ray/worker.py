@@ -25,10 +25,11 @@ from distributed.core.atomic import write_private
 from distributed.core.env import LAUNCHER, WorkerEnv, announce
 from distributed.core.errors import LaunchError
 from distributed.core.run_dir import RunDir
-from distributed.engines.ray.names import NAMESPACE, RAY_RUN, node_key, stop_key
+from distributed.engines.ray.names import NAMESPACE, RAY_RUN, node_key, stop_key, task_key
 from distributed.engines.ray.verdict import attempt_to_come
 from distributed.launch.node.rank import main as run_program
 from distributed.launch.ports import free_port
+from distributed.launch.request import Roles
 
 _LISTEN_EVERY_S = 0.5
 END_AT_ONCE = -signal.SIGKILL  # what the driver sends in place of a signal to stop
@@ -45,6 +46,7 @@ class RankOrder:
     first_attempt: int
     nominal_ranks: int
     env: Mapping[str, str] = field(default_factory=dict)  # beside its place in the world
+    roles: Roles | None = None  # what the ranks are to each other, if that is more than their places
 
 
 class RankEndedError(RuntimeError):
@@ -75,7 +77,8 @@ def become_rank(order: dict[str, Any]) -> None:
     asked = RankOrder(**order)
     _check_paths(asked)
     env = _take_place(asked)
-    _set_environment(asked, env)
+    announce(_variables(asked, env))
+    os.chdir(asked.folder)
     _write_to_log(RunDir(asked.run_dir).attempt(env.attempt).log(env.rank))
     _write_place(asked, env)
     is_over = threading.Event()
@@ -138,9 +141,18 @@ def _take_place(order: RankOrder) -> WorkerEnv:
     )
 
 
-def _set_environment(order: RankOrder, env: WorkerEnv) -> None:
-    announce(env.to_environ() | {LAUNCHER: "ray", RAY_RUN: order.run} | dict(order.env))
-    os.chdir(order.folder)
+def _variables(order: RankOrder, env: WorkerEnv) -> dict[str, str]:
+    roles = {} if order.roles is None else order.roles.placed(_addresses(order, env), env.rank)
+    return env.to_environ() | {LAUNCHER: "ray", RAY_RUN: order.run} | dict(roles) | dict(order.env)
+
+
+def _addresses(order: RankOrder, env: WorkerEnv) -> list[str]:
+    """Where each rank may listen: a free port of its own node, which the ranks tell each other in Ray's store."""
+    own = f"{ray.util.get_node_ip_address()}:{free_port()}"  # type: ignore[no-untyped-call]
+    keys = [task_key(order.run, env.attempt, rank) for rank in range(env.world_size)]
+    internal_kv._internal_kv_put(keys[env.rank], own.encode(), namespace=NAMESPACE)
+    ray.train.collective.barrier()
+    return [internal_kv._internal_kv_get(key, namespace=NAMESPACE).decode() for key in keys]
 
 
 def _write_to_log(path: Path) -> None:

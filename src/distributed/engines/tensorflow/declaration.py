@@ -17,9 +17,11 @@ TENSORFLOW = Engine(
         "fp16": Support(),
         "accumulation": Support(),
         "clipping": Support(),
+        "clip_value": Support(),
         "stream": Support("tf.data"),
         "batchnorm": Support(),
         "restart": Support(),
+        "cluster": Support("multi_worker"),
         "parameter_server": Support("a worker that dies is replaced alone"),
     },
     features={
@@ -35,6 +37,6 @@ TENSORFLOW = Engine(
     ),
     plans="distributed.engines.tensorflow.plan:plan_engine",
     processes="distributed.engines.tensorflow.plan:processes",
-    roles="distributed.engines.tensorflow.cluster:roles",
+    roles="distributed.engines.tensorflow.world.cluster:roles",
     preloads=("tensorflow", "keras", "distributed.engines.tensorflow.worker"),
 )

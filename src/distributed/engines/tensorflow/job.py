@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from distributed.core.plan import Plan
 from distributed.engines.tensorflow.input.sources import KerasSource
-from distributed.engines.tensorflow.model.model import Parts
+from distributed.engines.tensorflow.model.model import ModelParts
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,6 @@ class KerasJob:
     """The plan, the model taken apart, and the data."""
 
     plan: Plan
-    model: Parts | None  # None: one that is there is trained as it is
+    model: ModelParts | None  # None: one that is there is trained as it is
     train: KerasSource
     evaluation: KerasSource | None

@@ -6,21 +6,24 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from distributed.checkpoint.save.publishing import Saved
 from distributed.core.errors import NonFiniteLossError
 from distributed.core.events import Observer, StepEnded
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.protocol.heartbeat import Phase
+from distributed.core.protocol.process_owner import OwnProcess, ProcessOwner
 from distributed.engines.tensorflow.input.data import KerasLoader, Micro
 from distributed.engines.tensorflow.meter import KerasMeter
 from distributed.engines.tensorflow.model.layers import finalize
 from distributed.engines.tensorflow.model.rates import Rate
 from distributed.engines.tensorflow.run_state import KerasRunState
 from distributed.engines.tensorflow.step import Stepper, StepResult
-from distributed.engines.tensorflow.strategy import KerasWorld
+from distributed.engines.tensorflow.world.strategy import KerasWorld
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.signals import StopSignals
 from distributed.train.progress import Due, EpochSteps, record_epoch
+from distributed.train.reports import Reports
 from distributed.train.run_events import RunEvents, nothing_to_resume
 
 
@@ -42,18 +45,19 @@ class KerasLoop:
         heartbeat: Heartbeat,
         observer: Observer | None,
         utilization: Callable[[], float | None] = lambda: None,
+        host: ProcessOwner | None = None,
     ) -> None:
         self._plan, self._model, self._stepper, self._world, self._state = plan, model, stepper, world, state
         self._train, self._evaluation, self._rate, self._stop = train, evaluation, rate, stop
         self._heartbeat, self._events, self._utilization = heartbeat, RunEvents(plan, observer), utilization
         self._meter = KerasMeter(model, world)
-        self._due = Due(plan)
+        self._due, self._reports = Due(plan), Reports(host or OwnProcess())
         self._before: StepResult | None = None  # the step before this one, whose numbers are there without waiting
         self.interrupted = False
 
     def begin(self) -> None:
         """Take what a checkpoint holds, or nothing."""
-        self._state.restore(on_saved=self._events.saved, on_failed=self._events.not_saved)
+        self._state.restore(on_saved=self._saved, on_failed=self._events.not_saved)
         finalize(self._model)
         self._meter.load_state(self._state.progress.meter)
         self._rate.set(self._state.progress.step, is_own=self._plan.checkpoint.own_rates)
@@ -73,6 +77,7 @@ class KerasLoop:
                 progress.begin_next_epoch()
                 self._meter.begin_epoch()
             self._close_epoch(epoch, seconds, samples, metrics)
+            self._reports.measured(progress, metrics)
             if is_whole and self._due.save_after_epoch(progress):
                 self._save(metrics)
         self._save(metrics, wait=True)
@@ -133,10 +138,16 @@ class KerasLoop:
         return self._events.evaluated(epoch, self._state.progress.step, time.perf_counter() - begun, metrics)
 
     def _save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
+        self._reports.saves(self._state.progress, metrics or {})
         with self._heartbeat.phase(Phase.SAVING):
             self._stepper.settle()
             self._state.save(self._meter.state(), metrics, wait=wait)
         self._due.saved()
+        self._reports.tell()
+
+    def _saved(self, saved: Saved) -> None:
+        self._reports.saved(saved.step, saved.path)
+        self._events.saved(saved)
 
     def _first_decides(self, is_due: bool) -> bool:
         """The first process's clock decides for all, at the steps where they meet anyway."""

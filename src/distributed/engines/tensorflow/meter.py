@@ -13,7 +13,7 @@ import numpy as np
 from distributed.engines.tensorflow.model.model import array_of
 from distributed.engines.tensorflow.model.variables import metric_variables
 from distributed.engines.tensorflow.step import StepResult
-from distributed.engines.tensorflow.strategy import KerasWorld
+from distributed.engines.tensorflow.world.strategy import KerasWorld
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import PlanError, Problem
 from distributed.core.plan import Decision, Plan
+from distributed.core.values import parse_frequency
 
 # Settings that only torch's engines read; given for TensorFlow, they would have no effect.
 _OF_TORCH = (
@@ -18,10 +19,20 @@ _OF_TORCH = (
     "sample_check",
     "certificate_steps",
     "iterable_split",
+    "num_workers",
+    "whole_model_on",
+    "tf32",
+    "keep_freed_memory",
     "share_gpus",
+    "val_check_interval",
+    "sanity_val_steps",
+    "slow_rank",
+    "slow_rank_wait_s",
     "min_gpus",
     "min_nodes",
     "max_nodes",
+    "max_time",
+    "model_summary",
 )
 
 
@@ -51,7 +62,7 @@ def lay_out(config: DistributedConfig, num_nodes: int, devices: int) -> ProcessL
     """
     kind = config.tensorflow_strategy
     if kind == "auto":
-        kind = "mirrored" if num_nodes == 1 else "multi_worker"
+        kind = "mirrored" if num_nodes == 1 and config.address is None else "multi_worker"
     if kind == "parameter_server":
         return ProcessLayout(kind, num_nodes * devices, 1, config.parameter_servers, chief=1)
     if kind == "multi_worker":  # TensorFlow has one replica a process where it trains on CPUs: so everywhere
@@ -141,6 +152,9 @@ def _problems(config: DistributedConfig, layout: ProcessLayout, plan: Plan) -> l
                 do="leave it out",
             )
         )
+    if config.checkpoint_frequency and parse_frequency(config.checkpoint_frequency)[1] == "validations":
+        why = "TensorFlow runs are validated after each epoch"
+        found.append(Problem("checkpoint_frequency by validations", why=why, do="set it to a number of epochs"))
     found += _server_problems(config, layout, plan)
     for name in _OF_TORCH:
         if config.given(name):
@@ -156,7 +170,7 @@ def _server_problems(config: DistributedConfig, layout: ProcessLayout, plan: Pla
     asked = {
         f"num_nodes={plan.num_nodes}": (plan.num_nodes > 1, "its processes are started on one machine"),
         f"gradient_accumulation_steps={config.gradient_accumulation_steps}": (
-            config.gradient_accumulation_steps > 1,
+            config.gradient_accumulation_steps != 1,
             "each worker updates the parameters with every batch that it is handed",
         ),
         "mixed_precision='fp16'": (plan.precision.kind == "fp16", "workers would change one scale of the loss at once"),

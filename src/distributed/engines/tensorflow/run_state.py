@@ -23,7 +23,7 @@ from distributed.engines.tensorflow.input.data import KerasLoader
 from distributed.engines.tensorflow.model.model import array_of
 from distributed.engines.tensorflow.model.variables import name_variables, seed_variables
 from distributed.engines.tensorflow.state import Checkpoints
-from distributed.engines.tensorflow.strategy import KerasWorld
+from distributed.engines.tensorflow.world.strategy import KerasWorld
 from distributed.train.progress import Progress
 
 
@@ -45,7 +45,7 @@ class KerasRunState:
         self._named = name_variables(model, scaler)
         self._checkpoints: Checkpoints | None = None
         self.progress = RecordedProgress()
-        self.source = "the beginning"  # of the state that this run goes on from
+        self.source = "the beginning"  # of the state that this run begins with
 
     @property
     def path(self) -> str:

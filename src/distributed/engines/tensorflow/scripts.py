@@ -8,8 +8,8 @@ import os
 import tensorflow as tf
 
 from distributed.core.env import WorkerEnv
-from distributed.engines.tensorflow.parameter_server import join_cluster
-from distributed.engines.tensorflow.strategy import Setup, make_strategy, set_threads
+from distributed.engines.tensorflow.world.parameter_server import join_cluster
+from distributed.engines.tensorflow.world.strategy import Setup, make_strategy, set_threads
 
 
 def prepare(text: str, world: WorkerEnv) -> None:

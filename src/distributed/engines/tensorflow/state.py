@@ -30,7 +30,7 @@ from distributed.checkpoint.storage.manifests import read_manifest
 from distributed.checkpoint.storage.ownership import FolderTakenError, check_held, hold_folder
 from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import CheckpointError
+from distributed.core.errors import CheckpointError, first_of
 from distributed.core.locks import Lock
 from distributed.core.plan import Plan
 from distributed.runtime.launch_id import launch_id, note_launch, recall_launch
@@ -255,10 +255,9 @@ class Checkpoints:
         ]
         differs = [text for text in texts if text.startswith("model/") or not is_imported]
         if differs:
-            more = f" and {len(differs) - 3} more" if len(differs) > 3 else ""
             raise CheckpointError(
                 f"the checkpoint {candidate.path} is of another model or optimizer",
-                why="; ".join(differs[:3]) + more,
+                why=first_of(differs, between="; "),
                 do="pass the model and the optimizer that were trained, or another checkpoint_dir",
             )
         if not is_imported:
@@ -285,6 +284,7 @@ class Checkpoints:
             keep_last=checkpoint.keep_last,
             keep_every=checkpoint.keep_every,
             best=checkpoint.best.partition(":")[0] or None,
+            best_count=checkpoint.best_count,
             known=self._verified,
             lineage=self._lineage,
             check_held=self._check_held,

@@ -13,7 +13,9 @@ import tensorflow as tf
 
 from distributed.core.plan import Plan
 from distributed.engines.tensorflow.input.data import Micro
+from distributed.engines.tensorflow.model.calls import call_of, traced
 from distributed.engines.tensorflow.model.losses import LossOf
+from distributed.engines.tensorflow.model.model import library_of, owns
 
 _SHRINK, _GROW = 0.5, 2.0
 _EPSILON = 1e-6  # torch's, by which its clipping keeps a norm of zero from dividing
@@ -32,8 +34,11 @@ class Stepper:
 
     def __init__(self, model: Any, strategy: tf.distribute.Strategy, plan: Plan) -> None:
         self._model, self._strategy = model, strategy
-        self._loss = LossOf(model, strategy.num_replicas_in_sync)
-        self._clip = plan.optimizer.clip_norm
+        is_legacy = library_of(model) != "keras"
+        self._call = call_of(is_legacy=is_legacy)
+        self._computes_metrics = not is_legacy or owns(type(model), "compute_metrics")
+        self._loss = LossOf(model, strategy.num_replicas_in_sync, self._call)
+        self._clip, self._clip_value = plan.optimizer.clip_norm, plan.optimizer.clip_value
         self.optimizer = _single(model.optimizer)
         self._is_legacy = not hasattr(self.optimizer, "apply")
         self._is_patched = False
@@ -47,9 +52,9 @@ class Stepper:
         self.scaler = Scaler(plan) if is_scaled else None
         self._not_asked = tf.zeros((), tf.float32)
         self._asked = tf.ones((), tf.float32)
-        self._micro = tf.function(self._run_micro, reduce_retracing=True)
-        self._last = tf.function(self._run_last, reduce_retracing=True)
-        self._evaluate = tf.function(self._run_evaluation, reduce_retracing=True)
+        self._micro = traced(self._run_micro)
+        self._last = traced(self._run_last)
+        self._evaluate = traced(self._run_evaluation)
 
     def step(self, micros: Sequence[Micro], *, is_asked: bool = False) -> StepResult:
         """One optimizer step over these micro-batches."""
@@ -123,7 +128,7 @@ class Stepper:
         """Of this replica alone, added to those of the micro-batches before."""
         x, y, sample_weight = unpacked(batch)
         with tf.GradientTape() as tape:
-            predicted = forward(self._model, x, training=True)
+            predicted = self._call(self._model, x, training=True)
             own = self._loss(x, y, predicted, sample_weight, weight)
             scaled = own if self.scaler is None else own * self.scaler.scale
         found = tape.gradient(scaled, self._variables)
@@ -152,12 +157,14 @@ class Stepper:
         if self._clip is not None:
             factor = tf.minimum(1.0, self._clip / (norm + _EPSILON))
             gradients = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+        if self._clip_value is not None:
+            gradients = [tf.clip_by_value(each, -self._clip_value, self._clip_value) for each in gradients]
         return gradients, sums, norm
 
     def _apply(self, gradients: list[Any]) -> None:
         if self._is_legacy:
             pairs = zip(gradients, self._trained, strict=True)
-            self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+            self._call(self.optimizer.apply_gradients, pairs, skip_gradients_aggregation=True)
         else:
             self.optimizer.apply(gradients, self._trained)
 
@@ -165,7 +172,10 @@ class Stepper:
         """The compiled metrics; a stand-in leaves no trace in them."""
 
         def update() -> Any:
-            self._model.compute_metrics(x, y, predicted, sample_weight)
+            if self._computes_metrics:
+                self._call(self._model.compute_metrics, x, y, predicted, sample_weight)
+            else:  # legacy Keras reads the results as well, for which replicas would have to meet in a condition
+                self._call(self._model.compiled_metrics.update_state, y, predicted, sample_weight)
             return tf.no_op()
 
         if has_stand_in:
@@ -179,7 +189,7 @@ class Stepper:
 
     def _evaluation(self, batch: Any, size: Any, has_stand_in: bool) -> Any:
         x, y, sample_weight = unpacked(batch)
-        predicted = forward(self._model, x, training=False)
+        predicted = self._call(self._model, x, training=False)
         loss = self._loss(x, y, predicted, sample_weight, size)
         self._measure(x, y, predicted, sample_weight=sample_weight, size=size, has_stand_in=has_stand_in)
         return tf.stack([tf.cast(loss, tf.float32), size])
@@ -205,10 +215,6 @@ def unpacked(batch: Any) -> tuple[Any, Any, Any]:
     """(inputs, targets, sample weights), of which all but the first may be missing; bare inputs are only these."""
     x, y, sample_weight = (*(batch if isinstance(batch, tuple) else (batch,)), None, None)[:3]
     return x, y, sample_weight
-
-
-def forward(model: Any, x: Any, *, training: bool) -> Any:
-    return model(x, training=training)
 
 
 def _single(optimizer: Any) -> Any:

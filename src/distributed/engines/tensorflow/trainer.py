@@ -10,11 +10,12 @@ from typing import Any, Unpack
 from distributed.core.config import DistributedConfig, build_config
 from distributed.core.engines.engine import ENGINES
 from distributed.core.env import dry_ranks, take_out, worker_env
-from distributed.core.errors import PlanError
+from distributed.core.errors import ConfigError, DataError, PlanError, TaskError
 from distributed.core.history import History
 from distributed.core.registry import is_installed
 from distributed.core.settings.typed import Settings, TrainerSettings
-from distributed.engines.tensorflow.cluster import STRATEGY
+from distributed.engines.tensorflow.world.cluster import STRATEGY
+from distributed.trainers.dev_run import without_checkpoint
 from distributed.trainers.settings import build_fit_config, plain
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
@@ -45,12 +46,20 @@ class TensorFlowDistributedTrainer:
         loss: Any = None,
         metrics: Any = None,
         strategy: Any = None,
+        callbacks: Any = (),
         **settings: Unpack[TrainerSettings],
     ) -> None:
         """`strategy` is a tf.distribute.Strategy in whose scope the model was built: then all happens in this process.
 
         `optimizer`, `loss` and `metrics` are those of Keras's `compile`; an optimizer may be a function that makes it.
         """
+        if callbacks:
+            kinds = ", ".join(type(callback).__name__ for callback in callbacks)
+            raise TaskError(
+                f"TensorFlowDistributedTrainer takes no callbacks, and {kinds} would never be called",
+                why="the loop for Keras models has no points at which it calls code of yours, nor does it call Keras's",
+                do="keep_best, checkpoint_frequency and log_every_n_steps do much of it; or call fit epoch by epoch",
+            )
         keywords = plain(settings)
         if isinstance(optimizer, str) and optimizer in _OF_SETTINGS:
             keywords["optimizer"], optimizer = optimizer, None
@@ -81,13 +90,17 @@ class TensorFlowDistributedTrainer:
         """Of the last `fit`."""
         return float("nan") if self.history is None else self.history.best_accuracy
 
-    def fit(self, train: Any, validation: Any = None, **settings: Unpack[Settings]) -> History:
+    def fit(
+        self, train: Any, validation: Any = None, *, validation_data: Any = None, **settings: Unpack[Settings]
+    ) -> History:
         """Train, and afterwards hold the trained weights in `model`.
 
         `train` and `validation` are `(x, y)` or `(x, y, sample_weight)` of arrays, a tf.data.Dataset of batches, or a
-        function that returns one. `settings` win over the trainer's. Ctrl-C ends all processes at a common step;
-        `model` and `history` then hold what was trained, and KeyboardInterrupt is raised.
+        function that returns one; `validation_data` is Keras's name for `validation`. `settings` win over the
+        trainer's. Ctrl-C ends all processes at a common step; `model` and `history` then hold what was trained, and
+        KeyboardInterrupt is raised.
         """
+        validation = _one_validation(train, validation, validation_data)
         config = build_fit_config(self.config, settings, "keras")
         if config.backend == "auto":
             config = config.merged(self.preset, type(self).__name__)
@@ -104,11 +117,29 @@ class TensorFlowDistributedTrainer:
         world = worker_env()
         self.history = fit.alone() if world is None else fit.in_world(world, next(_JOINED))
         self._trained = fit.model
+        if config.fast_dev_run:
+            self.history = without_checkpoint(self.history, is_main=self.is_main)
         if self.history.interrupted:
             if world is not None and not world.is_followed and self.history.stop_signal != signal.SIGINT:
                 raise SystemExit(config.requeue_exit_code)  # for Slurm, which started this process itself
             raise KeyboardInterrupt
         return self.history
+
+
+def _one_validation(train: Any, validation: Any, validation_data: Any) -> Any:
+    if validation is not None and validation_data is not None:
+        raise ConfigError(
+            "validation and validation_data are both given",
+            why="both are the data that is evaluated after each epoch",
+            do="leave one of them out",
+        )
+    if hasattr(train, "shape") and hasattr(validation, "shape"):  # as Keras's fit has them
+        raise DataError(
+            "fit(x, y) has inputs for train, and targets for validation",
+            why="inputs and their targets are one argument here",
+            do="fit((x, y), validation_data=(x_val, y_val))",
+        )
+    return validation if validation_data is None else validation_data
 
 
 def _prepare() -> None:

@@ -17,22 +17,24 @@ from distributed.core.env import WorkerEnv, ticket_in_env, worker_env
 from distributed.core.errors import CheckpointError
 from distributed.core.history import History
 from distributed.core.plan import Plan
+from distributed.core.protocol.process_owner import process_owner_of
 from distributed.core.protocol.rank_protocol import Joined, Resumed
 from distributed.core.protocol.ticket import Ticket
 from distributed.core.run_dir import RunDir
-from distributed.engines.tensorflow.cluster import announce_in_world
+from distributed.data.shares import most_evaluated
 from distributed.engines.tensorflow.input.data import KerasEvalLoader, train_loader
 from distributed.engines.tensorflow.input.sources import example_of
 from distributed.engines.tensorflow.job import KerasJob
 from distributed.engines.tensorflow.loop import KerasLoop
 from distributed.engines.tensorflow.model.layers import check_layer_losses
 from distributed.engines.tensorflow.model.rates import Rate
-from distributed.engines.tensorflow.parameter_server import RemoteStepper, enter, has_servers, join_launcher
 from distributed.engines.tensorflow.payload import Payload
 from distributed.engines.tensorflow.plan import cut_for
 from distributed.engines.tensorflow.run_state import KerasRunState
 from distributed.engines.tensorflow.step import Stepper
-from distributed.engines.tensorflow.strategy import KerasWorld, make_world
+from distributed.engines.tensorflow.world.cluster import announce_in_world
+from distributed.engines.tensorflow.world.parameter_server import RemoteStepper, enter, has_servers, join_launcher
+from distributed.engines.tensorflow.world.strategy import KerasWorld, make_world
 from distributed.observe.live import RunScreen, Ticker
 from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
@@ -72,9 +74,10 @@ def run_process(
     heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), env.rank)
     if has_servers(plan):
         join_launcher(plan.run_dir, env, in_run=True)
-    watchers = _Watchers(plan, env, shows_progress)
+    watchers, host = _Watchers(plan, env, shows_progress), process_owner_of(env)
     try:
         with StopSignals(is_supervised=line is not None) as stop:
+            host.on_stop(stop.request)
             loop = KerasLoop(
                 plan,
                 model,
@@ -88,11 +91,15 @@ def run_process(
                 heartbeat=heartbeat,
                 observer=watchers.observer,
                 utilization=UtilizationSampler(plan.device).percent,
+                host=host,
             )
             loop.begin()
             _report_resumed(line, env, state)
+            if env.is_main:
+                host.resumed(state.progress.step, state.source)
             history = loop.run()
             state.close()
+        host.close()
         if env.is_main:
             history.save(RunDir(plan.run_dir).history)
         _report_end(line)
@@ -136,8 +143,11 @@ def _report_end(line: AgentLine | None) -> None:
 def _evaluation(job: KerasJob, world: KerasWorld) -> KerasEvalLoader | None:
     if job.evaluation is None:
         return None
+    if job.plan.data.evaluation == 0:
+        return None
     size = job.evaluation.batch_size or job.plan.batch.per_device
-    return KerasEvalLoader(job.evaluation, size, world.size, world.replicas, job.plan.seed)
+    most = functools.partial(most_evaluated, job.plan, own_size=job.evaluation.batch_size)
+    return KerasEvalLoader(job.evaluation, size, world.size, world.replicas, job.plan.seed, most)
 
 
 class _Watchers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from distributed.core.batch_plan import BatchPlan
 from distributed.core.errors import DataError
-from distributed.core.plan import BatchPlan
 from distributed.data.order import shuffled_order
 from distributed.data.shares import EpochSplit, share
 from distributed.engines.tensorflow.input.sources import Arrays, KerasSource, map_tree, rows
@@ -114,7 +115,8 @@ class KerasStreamLoader:
         accumulation = self._batch.accumulation
         dataset = self._open_epoch(epoch).rebatch(self._batch.micro_batch)
         batches = iter(dataset.skip(first_step * accumulation).prefetch(2))
-        while True:
+        steps = range(first_step, self._batch.limit) if self._batch.limit else itertools.count()
+        for _ in steps:
             group = [(batch, rows(batch)) for batch in islice(batches, accumulation)]
             total = sum(size for _, size in group)
             if total == 0 or (self._batch.drop_last and total < self._batch.global_batch):
@@ -156,14 +158,19 @@ class KerasEvalLoader:
     ranks: int
     replicas: range
     seed: int
+    most: Callable[[int | None], int | None] = lambda samples: None  # samples over all replicas; None: all
 
     def __iter__(self) -> Iterator[Micro]:
         made, whole = self._made, self.per_replica * self.ranks
+        most = self.most(made.samples if isinstance(made, Arrays) else None)
         if isinstance(made, Arrays):
-            for start in range(0, made.samples, whole):
-                size = min(whole, made.samples - start)
+            samples = made.samples if most is None else min(most, made.samples)
+            for start in range(0, samples, whole):
+                size = min(whole, samples - start)
                 yield cut_batch(made.take(slice(start, start + size)), size, size, self.ranks, self.replicas)
             return
+        if most is not None:
+            made = made.rebatch(self.per_replica).take(most // self.per_replica)
         for batch in made.rebatch(whole).prefetch(2):
             size = rows(batch)
             yield cut_batch(batch, size, size, self.ranks, self.replicas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
@@ -23,8 +24,9 @@ class LossOf:
     it must not divide at all.
     """
 
-    def __init__(self, model: Any, replicas: int) -> None:
-        self._model, self._replicas = model, replicas
+    def __init__(self, model: Any, replicas: int, call: Callable[..., Any]) -> None:
+        """`call` calls what is the model's own."""
+        self._model, self._replicas, self._call = model, replicas, call
         self._is_legacy = not hasattr(model, "_compile_loss")
         self._compiled = model.compiled_loss if self._is_legacy else model._compile_loss
         self._is_sum = self._adds_up()
@@ -34,7 +36,7 @@ class LossOf:
         total = tf.zeros((), tf.float32)
         if self._compiled is not None:
             with nullcontext() if self._is_legacy else _UNDIVIDED:
-                loss = tf.cast(self._compiled(y, predicted, sample_weight=sample_weight), tf.float32)
+                loss = tf.cast(self._call(self._compiled, y, predicted, sample_weight=sample_weight), tf.float32)
             part = weight * self._replicas if self._is_legacy else weight
             total += loss * (tf.cast(weight > 0, tf.float32) if self._is_sum else part)  # a stand-in has no weight
         for extra in self._model.losses:  # regularization, and what layers add: means over samples too

@@ -21,6 +21,7 @@ from distributed.engines.tensorflow.model.layers import (
     has_layer_losses,
     synchronize_batchnorm,
 )
+from distributed.engines.tensorflow.model.scope import call_in_scope
 from distributed.engines.tensorflow.model.sending import LIBRARIES, decompose, made
 
 _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
@@ -44,7 +45,7 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """All that a model is: how to build it, its numbers, and what it was compiled with."""
 
     library: str  # "keras" or "tf_keras"; "": known once it is built
@@ -77,7 +78,7 @@ class Parts:
             if policy and not any(name in sys.modules for name in LIBRARIES):
                 self.build()  # imports the Keras whose layers it makes
             with policy_of_layers(policy):
-                return checked_model(self.build(), "what the given function returned")
+                return checked_model(call_in_scope(self.build), "what the given function returned")
         library = import_module(self.library)
         config = with_policy(self.config, policy) if policy else self.config
         try:
@@ -86,7 +87,7 @@ class Parts:
             raise TaskError("the model cannot be made again from its config", why=str(failed), do=_BUILD) from failed
 
 
-def decompose_model(model: Any, compiled: Compiled | None) -> Parts:
+def decompose_model(model: Any, compiled: Compiled | None) -> ModelParts:
     """The parts of a model that is given whole; `compiled` wins over what it was compiled with."""
     library = library_of(model)
     assert library is not None
@@ -111,7 +112,7 @@ def decompose_model(model: Any, compiled: Compiled | None) -> Parts:
     if compiled is None and optimizer is not None and _is_built(optimizer):
         values = tuple(array_of(variable) for variable in state_of(optimizer))
     weights = tuple(model.get_weights()) if model.built else ()
-    return Parts(
+    return ModelParts(
         library,
         build=None,
         config=config,
@@ -291,11 +292,10 @@ def check_compiled(model: Any, given: Compiled | None, batch: Callable[[], Any])
     """Refuse a model that has nothing to minimize, and one whose own step we would pass over."""
     kind = type(model)
     loss = (given or compiled_of(model)).loss
-    owns_loss = kind.compute_loss is not _base(kind, "compute_loss")
-    if not leaves(loss) and not owns_loss and not has_layer_losses(model, batch):
+    if not leaves(loss) and not owns(kind, "compute_loss") and not has_layer_losses(model, batch):
         what = "the model is not compiled, and no loss is given" if not is_compiled(model) else "there is no loss"
         raise TaskError(what, why="training needs a number to minimize", do="model.compile(loss=…, …), or pass loss=…")
-    own = [name for name in ("train_step", "compute_loss") if getattr(kind, name) is not _base(kind, name)]
+    own = [name for name in ("train_step", "compute_loss") if owns(kind, name)]
     if own:
         raise TaskError(
             f"{kind.__name__} has a {own[0]} of its own",
@@ -304,10 +304,10 @@ def check_compiled(model: Any, given: Compiled | None, batch: Callable[[], Any])
         )
 
 
-def _base(kind: type, name: str) -> Any:
-    """Keras's own method of that name."""
+def owns(kind: type, name: str) -> bool:
+    """Whether a user's class of models has a method in place of Keras's."""
     owner = next(one for one in kind.__mro__ if library_of_class(one, direct=True) and name in one.__dict__)
-    return owner.__dict__[name]
+    return getattr(kind, name) is not owner.__dict__[name]
 
 
 def _is_factory(optimizer: Any) -> bool:

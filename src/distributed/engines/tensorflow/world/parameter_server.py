@@ -23,7 +23,7 @@ from distributed.core.protocol.rank_protocol import Joined, Resumed
 from distributed.core.run_dir import RunDir
 from distributed.engines.tensorflow.input.data import Micro, ReplicaPart
 from distributed.engines.tensorflow.step import Stepper, StepResult
-from distributed.engines.tensorflow.strategy import KerasWorld, Setup, set_threads
+from distributed.engines.tensorflow.world.strategy import KerasWorld, Setup, set_threads
 from distributed.runtime.agent_line import AgentLine, agent_line
 from distributed.runtime.heartbeat import Heartbeat
 

@@ -13,6 +13,7 @@ from distributed.core.choices import Device, ReplicaStrategy
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import DistributedError, LaunchError, PlanError
 from distributed.core.plan import Plan
+from distributed.engines.tensorflow.model.calls import traced
 
 _EARLY = "pass a function that builds the model, and leave all work with TensorFlow to it and to what comes after fit"
 
@@ -50,7 +51,7 @@ def _gatherer(strategy: Any) -> Any:
     def gather(own: Any) -> Any:
         return strategy.experimental_local_results(strategy.run(tell, args=(own,)))[0]
 
-    return tf.function(gather)
+    return traced(gather)
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,14 @@ def make_world(plan: Plan, env: WorkerEnv) -> KerasWorld:
     strategy = make_strategy(setup)
     _check_size(setup, strategy.num_replicas_in_sync, plan.world_size)
     if setup.kind == "multi_worker":
-        first = env.rank * setup.replicas
-        return KerasWorld(strategy, range(first, first + setup.replicas), plan.engine["processes"])
+        return worker_world(strategy, plan, env)
     return KerasWorld(strategy, range(plan.world_size))
+
+
+def worker_world(strategy: Any, plan: Plan, env: WorkerEnv) -> KerasWorld:
+    """This process's part of a strategy of several processes."""
+    replicas, first = plan.engine["replicas"], env.rank * plan.engine["replicas"]
+    return KerasWorld(strategy, range(first, first + replicas), plan.engine["processes"])
 
 
 def _check_size(setup: Setup, found: int, planned: int) -> None:
@@ -107,22 +113,6 @@ def make_strategy(setup: Setup) -> Any:
     # On CPUs, sums in one order: TensorFlow's own choice is made for GPUs.
     ops = tf.distribute.ReductionToOneDevice() if setup.device == "cpu" else None
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
-
-
-def given_world(strategy: Any) -> KerasWorld:
-    """Of a strategy that the user made, all of whose replicas are in this process."""
-    of_several = {
-        "multi_worker": tf.distribute.MultiWorkerMirroredStrategy,
-        "parameter_server": tf.distribute.ParameterServerStrategy,
-    }
-    for name, kind in of_several.items():
-        if isinstance(strategy, kind):
-            raise PlanError(
-                f"strategy= is a {kind.__name__}",
-                why="the strategy has replicas in other processes, which would each take themselves for the only one",
-                do=f"set tensorflow_strategy={name!r} in place of it, and give the model as a function that builds it",
-            )
-    return KerasWorld(strategy, range(int(strategy.num_replicas_in_sync)))
 
 
 def _multi_worker(setup: Setup) -> Any:

@@ -7,7 +7,7 @@ here imports TensorFlow: it runs in the process that starts the ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from distributed.core.config import DistributedConfig
@@ -68,6 +68,10 @@ class Cluster:
             kind = task_of(self.layout, place.rank_offset + local_rank)[0] if self.layout.chief else ""
             found.append(Role(variables, serves=kind in ("worker", "ps"), is_vital=kind in ("chief", "ps")))
         return found
+
+    def placed(self, addresses: Sequence[str], rank: int) -> dict[str, str]:
+        """Of a rank that a cluster has placed, where the addresses are known only then."""
+        return {**self.shared, "TF_CONFIG": render(self.layout, tuple(addresses), rank)}
 
     def _addresses(self, place: NodePlace) -> tuple[str, ...]:
         """Of every task, by rank. A server that survives while a worker is replaced keeps its address."""
