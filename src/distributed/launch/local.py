@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, replace
 from distributed.core.env import JOIN_TOKEN, WorkerEnv, gpu_names, inherited_environ
 from distributed.core.run_dir import RunDir
 from distributed.launch.base import Launcher
+from distributed.launch.node.command import rank_argv
 from distributed.launch.node.log_mirror import LogMirror, MirrorScreen
+from distributed.launch.node.preloading import ALWAYS, Preloads, preloads
 from distributed.launch.node.rank_group import RankGroup
 from distributed.launch.node.shared_gpus import on_shared_gpu
-from distributed.launch.node.warm_parent import ALWAYS, WarmParent, preloads
+from distributed.launch.node.warm_parent import WarmParent
+from distributed.launch.program_file import program_file
 from distributed.launch.rendezvous.nodes import Alone, Nodes, Round
 from distributed.launch.request import LaunchRequest, NodePlace, NodeProcesses, ProcessSpec, Rendered, Role
 from distributed.launch.supervise.restart_limits import RestartLimits
@@ -32,8 +35,8 @@ class LocalLauncher(Launcher):
     >>> request = LaunchRequest(("train.py", "--lr", "1"), run_dir="runs/x", ranks_per_node=2)
     >>> launcher = LocalLauncher(environ={}, python="python")
     >>> process = launcher.node_processes(request, NodePlace.alone(request, port=29500)).processes[1]
-    >>> process.argv
-    ('python', '-m', 'distributed.launch.node.rank', 'train.py', '--lr', '1')
+    >>> process.argv[3:]
+    ('train.py', '--lr', '1')
     >>> process.env["RANK"], process.env["MASTER_PORT"]
     ('1', '29500')
     """
@@ -60,13 +63,15 @@ class LocalLauncher(Launcher):
                 restarts=restarts,
                 nominal_ranks=request.num_nodes * request.ranks_per_node,
             )
+            variables = self._variables(request, worker)
             processes.append(
                 ProcessSpec(
                     rank=worker.rank,
-                    argv=(self.python, "-m", "distributed.launch.node.rank", *request.command),
-                    env=self._variables(request, worker) | dict(roles[local_rank].env),
+                    argv=rank_argv(self.python, request.command_of(variables["LOCAL_RANK"])),
+                    env=variables | dict(roles[local_rank].env),
                     log_path=str(attempt.log(worker.rank)),
                     role=roles[local_rank],
+                    has_input=request.has_input and worker.is_main,
                 )
             )
         return NodeProcesses(request.run_dir, str(attempt), tuple(processes), place.node_rank)
@@ -87,7 +92,7 @@ class LocalLauncher(Launcher):
 
     def render(self, request: LaunchRequest, limits: RestartLimits) -> Rendered:
         """The commands of this node's ranks, with the values that are known before the rendezvous."""
-        port, notes = request.master_port or _SHOWN_PORT, []
+        port, notes, request = request.master_port or _SHOWN_PORT, [], _with_limits(request, limits)
         if request.num_nodes == 1:
             place = NodePlace.alone(request, port)
             if request.master_port is None:
@@ -148,17 +153,17 @@ class LocalLauncher(Launcher):
         """
         kept_back = ("TORCHELASTIC_", JOIN_TOKEN)
         inherited = {name: value for name, value in self.environ.items() if not name.startswith(kept_back)}
+        request = _with_limits(request, limits or RestartLimits())
         nodes = nodes or Alone(request)
         mirror = LogMirror(screen)
-        script = None if request.command[0] == "-m" else request.command[0]
-        preload = preloads(script, request.preload or ALWAYS) if request.warm else None
+        found = preloads_of(request)
         supervisor = Supervisor(
             request=request,
             nodes=nodes,
             rank_group=RankGroup(
                 inherited,
                 self.python,
-                preload=preload,
+                preload=found.modules if found is not None and found.modules else None,
                 parent=parent,
                 frees_devices=request.device == "cuda",
                 on_started=lambda member: mirror.follow(member.rank, member.process.log_path),
@@ -188,3 +193,15 @@ class LocalLauncher(Launcher):
             for spec, slot in zip(rendered.processes, slots, strict=False)
         ]
         return replace(rendered, processes=tuple(specs))
+
+
+def _with_limits(request: LaunchRequest, limits: RestartLimits) -> LaunchRequest:
+    """How often a script is started again that no Trainer is used in, as torchrun tells it."""
+    return replace(request, env={"TORCHELASTIC_MAX_RESTARTS": str(limits.max_restarts or 0)} | dict(request.env))
+
+
+def preloads_of(request: LaunchRequest) -> Preloads | None:
+    """What the warm parent of a run imports; None: it has none."""
+    if not (request.warm and WarmParent.is_supported()):
+        return None
+    return preloads(program_file(request.command), request.preload or ALWAYS)

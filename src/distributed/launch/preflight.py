@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from distributed.core.config import DistributedConfig
 from distributed.core.errors import Problem
 from distributed.core.registry import nearest
 from distributed.core.run_dir import RunDir
 from distributed.launch.ports import free_port, port_in_use
+from distributed.launch.program_file import module_file
 from distributed.launch.request import LaunchRequest
 
 _MOST_SOURCE = 4 * 2**20  # bytes of a script that are checked
@@ -33,6 +35,17 @@ def check_script(path: str) -> list[Problem]:
     close = [str(folder / by_stem[stem]) for stem in nearest(Path(path).stem, by_stem)]
     do = f"did you mean {' or '.join(close)}?" if close else f"in {folder.absolute()} there is: {_some(names)}"
     return [Problem(f"the script {path} does not exist", why=_here(), do=do)]
+
+
+def check_module(name: str) -> list[Problem]:
+    """Problems if `python -m name` would find nothing to run, or no Python."""
+    path = module_file(name)
+    if path is not None:
+        return _check_source(path) if path.endswith(".py") else []
+    if name.endswith(".py"):
+        return [Problem(f"-m {name}", why="-m names a module, and this is a file", do=f"--script {name}")]
+    do = f"start from the folder that {name.partition('.')[0]} is in, or install it; python -m {name} must find it too"
+    return [Problem(f"there is no module {name} to run", why=_here(), do=do)]
 
 
 def _check_source(path: str) -> list[Problem]:
@@ -208,6 +221,19 @@ def _event_kinds(path: Path) -> Iterator[str]:
 def next_attempt(run_dir: str) -> int:
     """The number of a new attempt in a run directory: 0 in a fresh one."""
     return max(RunDir(run_dir).attempt_numbers(), default=-1) + 1
+
+
+def run_dir_of(config: DistributedConfig) -> str:
+    """Where a run is to write. One that only tries leaves the directory that is named to the run that it tries.
+
+    >>> run_dir_of(DistributedConfig(run_dir="runs/a"))
+    'runs/a'
+    >>> run_dir_of(DistributedConfig(run_dir="runs/a", fast_dev_run=True)).startswith("runs/a/dev-runs/")
+    True
+    """
+    if config.run_dir and config.fast_dev_run:
+        return new_run_dir(str(RunDir(config.run_dir).dev_runs))
+    return config.run_dir or new_run_dir()
 
 
 def new_run_dir(base: str = "runs", now: float | None = None, token: str | None = None) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 from distributed.core.choices import Device
 from distributed.core.config import DistributedConfig
 from distributed.core.engines.engine import ENGINES
 from distributed.core.registry import load_target
-from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask, mask_arguments
 
 DEFAULT_RENDEZVOUS_PORT = 29400  # of the rendezvous when no master_port is given; torch elastic's own default
@@ -31,12 +29,15 @@ class Roles(Protocol):
     def __call__(self, place: NodePlace, device: str) -> Sequence[Role]:
         """The roles of this node's ranks in a world, in the order of the ranks."""
 
+    def placed(self, addresses: Sequence[str], rank: int) -> Mapping[str, str]:
+        """The variables of a rank that a cluster has placed, by the addresses of all ranks (host:port)."""
+
 
 @dataclass(frozen=True)
 class LaunchRequest:
     """One attempt of one run: a command for every rank of this node.
 
-    `command` is what follows `python -m distributed.launch.node.rank`: a script and its arguments, or `-m module …`.
+    `command` is what would follow `python`: a script and its arguments, or `-m module …`.
     """
 
     command: tuple[str, ...]
@@ -59,6 +60,8 @@ class LaunchRequest:
     roles: Roles | None = None  # of the ranks, if they are not all workers
     join_token: str = field(default="", repr=False)  # the secret of a run over several nodes; "": node 0 makes one
     address: str | None = None  # of the cluster whose own scheduler places the ranks
+    local_rank_option: str = ""  # "--local-rank": each rank's script gets it with its local rank, as first argument
+    has_input: bool = False  # rank 0 reads the standard input of this process; the others have none
 
     def for_engine(self, name: str, config: DistributedConfig) -> LaunchRequest:
         """The request as this engine starts it: the number of processes, their environment and preloads."""
@@ -66,6 +69,17 @@ class LaunchRequest:
         ranks = load_target(engine.processes)(config, self.num_nodes, devices) if engine.processes else devices
         roles = load_target(engine.roles)(config, self.num_nodes, devices) if engine.roles else None
         return replace(self, ranks_per_node=ranks, preload=engine.preloads, roles=roles)
+
+    def command_of(self, local_rank: str | int) -> tuple[str, ...]:
+        """The command of one rank.
+
+        >>> LaunchRequest(("train.py", "--lr", "1"), "runs/x", 2, local_rank_option="--local_rank").command_of(1)
+        ('train.py', '--local_rank=1', '--lr', '1')
+        """
+        if not self.local_rank_option:
+            return self.command
+        at = 2 if self.command[0] == "-m" else 1
+        return (*self.command[:at], f"{self.local_rank_option}={local_rank}", *self.command[at:])
 
     @property
     def fewest_nodes(self) -> int:
@@ -120,6 +134,7 @@ class ProcessSpec:
     env: Mapping[str, str]
     log_path: str
     role: Role = Role()
+    has_input: bool = False  # it reads the standard input of the process that starts it
 
 
 @dataclass(frozen=True)
@@ -130,10 +145,6 @@ class NodeProcesses:
     attempt_dir: str
     processes: tuple[ProcessSpec, ...]
     node_rank: int = 0
-
-    @property
-    def events_path(self) -> Path:
-        return RunDir(self.run_dir).events
 
     def command_lines(self) -> tuple[str, ...]:
         """Each process as a line that a shell would run.

@@ -21,6 +21,7 @@ class Child(Protocol):
     """A process that was started, or that the warm parent will fork once its imports are done."""
 
     ended_by_us: bool
+    why_never_started: str  # "": it was started, or is yet to be
 
     @property
     def started(self) -> bool: ...
@@ -46,7 +47,7 @@ class Kernel:
         process = subprocess.Popen(
             spec.argv,
             env={**environ, **line},
-            stdin=subprocess.DEVNULL,
+            stdin=None if spec.has_input else subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             pass_fds=() if control is None else (control.fileno(),),
@@ -117,6 +118,7 @@ class _Spawned:
     """A rank's process in its own interpreter."""
 
     started = True
+    why_never_started = ""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.ended_by_us = False

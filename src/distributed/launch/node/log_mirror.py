@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from distributed.launch.node.log_tail import LogTail
@@ -38,6 +39,9 @@ class MirrorScreen(Protocol):
 
     def rank_line(self, rank: int, text: str) -> None: ...
 
+    def unfinished_lines(self, lines: Mapping[int, str]) -> None:
+        """What ranks have written that may still change, such as their progress bars; without those that have none."""
+
     def attempt_began(self, attempt: int) -> None: ...
 
     def refresh(self) -> None: ...
@@ -50,6 +54,7 @@ class LogMirror:
         self._screen = screen
         self._tails: dict[str, tuple[int, LogTail, TorchTraces]] = {}
         self._refreshed_at = 0.0
+        self._unfinished: dict[int, str] = {}
 
     def follow(self, rank: int, log_path: str) -> None:
         if self._screen is not None:
@@ -61,11 +66,24 @@ class LogMirror:
 
     def drain(self, only: str | None = None, final: bool = False, hides_traces: bool = False) -> None:
         """Show the new lines; `hides_traces`: leave out torch's about collectives that the ranks outlive."""
-        for path, (rank, tail, traces) in self._tails.items():
-            if self._screen is not None and only in (None, path):
-                for line in tail.lines(final):
-                    if not (hides_traces and traces.hides(line)):
-                        self._screen.rank_line(rank, line)
+        if self._screen is None:
+            return
+        found = [
+            (rank, line)
+            for path, (rank, tail, traces) in self._tails.items()
+            if only in (None, path)
+            for line in tail.lines(final)
+            if not (hides_traces and traces.hides(line))
+        ]
+        self._show_unfinished(self._screen)  # first: a bar that has ended is not shown again below its last line
+        for rank, line in found:
+            self._screen.rank_line(rank, line)
+
+    def _show_unfinished(self, screen: MirrorScreen) -> None:
+        lines = {rank: text for rank, tail, _ in self._tails.values() if (text := tail.unfinished)}
+        if lines != self._unfinished:
+            self._unfinished = lines
+            screen.unfinished_lines(lines)
 
     def refresh(self) -> None:
         if self._screen is not None and time.monotonic() >= self._refreshed_at + _REFRESH_S:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from distributed.core.env import FAILURE_MARK
 
@@ -10,12 +11,16 @@ _STOPS = (FAILURE_MARK, "Fatal Python error: ")  # the second is faulthandler's,
 _LONGEST = 1 << 16
 _MOST_CHUNKS = 64  # per call: a rank that logs faster than this is read must not block its launcher
 _CRASH_BYTES = 1 << 20
+_UP = b"\x1b[A"
+# A bar some lines below another one: as many new lines, the bar, and as many lines up.
+_BAR_BELOW = re.compile(rb"(?<!\n)(\n++)([^\n]*?)((?:\x1b\[A)+)")
 
 
 class LogTail:
     """Follows one file that another process appends to.
 
-    A progress bar redraws its line with carriage returns; only its last state is returned.
+    A progress bar redraws its line with carriage returns; only its last state is returned, and `unfinished` has the
+    one that it shows now. Bars below it are states of the same line.
     """
 
     def __init__(self, path: str) -> None:
@@ -29,7 +34,8 @@ class LogTail:
         budget = _MOST_CHUNKS
         while not self._stopped and (final or budget) and (chunk := os.read(self._fd, _LONGEST)):
             budget -= 1
-            *complete, self._rest = (self._rest + chunk).split(b"\n")
+            text = self._rest + chunk
+            *complete, self._rest = (_BAR_BELOW.sub(_in_one_line, text) if _UP in text else text).split(b"\n")
             self._take(complete, found)
             if len(self._rest) > _LONGEST:
                 self._take([self._rest], found)
@@ -39,6 +45,14 @@ class LogTail:
             self._rest = b""
         return found
 
+    @property
+    def unfinished(self) -> str:
+        """The last state of a line that has no end yet: a progress bar, or a question."""
+        if self._stopped or b"\x1e" in self._rest:  # the mark of a failure, perhaps not whole
+            return ""
+        states = self._rest.decode("utf-8", "replace").split("\r")
+        return next((state for state in reversed(states) if state.strip()), "")
+
     def _take(self, raw_lines: list[bytes], found: list[str]) -> None:
         for raw in raw_lines:
             if self._stopped:
@@ -47,12 +61,19 @@ class LogTail:
             cuts = [at for at in (text.find(stop) for stop in _STOPS) if at >= 0]
             self._stopped = bool(cuts)
             text = text[: min(cuts)] if cuts else text
-            text = text.rstrip("\r").rpartition("\r")[2]
-            if text or not cuts:
+            *before, text = text.rstrip("\r").split("\r")
+            is_removed_bar = bool(before) and not text.strip()
+            if not is_removed_bar and (text or not cuts):
                 found.append(text)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _in_one_line(bar: re.Match[bytes]) -> bytes:
+    """A bar below another one as a state of the line that the cursor goes back to."""
+    ended, text, up = bar.groups()
+    return ended[len(up) // len(_UP) :] + b"\r" + text + b"\r"
 
 
 def crash_dump(path: str, most_lines: int = 80) -> str:

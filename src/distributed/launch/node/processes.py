@@ -65,6 +65,10 @@ class RankProcess:
     def ended_by_us(self) -> bool:
         return self._child.ended_by_us
 
+    @property
+    def why_never_started(self) -> str:
+        return self._child.why_never_started
+
     def poll(self) -> int | None:
         """The exit code once the rank has ended; child processes that it left get SIGTERM."""
         code = self._child.poll()

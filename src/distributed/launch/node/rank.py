@@ -1,52 +1,48 @@
 """The first code that runs in a rank: it runs the user's program as Python would, and records its failure.
 
-`python -m distributed.launch.node.rank script.py args…` or `… -m package.module args…`. Imports stay light: what is
-loaded here is loaded before the user's program in every rank.
+It is started by `entry.py`, or forked by `warm.py`. Imports stay light: what is loaded here is loaded before the
+user's program in every rank.
 """
 
 from __future__ import annotations
 
-import atexit
-import builtins
 import contextlib
 import ctypes
 import faulthandler
-import gc
-import importlib.util
-import io
 import os
 import signal
 import socket
-import stat
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import NoReturn
 
 from distributed.core.env import FAILURE_MARK, known_control_fd, launcher_pid, worker_env
 from distributed.core.errors import DistributedError
 from distributed.core.protocol.failure import FailureRecord, is_collateral
 from distributed.core.protocol.gpu_memory import is_of_gpu, write_memory
 from distributed.core.run_dir import AttemptDir, RunDir
+from distributed.launch.node import program
+from distributed.launch.node.exit import gloo_threads
+from distributed.launch.node.exit.leaving import leave
 
 _PR_SET_PDEATHSIG = 1
-# Writers that are no files and keep data until they are closed, by module and name.
-_CLOSED = (
-    ("torch.utils.tensorboard.writer", "SummaryWriter"),
-    ("tensorboardX.writer", "SummaryWriter"),
-    ("zipfile", "ZipFile"),
-)
-_CLOSING_S = 5.0  # for files that the program left open: one may lead to a pipe that nobody reads
+_HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
-def main(command: list[str]) -> int:
-    """Run the program to its end; the exit code of this rank."""
+def run(command: list[str]) -> NoReturn:
+    """Be the rank that runs this program, as if Python had been started with it."""
+    sys.orig_argv = [sys.executable, *command]
+    program.set_title(sys.orig_argv)
+    leave(main(command, gives_way=True))
+
+
+def main(command: list[str], *, gives_way: bool = False) -> int:
+    """Run the program to its end; the exit code. `gives_way`: to the user's own module of this package's name."""
     die_with(launcher_pid())
+    gloo_threads.install()
     faulthandler.enable()
     control = known_control_fd()
     if control is not None:  # the connection belongs to this process, and not to programs that it starts
@@ -55,9 +51,11 @@ def main(command: list[str]) -> int:
     if files is not None:
         _dump_stacks_when_asked(files)
     try:
-        module, code = _program(command)
+        module, code = program.load(command)
         # The program is the main module from here on, so that pickle and multiprocessing find its definitions.
         sys.modules["__main__"] = module
+        if gives_way:
+            program.give_way(command)
         exec(code, module.__dict__)
     except KeyboardInterrupt:
         return 130
@@ -71,50 +69,6 @@ def main(command: list[str]) -> int:
         _report(error, exit_code, files)
         return exit_code
     return 0
-
-
-def _program(command: list[str]) -> tuple[ModuleType, CodeType]:
-    """The program as a fresh `__main__` and its code, with sys.argv and sys.path as `python` itself sets them."""
-    if command[0] == "-m":
-        return _module_program(command[1], command[2:])
-    path = os.path.abspath(command[0])
-    sys.argv = list(command)
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-    main_module = ModuleType("__main__")
-    main_module.__dict__.update(
-        __file__=path, __builtins__=builtins, __spec__=None, __loader__=SourceFileLoader("__main__", path)
-    )
-    # Without what this file imports from __future__: it would make strings of the script's annotations.
-    return main_module, compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-
-
-def _module_program(name: str, arguments: list[str]) -> tuple[ModuleType, CodeType]:
-    spec = _runnable_spec(name)
-    assert spec.loader is not None
-    code = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
-    if code is None:
-        raise ImportError(f"no code object available for {spec.name}")
-    sys.argv = [spec.origin or name, *arguments]
-    main_module = ModuleType("__main__")
-    main_module.__dict__.update(
-        __file__=spec.origin,
-        __cached__=spec.cached,
-        __builtins__=builtins,
-        __spec__=spec,
-        __loader__=spec.loader,
-        __package__=spec.parent,
-    )
-    return main_module, code
-
-
-def _runnable_spec(name: str) -> ModuleSpec:
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-    if spec is None or spec.loader is None:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    return spec
 
 
 def _exit_code(ending: SystemExit) -> int:
@@ -157,13 +111,14 @@ def _report(error: BaseException, exit_code: int, files: _Files | None) -> None:
             exit_code=exit_code,
             collateral=is_collateral(error),
         ).write(files.attempt.failure(files.rank))
-    if sys.stdout is not None:
+    with contextlib.suppress(Exception):  # the streams and the hook may be the program's own; the failure is recorded
         sys.stdout.flush()
-    print(FAILURE_MARK, file=sys.stderr)
-    if sys.excepthook is sys.__excepthook__:
-        print(text, file=sys.stderr, end="", flush=True)
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
+    with contextlib.suppress(Exception):
+        print(FAILURE_MARK, file=sys.stderr)
+        if sys.excepthook is sys.__excepthook__:
+            print(text, file=sys.stderr, end="", flush=True)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _write_memory(files: _Files) -> None:
@@ -182,7 +137,7 @@ def _message(error: BaseException) -> str:
 
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
         trace = trace.tb_next
     return trace
 
@@ -203,50 +158,3 @@ def die_with(parent: int | None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it ended before prctl
         os._exit(1)
-
-
-def leave(exit_code: int) -> NoReturn:
-    """Exit as Python does, but without finalizing the interpreter.
-
-    Threads of collectives that need the interpreter during finalization abort a process that has done its work.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
-    atexit._run_exitfuncs()
-    closing = threading.Thread(target=_close_files, daemon=True)
-    closing.start()
-    closing.join(_CLOSING_S)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    os._exit(exit_code)
-
-
-def _close_files() -> None:
-    """Write what the program left in buffers, as Python's own end does when it closes every file."""
-    left = gc.get_objects()
-    kept = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}
-    plain: list[io.IOBase] = []  # of Python's own classes, which write everything at a flush
-    others: list[Any] = []  # compressed or remote files and writers with a thread, which need to be closed
-    closed = tuple(getattr(sys.modules[name], kind) for name, kind in _CLOSED if name in sys.modules)
-    for found in left:
-        if isinstance(found, io.IOBase) and id(found) not in kept:
-            (plain if type(found).__module__ == "_io" else others).append(found)
-        elif isinstance(found, closed):
-            others.append(found)
-    plain.sort(key=_may_block)
-    texts = [file for file in plain if isinstance(file, io.TextIOBase)]
-    for write in (*(file.flush for file in texts), *(file.close for file in others), *(file.flush for file in plain)):
-        with contextlib.suppress(Exception):  # a full disk, a file that is closed: Python's own end goes on as well
-            write()
-
-
-def _may_block(file: io.IOBase) -> bool:
-    """Whether nobody may read what is written to it: a pipe, a socket, a terminal."""
-    try:
-        return not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-    except (OSError, ValueError):  # no file of the system, or closed
-        return False
-
-
-if __name__ == "__main__":
-    leave(main(sys.argv[1:]))

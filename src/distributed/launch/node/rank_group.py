@@ -32,7 +32,7 @@ from distributed.launch.node.kernel import Kernel
 from distributed.launch.node.processes import RankProcess, end_all
 from distributed.launch.node.warm_parent import WarmParent
 from distributed.launch.request import NodeProcesses, ProcessSpec, Role
-from distributed.launch.supervise.aborts import aborted_record
+from distributed.launch.supervise.aborts import aborted_record, unstarted_record
 from distributed.launch.supervise.first_failure import Ending
 from distributed.launch.supervise.hangs import Watched
 
@@ -55,6 +55,7 @@ class RankHandle:
     broke: int = -1  # the last attempt whose end it has noticed; it may still have to leave it
     closed: int = -1  # the last attempt of which no step counts on it any more
     lost_message: str = ""
+    holds: bool = False  # the whole state of the run, in the attempt that it has left last
     ending: Ending | None = None
     hung: bool = False
     is_given_up: bool = False  # it was sent SIGKILL to be replaced, and may not have ended yet
@@ -147,6 +148,11 @@ class RankHandle:
             if record is None and code == -signal.SIGABRT:
                 record = aborted_record(
                     self.process.log_path, rank=self.rank, host=socket.gethostname(), pid=self.process.pid, time=when
+                )
+            if record is None and self.process.why_never_started:
+                parent_log = AttemptDir(self.born_in).parent_log
+                record = unstarted_record(
+                    self.process.why_never_started, parent_log, rank=self.rank, host=socket.gethostname(), time=when
                 )
             self.ending = Ending(
                 self.rank, code, when, self.process.log_path, record, ended_by_us=self.process.ended_by_us
@@ -273,6 +279,7 @@ class RankGroup:
                 member.broke, member.lost_message = message.attempt, message.message
             elif isinstance(message, Lost):
                 member.lost = member.broke = message.attempt
+                member.holds = message.holds
                 member.lost_message = message.message
         for member in self.members:
             member.judge()

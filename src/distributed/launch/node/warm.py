@@ -1,8 +1,8 @@
 """The warm parent: a process that has done the slow imports and forks the ranks of a node on request.
 
-`python -u -m distributed.launch.node.warm <fd of its socket> <launcher's pid> module…`. The protocol is described in
-`warm_parent.py`, the launcher's side. The modules are names, since nothing here may depend on them; the user's own
-modules are not among them, and are imported in every rank.
+`entry.py warm <fd of its socket> <launcher's pid> module…`. The protocol is described in `warm_parent.py`, the
+launcher's side. The modules are names, since nothing here may depend on them; the user's own modules are not among
+them, and are imported in every rank.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from distributed.core.env import CONTROL_FD, LAUNCHER_PID, become_environ, inherited_environ
 from distributed.launch.node import rank
+from distributed.launch.node.command import command_of, warm_argv
 
 LENGTH_BYTES = 8  # before every request: how long it is
 CANNOT_FORK = 3  # exit code of a rank that could not be forked: a LaunchError's
@@ -34,13 +35,12 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 def main(arguments: list[str]) -> NoReturn:
     light = frozenset(sys.modules)
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the working directory: the user's modules are there
     begin(socket.socket(fileno=int(arguments[0])), int(arguments[1]), arguments[2:], light)
 
 
 def begin(line: socket.socket, launcher: int, modules: list[str], light: Collection[str]) -> NoReturn:
     """Import, then fork until the launcher disconnects. `light`: the modules of a new interpreter."""
+    inherited: dict[int, Any] = {number: signal.getsignal(number) or signal.SIG_DFL for number in _STOPS}
     for number in _STOPS:  # the launcher handles these
         signal.signal(number, signal.SIG_IGN)
     rank.die_with(launcher)
@@ -49,20 +49,20 @@ def begin(line: socket.socket, launcher: int, modules: list[str], light: Collect
     if greedy is not None:
         print(f"not preloaded: {greedy} opens the GPU at import, and a fork could not use it then", flush=True)
         line.set_inheritable(True)
-        rest = [str(line.fileno()), str(launcher), *(name for name in modules if name != greedy)]
-        os.execv(sys.executable, [sys.executable, "-u", "-m", "distributed.launch.node.warm", *rest])
+        others = [name for name in modules if name.strip() and name != greedy]
+        os.execv(sys.executable, warm_argv(sys.executable, line.fileno(), launcher, others))
     line.set_inheritable(False)
     gc.freeze()
-    _Server(line, light).serve()
+    _Server(line, light, inherited).serve()
 
 
 def _preload(modules: list[str]) -> str | None:
     """Import all modules, or those up to the first one that must not be imported before a fork; returns that one."""
-    for name in modules:
+    for name in filter(str.strip, modules):
         begin = time.perf_counter()
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - the rank that needs the module fails with the same, and reports it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a rank that needs the module fails with it as well
             print(f"not preloaded: {name}: {error!r}", flush=True)
         else:
             print(f"preloaded {name} in {time.perf_counter() - begin:.2f} s", flush=True)
@@ -81,16 +81,17 @@ def _holds_the_gpu() -> bool:
 class _Request:
     id: int
     argv: list[str]
-    command: list[str]
     environ: dict[str, str]
     cwd: str
     log: int
+    input: int | None
     control: int | None
 
 
 class _Server:
-    def __init__(self, line: socket.socket, light: Collection[str]) -> None:
+    def __init__(self, line: socket.socket, light: Collection[str], handlers: Mapping[int, Any]) -> None:
         self._line = line
+        self._handlers = handlers  # of stop signals, as a rank that is not forked inherits them
         self._light = light  # the modules that a rank which is not forked has loaded too
         self._ids: dict[int, int] = {}  # pid -> request
         self._woken, self._wake = socket.socketpair()
@@ -115,7 +116,7 @@ class _Server:
                 self._fork(request)
 
     def _receive(self) -> _Request | None:
-        head, ancillary, _, _ = self._line.recvmsg(LENGTH_BYTES, socket.CMSG_SPACE(2 * 4), socket.MSG_CMSG_CLOEXEC)
+        head, ancillary, _, _ = self._line.recvmsg(LENGTH_BYTES, socket.CMSG_SPACE(3 * 4), socket.MSG_CMSG_CLOEXEC)
         descriptors = array.array("i")
         for _, _, data in ancillary:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
@@ -123,8 +124,9 @@ class _Server:
         body = self._exactly(int.from_bytes(head, "big")) if head else b""
         if not body:
             return None
-        log, *control = descriptors
-        return _Request(**json.loads(body), log=log, control=control[0] if control else None)
+        asked, received = json.loads(body), list(descriptors)
+        log, input_ = received.pop(0), received.pop(0) if asked.pop("has_input") else None
+        return _Request(**asked, log=log, input=input_, control=received[0] if received else None)
 
     def _exactly(self, count: int) -> bytes:
         received = bytearray()
@@ -151,9 +153,9 @@ class _Server:
                 self._child(request, parent)
             self._ids[pid] = request.id
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-        os.close(request.log)
-        if request.control is not None:
-            os.close(request.control)
+        for descriptor in (request.log, request.input, request.control):
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _reap(self) -> None:
         for pid in list(self._ids):
@@ -172,19 +174,23 @@ class _Server:
         try:
             os.setsid()
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+            for number, handler in {**self._handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
+                signal.signal(number, handler)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.dup2(request.log, 1)
             os.dup2(request.log, 2)
             os.close(request.log)
+            if request.input is not None:
+                os.dup2(request.input, 0)
+                os.close(request.input)
             # From the child itself, since only now a signal to its group reaches it.
             self._send(id=request.id, pid=os.getpid())
             for mine in (self._selector, self._line, self._woken, self._wake):
                 mine.close()
-            _become(request, parent, self._light)
+            command = list(command_of(request.argv))
+            _become(request, command, parent, self._light)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-            rank.leave(rank.main(request.command))
+            rank.run(command)
         except KeyboardInterrupt:  # before or after the program itself
             os._exit(130)
         except BaseException:  # noqa: BLE001 - the boundary of a forked process
@@ -193,17 +199,14 @@ class _Server:
             os._exit(1)
 
 
-def _become(request: _Request, parent: int, light: Collection[str]) -> None:
+def _become(request: _Request, command: list[str], parent: int, light: Collection[str]) -> None:
     """Make this fork equal to a fresh interpreter for the request."""
     threads = inherited_environ().get("OMP_NUM_THREADS")
     line = {} if request.control is None else {CONTROL_FD: str(request.control)}
     become_environ({**request.environ, **line, LAUNCHER_PID: str(parent)})
     os.chdir(request.cwd)
-    sys.orig_argv = request.argv
-    folder = request.cwd if request.command[0] == "-m" else os.path.dirname(os.path.realpath(request.command[0]))
     if not sys.flags.safe_path:
-        sys.path.insert(0, request.cwd)  # as -m does; for a script, rank.main puts the script's folder there
-        _forget_shadowed(folder, light)
+        _forget_shadowed(request.cwd if command[0] == "-m" else os.path.dirname(os.path.realpath(command[0])), light)
     importlib.invalidate_caches()
     _refresh(sys.modules.get("numpy"), sys.modules.get("torch"), threads, request.environ.get("OMP_NUM_THREADS"))
     gc.enable()

@@ -6,7 +6,6 @@ A request is a length, then JSON, with the rank's log and control connection as 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import os
@@ -17,45 +16,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from distributed.core.errors import LaunchError
+from distributed.launch.node.command import warm_argv
 from distributed.launch.node.kernel import Child, runs_in_group
+from distributed.launch.node.preloading import ALWAYS
 from distributed.launch.node.processes import RankProcess
 from distributed.launch.node.warm import LENGTH_BYTES
 from distributed.launch.request import ProcessSpec
 
-# torch._dynamo is what the first optimizer or DDP imports.
-ALWAYS = ("torch", "torch.distributed", "torch._dynamo", "numpy", "distributed.worker", "distributed.trainers.trainer")
-# Packages that start no threads which a fork would miss, and touch no GPU, when they are imported.
-_SAFE_BEFORE_FORK = """
-PIL accelerate datasets einops h5py joblib lightning lightning_utilities matplotlib networkx numpy omegaconf pandas peft
-pydantic pytorch_lightning requests rich safetensors scipy sentencepiece sklearn sympy tiktoken timm tokenizers
-torchaudio torchmetrics torchvision tqdm transformers yaml
-"""
-SAFE_BEFORE_FORK = frozenset(_SAFE_BEFORE_FORK.split())
 _ORPHAN_S = 2.0  # for a rank to end after its parent
-_BOOTSTRAP = ("-m", "distributed.launch.node.rank")
-
-
-def preloads(script_path: str | os.PathLike[str] | None, always: tuple[str, ...] = ALWAYS) -> tuple[str, ...]:
-    """The modules to preload for a script: its engine's, and the known ones that it imports at its top.
-
-    None stands for a program that is no script. The script is parsed, not run; a syntax error is left to the rank.
-
-    >>> _ = (tmp / "train.py").write_text("import os, my_model, sklearn.svm as s, torch\\nfrom tqdm.auto import tqdm")
-    >>> preloads(tmp / "train.py")[len(ALWAYS):]
-    ('sklearn.svm', 'tqdm.auto')
-    """
-    found: list[str] = []
-    if script_path is not None:
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            for statement in ast.parse(Path(script_path).read_bytes()).body:
-                if isinstance(statement, ast.Import):
-                    found += [alias.name for alias in statement.names]
-                elif isinstance(statement, ast.ImportFrom) and statement.level == 0 and statement.module:
-                    found.append(statement.module)
-    return tuple(dict.fromkeys((*always, *(name for name in found if name.partition(".")[0] in SAFE_BEFORE_FORK))))
 
 
 class WarmParent:
@@ -73,7 +43,7 @@ class WarmParent:
         self._received = b""
         self._hung_up = False
         self._line, theirs = socket.socketpair()
-        argv = [python, "-u", "-m", "distributed.launch.node.warm", str(theirs.fileno()), str(os.getpid()), *preload]
+        argv = [*warm_argv(python, theirs.fileno(), os.getpid(), preload)]
         try:
             with theirs, open(log_path, "ab") as log:
                 self._process = self.spawn(argv, environ, theirs, log.fileno())
@@ -127,17 +97,16 @@ class WarmParent:
         self._hang_up()
 
     def _request(self, spec: ProcessSpec, environ: Mapping[str, str], log: int, control: socket.socket | None) -> Child:
-        assert spec.argv[1:3] == _BOOTSTRAP, spec.argv
         child = _Forked(self, spec.rank)
         request = {
             "id": len(self._children),
             "argv": spec.argv,
-            "command": spec.argv[3:],
             "environ": dict(environ),
             "cwd": os.getcwd(),
+            "has_input": spec.has_input,
         }
         body = json.dumps(request).encode()
-        descriptors = [log] if control is None else [log, control.fileno()]
+        descriptors = [log, *([0] if spec.has_input else []), *([] if control is None else [control.fileno()])]
         try:
             if not self.is_alive:
                 raise BrokenPipeError("it has ended")
@@ -181,7 +150,7 @@ class WarmParent:
         self._hung_up = True
         self._line.close()
         for child in self._children:
-            child.orphan()
+            child.orphan(self._process.poll())
 
     def _cancel(self) -> None:
         """Kill the process while no rank runs yet, so that imports that hang delay nothing."""
@@ -194,6 +163,7 @@ class _Forked:
 
     def __init__(self, parent: WarmParent, rank: int) -> None:
         self.ended_by_us = False
+        self.why_never_started = ""
         self.known_pid: int | None = None
         self._parent = parent
         self._rank = rank
@@ -233,10 +203,12 @@ class _Forked:
         if status is not None:
             self._code = os.waitstatus_to_exitcode(status)
 
-    def orphan(self) -> None:
+    def orphan(self, exit_code: int | None) -> None:
         """End a rank whose parent is gone: the kernel kills it, unless the rank has changed that."""
         self._orphaned = True
         if self.known_pid is None:
+            if exit_code is not None and exit_code >= 0 and not self.ended_by_us:
+                self.why_never_started = f"the process that ranks are forked from ended with exit code {exit_code}"
             self._code = -signal.SIGKILL if self._code is None else self._code
         elif self._code is None and self._runs():
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""Ranks that native code aborted: their last log lines become the failure that Python could not record.
+"""Failures that no rank could record: of one that native code aborted, by its last log lines, or that never began.
 
 NCCL's watchdog, a thread of torch, ends a process by an uncaught exception: after an error of its GPU, a collective
 that timed out, or the loss of a peer. Only the first is the fault of the rank that it ends.
@@ -6,9 +6,11 @@ that timed out, or the loss of a peer. Only the first is the fault of the rank t
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
+from distributed.core.errors import LaunchError
 from distributed.core.protocol.failure import FailureRecord
 from distributed.launch.node.log_tail import crash_dump
 
@@ -52,4 +54,22 @@ def aborted_record(log_path: str, *, rank: int, host: str, pid: int, time: float
         traceback=crash_dump(log_path),
         exit_code=1,
         collateral=not of_gpu,
+    )
+
+
+def unstarted_record(why: str, parent_log: Path, *, rank: int, host: str, time: float) -> FailureRecord:
+    """The failure record of a rank that could not be forked; what its parent said last is the traceback."""
+    tail = ""
+    with contextlib.suppress(OSError):
+        lines = parent_log.read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "\n".join(line for line in lines if not line.startswith("preloaded "))[-_TAIL_BYTES:]
+    return FailureRecord(
+        rank=rank,
+        host=host,
+        pid=0,
+        time=time,
+        type="LaunchError",
+        message=why,
+        traceback=tail,
+        exit_code=LaunchError.exit_code,
     )

@@ -15,7 +15,7 @@ from typing import Literal
 
 from distributed.launch.supervise.first_failure import Ending, describe
 
-Kind = Literal["machine", "code", "hang", "resize", "collateral"]
+Kind = Literal["machine", "code", "hang", "resize", "slow", "collateral"]
 
 MAX_RESTARTS = 10  # faults in a row without a new step, if max_restarts is not set
 _CODE_RESTARTS = 3  # of them, exceptions of the program that differ

@@ -11,6 +11,7 @@ from distributed.core.events import RunReported
 from distributed.launch.supervise.policy import Fault
 
 _SHOWN = 10  # faults, the last ones
+_AGAIN = "the script was started again"  # what it resumes from is its own affair
 
 
 @dataclass
@@ -42,27 +43,27 @@ class RunReport:
       time lost 8.0 s, goodput 92.6 %
     """
 
-    _attempts: list[int] = field(default_factory=list)
+    _attempts: dict[int, float] = field(default_factory=dict)  # when each began
     _entries: list[_Entry] = field(default_factory=list)
     _began: float | None = None
     _first_step: int = 0
     _last: float = 0.0
     _step: int = -1  # the last finished one; -1: not known
     _status: str = ""
+    _counts_steps: bool = True
 
     def attempt_began(self, attempt: int, t: float, *, step: int = 0) -> None:
         """`step`: of the state that the attempt starts from; used for the first attempt of a resumed run."""
         if self._began is None:
             self._began, self._first_step = t, step
-        if attempt not in self._attempts:
-            self._attempts.append(attempt)
+        self._attempts.setdefault(attempt, t)
         self._last = max(self._last, t)
 
     def fault(self, t: float, fault: Fault) -> None:
         """Record a fault; collateral ones are left out, because their cause is recorded."""
         self._last, self._step = max(self._last, t), max(self._step, fault.step)
         if fault.kind != "collateral":
-            self._entries.append(_Entry(self._attempts[-1] if self._attempts else 0, t, fault))
+            self._entries.append(_Entry(max(self._attempts, default=0), t, fault))
 
     def recovered(self, t: float, attempt: int, step: int, lost_steps: int, source: str) -> None:
         """Record the first new step, taken from the state of `step`; it closes every open fault."""
@@ -73,8 +74,15 @@ class RunReport:
         if open_entries:  # several faults before one recovery cost these steps once
             open_entries[-1].lost_steps = lost_steps
 
-    def ended(self, t: float, status: str, step: int) -> None:
+    def ended(self, t: float, status: str, step: int, *, counts_steps: bool = True) -> None:
+        """`counts_steps`: False for a script that tells no steps, of which it is known only when it was started."""
         self._last, self._step, self._status = max(self._last, t), max(self._step, step), status
+        self._counts_steps = counts_steps
+        if not counts_steps:
+            self._step = -1
+            for entry in self._entries:
+                later = [begun for attempt, begun in self._attempts.items() if attempt > entry.attempt]
+                entry.recovered_at, entry.source = min(later, default=None), _AGAIN
 
     @property
     def attempts(self) -> int:
@@ -99,8 +107,10 @@ class RunReport:
         return min(self.seconds, waited + again * mean_step)
 
     @property
-    def goodput(self) -> float:
-        """The fraction of the run's time spent on steps that count; 0 if there was none."""
+    def goodput(self) -> float | None:
+        """The fraction of the run's time spent on steps that count; 0 if there was none, None if none is known."""
+        if not self._counts_steps:
+            return None
         if not self.seconds or 0 <= self._step <= self._first_step:
             return 0.0
         return 1.0 - self.seconds_lost / self.seconds
@@ -135,8 +145,9 @@ class RunReport:
             lines.append(f"  {len(self._entries)} faults ({kinds}); the last {_SHOWN}:")
         for entry in self._entries[-_SHOWN:]:
             lines += _describe(entry)
-        if self._entries:
-            lines.append(f"  time lost {_span(self.seconds_lost)}, goodput {100 * self.goodput:.1f} %")
+        goodput = self.goodput
+        if self._entries and goodput is not None:
+            lines.append(f"  time lost {_span(self.seconds_lost)}, goodput {100 * goodput:.1f} %")
         p50, p95 = self.recovery_p50, self.recovery_p95
         if p50 is not None and p95 is not None and len(self._recoveries()) > 1:
             lines[-1] += f", recovery p50 {_span(p50)}, p95 {_span(p95)}"
@@ -163,6 +174,8 @@ def _describe(entry: _Entry) -> list[str]:
     head = f"  attempt {entry.attempt}: {', '.join([fault.kind, *who])}: {message}"
     if entry.recovered_at is None:
         return [head, "    not recovered"]
+    if entry.source == _AGAIN:
+        return [head, f"    {_AGAIN} after {_span(entry.recovered_at - entry.time)}"]
     again = f", {entry.lost_steps} step{'s' * (entry.lost_steps != 1)} taken again" if entry.lost_steps else ""
     return [head, f"    back in {_span(entry.recovered_at - entry.time)} from {entry.source}{again}"]
 

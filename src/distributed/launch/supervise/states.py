@@ -1,6 +1,6 @@
 """The states of a run on one node: each carries its data, and `follow` is the only transition.
 
-Starting ──▶ Running ──▶ Draining ──▶ Resizing ──▶ Starting …     another number of ranks, in order
+Starting ──▶ Running ──▶ Draining ──▶ Resizing ──▶ Starting …     other ranks, in order
     │           │            │
     ├───────────┼────────────┼──▶ Restarting ──▶ Starting …       something broke, and the run survives it
     │           │            │        ▲
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from distributed.launch.rendezvous.nodes import Round
 from distributed.launch.supervise.policy import Fault
-from distributed.launch.supervise.watch import Watch
+from distributed.launch.supervise.watch import Asked, Watch
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Draining:
     """The ranks leave at a step that all agree on."""
 
     watch: Watch
+    asked: Asked
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,14 @@ and the new ranks. Its states and transitions are in `states`.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distributed.core.atomic import FILE_MODE
+from distributed.core.atomic import append_line
 from distributed.core.errors import RankFailedError
-from distributed.core.events import AttemptEnded, Event, RankFailed
+from distributed.core.events import AttemptEnded, Event, RankFailed, Warned
 from distributed.core.protocol.rank_protocol import Leave
 from distributed.core.run_dir import RunDir
 from distributed.launch.clock import Clock, Timings
@@ -29,6 +28,7 @@ from distributed.launch.supervise.policy import Fault, GiveUp, Shrink, decide
 from distributed.launch.supervise.report import RunReport
 from distributed.launch.supervise.resize_request import read_request
 from distributed.launch.supervise.restart_limits import RestartLimits
+from distributed.launch.supervise.slow_ranks import SlowRanks
 from distributed.launch.supervise.states import (
     Done,
     Draining,
@@ -70,6 +70,7 @@ class Supervisor:
         self._sizes: list[int] = []  # the legal world sizes, once a rank has reported them
         self._resize_read_at = 0.0
         self._stops = Stops(self.on_stop)
+        self._slow_ranks = SlowRanks(lambda text: self._emit(Warned(time=self.clock.time(), message=text)))
 
     def start(self, first: Round | None = None) -> None:
         """Start the first world; `first` is the result of a rendezvous that is done. Call `wait` or `close` then."""
@@ -113,7 +114,7 @@ class Supervisor:
     def _next(self, state: Unfinished) -> State:
         """The next state; returns when the current one is over."""
         match state:
-            case Starting(watch) | Running(watch) | Draining(watch):
+            case Starting(watch) | Running(watch) | Draining(watch, _):
                 return self._after_world(watch)
             case Leaving(watch):
                 return self._leave(watch)
@@ -131,16 +132,24 @@ class Supervisor:
         match outcome:
             case Asked():
                 self._drain(outcome, watch)
-                return Draining(watch)
+                return Draining(watch, outcome)
             case Ended():
                 return Leaving(watch)
             case Drained():
                 watch.close()
-                left = Fault("resize", -1, socket.gethostname(), self._reached, "another number of ranks")
-                return Resizing(left, watch.round, watch.last_step_at())
+                return Resizing(self._why_left(), watch.round, watch.last_step_at())
             case Broken():
                 watch.close()
                 return self._decide(outcome, watch)
+
+    def _why_left(self) -> Fault:
+        """All ranks have left in order: for other ranks, one of which may replace a slow one."""
+        assert isinstance(self.state, Draining)
+        asked = self.state.asked
+        self._slow_ranks.replace(self.rank_group.members)
+        why = asked.why if asked.cause == "slow" else "another number of ranks"
+        host = asked.news.host if asked.news is not None and asked.cause == "slow" else socket.gethostname()
+        return Fault(asked.cause, asked.rank, host, self._reached, why)
 
     def _leave(self, watch: Watch) -> State:
         """Wait for the other nodes, one of which may still fail, unless the run was stopped."""
@@ -167,6 +176,7 @@ class Supervisor:
         self.report.attempt_began(round_.attempt, self.clock.monotonic())
         if round_.place.num_nodes > 1:
             self.rank_group.give_up_gated()
+        self._slow_ranks.begin_world()
         self.rank_group.begin(rendered, self._slots)
         self.mirror.attempt_began(round_.attempt)
         return Watch(
@@ -177,6 +187,7 @@ class Supervisor:
             stops=self._stops,
             report=self.report,
             emit=self._emit,
+            slow_ranks=self._slow_ranks,
             hang_timeout_s=self.limits.hang_timeout_s,
             reached_before=self._reached,
             broke_at=broke_at,
@@ -191,7 +202,8 @@ class Supervisor:
         """Make all ranks of all nodes leave at the same step."""
         if asked.news is None:
             place = watch.round.place
-            self.nodes.tell(News(place.node_rank, socket.gethostname(), "regroup", asked.why, cause="resize"))
+            host = socket.gethostname()
+            self.nodes.tell(News(place.node_rank, host, "regroup", asked.why, rank=asked.rank, cause=asked.cause))
         self.rank_group.tell(Leave(watch.round.attempt, in_order=True))
         watch.drain()
 
@@ -254,7 +266,7 @@ class Supervisor:
         return GivenUp(error, self.timings.terminate_s)
 
     def _can_save_later(self, fault: Fault) -> bool:
-        """Whether a rank died close to the stop signal of a run on one node, and a survivor can save in a new world."""
+        """Whether a rank died near the stop signal, on one node, and a survivor can save in a new world."""
         is_in_time = self._stops.count == 1 and self.clock.monotonic() < self._asked_at + self.timings.settle_s
         can_go_on = self.request.most_nodes == 1 and any(member.can_go_on for member in self.rank_group.members)
         return is_in_time and can_go_on and fault.kind == "machine"
@@ -354,7 +366,8 @@ class Supervisor:
     def _tell_report(self, ok: bool) -> None:
         if self._worlds > 1 and self._round.place.node_rank == 0:
             status = ("stopped" if self._stops.count else "done") if ok else "failed"
-            self.report.ended(self.clock.monotonic(), status, self._reached)
+            self._uses_trainer |= any(member.joined is not None for member in self.rank_group.members)
+            self.report.ended(self.clock.monotonic(), status, self._reached, counts_steps=self._uses_trainer)
             self._emit(self.report.event(self.clock.time()))
 
     def _emit(self, event: Event) -> None:
@@ -366,15 +379,6 @@ def _was_written_since(path: Path, moment: float) -> bool:
         return path.stat().st_mtime > moment
     except OSError:
         return False
-
-
-def append_line(path: Path, line: str) -> None:
-    """Print in one write, so that lines of several processes do not mix."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, FILE_MODE)
-    try:
-        os.write(fd, f"{line}\n".encode())
-    finally:
-        os.close(fd)
 
 
 def _failed_elsewhere(news: News) -> RankFailedError:

@@ -8,10 +8,11 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from distributed.core.events import Event, RankStalled, Recovered, Warned
 from distributed.core.protocol.heartbeat import Phase
-from distributed.core.protocol.rank_protocol import Dump, Resumed
+from distributed.core.protocol.rank_protocol import Dump, Resumed, Slow
 from distributed.launch.clock import Clock, Timings
 from distributed.launch.node.log_mirror import LogMirror
 from distributed.launch.node.rank_group import RankGroup, RankHandle
@@ -23,6 +24,9 @@ from distributed.launch.supervise.hangs import HangWatch, Stall
 from distributed.launch.supervise.memory_inquiry import MemoryInquiry
 from distributed.launch.supervise.policy import Fault, classify
 from distributed.launch.supervise.report import RunReport
+from distributed.launch.supervise.slow_ranks import SlowRanks
+
+_IN_ORDER = ("resize", "slow")  # why a node leaves a world that is not broken
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,12 @@ class Drained:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request to end this world in order: a node waits to join, or the user wants another size."""
+    """A request to end this world in order: a node waits to join, the user wants another size, or a rank is slow."""
 
     why: str
     news: News | None = None
+    cause: Literal["resize", "slow"] = "resize"
+    rank: int = -1  # the slow one
 
 
 Outcome = Broken | Ended | Drained | Asked
@@ -66,6 +72,7 @@ class Watch:
     stops: Stops
     report: RunReport
     emit: Callable[[Event], None]
+    slow_ranks: SlowRanks
     hang_timeout_s: float | None
     reached_before: int  # the highest step of the worlds before this one
     broke_at: float | None = None  # when the previous world broke
@@ -118,8 +125,8 @@ class Watch:
         elif news is not None and news.kind == "done":
             return Ended()
         elif news is not None and (self.stopping() is None or news.kind != "regroup"):
-            if news.kind == "regroup" and news.cause == "resize" and not self.is_draining:
-                return Asked(news.message, news)
+            if news.kind == "regroup" and news.cause in _IN_ORDER and not self.is_draining:
+                return Asked(news.message, news, "slow" if news.cause == "slow" else "resize", news.rank)
             return Broken(_fault_elsewhere(news, self.step), news=news)
         awaited = [member for member in members if not member.role.serves] or members
         if awaited and all(member.ending is not None for member in awaited) and failure is None:
@@ -134,7 +141,7 @@ class Watch:
         attempt = self.round.attempt
         lost = [member for member in members if member.broke == attempt]
         if self.is_draining and any(m.joined and m.joined.in_run and not m.joined.regroups for m in members):
-            self.is_draining = False  # a rank found out, after it was asked to leave, that it could not go on
+            self.is_draining = False  # a rank found out, after it was asked to leave, that it could not continue
             self._cannot_resize()
         if self.is_draining and all(member.lost == attempt for member in lost):
             return Drained() if members and len(lost) == len(members) else None
@@ -149,6 +156,8 @@ class Watch:
                 if can_go_on:
                     return Asked(why)
                 self._cannot_resize()
+            if slow := self.slow_ranks.asked(can_go_on=can_go_on):
+                return Asked(slow[1], cause="slow", rank=slow[0])
         return None
 
     def _cannot_resize(self) -> None:
@@ -195,9 +204,11 @@ class Watch:
             self._hangs.close()
 
     def _hear(self) -> None:
-        for _, message in self.rank_group.hear():
+        for member, message in self.rank_group.hear():
             if isinstance(message, Resumed) and message.attempt == self.round.attempt:
                 self._resumed = message
+            elif isinstance(message, Slow) and message.attempt == self.round.attempt:
+                self.slow_ranks.hear(member, message)
         members = self.rank_group.members
         if not self.is_running and members and all(m.joined is not None and m.ending is None for m in members):
             self.is_running = True
@@ -312,5 +323,5 @@ class Watch:
 
 
 def _fault_elsewhere(news: News, step: int) -> Fault:
-    kind = news.cause if news.cause in ("code", "hang", "resize") else "machine"
+    kind = news.cause if news.cause in ("code", "hang", *_IN_ORDER) else "machine"
     return Fault(kind, news.rank, news.host, step, news.message)  # type: ignore[arg-type]

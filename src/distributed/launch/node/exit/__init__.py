@@ -1,0 +1,1 @@
+"""The end of a rank: what a script leaves open is written, and the process leaves without waiting for threads."""
