@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from distributed.core.config import DistributedConfig
-from distributed.core.engines.engine import engine_of
+from distributed.core.engines.engine import ENGINES, engine_of
 from distributed.core.env import visible_devices
 from distributed.core.registry import load_target, require_installed
 
@@ -61,6 +61,8 @@ def probe_hardware(capture: Callable[[Sequence[str]], str] = _capture) -> Hardwa
 def probe_for(config: DistributedConfig) -> Hardware:
     """The hardware of a rank's node: this machine, or the largest node of the named cluster."""
     engine = engine_of(config)
+    if config.address is not None and not engine.counts:  # of another engine's cluster
+        engine = next((one for one in ENGINES.entries.values() if engine.models in one.places), engine)
     is_unsound = bool(engine.checks) and bool(load_target(engine.checks)(config))
     if config.address is None or not engine.counts or is_unsound:
         return probe_hardware()

@@ -13,7 +13,7 @@ from distributed.core.errors import Problem
 from distributed.core.plan import Plan
 from distributed.planner.hardware import Hardware
 
-_MOMENTS = {"adamw": 2, "adam": 2}  # tensors that an optimizer keeps for each parameter
+_MOMENTS = {"adamw": 2, "adam": 2, "lamb": 2}  # tensors that an optimizer keeps for each parameter
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,18 @@ State that no setting shards is replicated. An impossible combination is refused
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from distributed.core.batch_plan import BatchPlan
 from distributed.core.choices import CompileMode, Recompute, Shard, Sharding
 from distributed.core.config import DistributedConfig
 from distributed.core.engines.engine import ENGINES, Engine, choose, refused
 from distributed.core.engines.features import EngineRequest
 from distributed.core.errors import Problem
 from distributed.core.mesh import MeshSpec
-from distributed.core.plan import BatchPlan, Decision, LoraPlan, MemoryPlan, PipelinePlan, ShardPlan, TensorPlan
+from distributed.core.plan import Decision, LoraPlan, MemoryPlan, PipelinePlan, ShardPlan, TensorPlan
 
 _AXES = {"pipeline_parallel": "pp", "context_parallel": "cp", "tensor_parallel": "tp"}
 STAGES: dict[int, Shard] = {0: "none", 1: "optimizer", 2: "grad_op", 3: "full"}
@@ -44,16 +45,21 @@ def plan_parallel(
     device: str,
     is_stream: bool = False,
     has_batchnorm: bool = False,
+    stages: int = 0,
+    task: Mapping[str, str] | None = None,
     decisions: list[Decision],
     problems: list[Problem],
 ) -> Parallel:
+    """`task`: the features that it needs, and how it asks for each."""
     asked = _sharding(config, problems)
-    wanted = EngineRequest(config, asked or "none", is_stream, has_batchnorm, world_size)
+    wanted = EngineRequest(
+        config, asked or "none", is_stream, has_batchnorm, world_size, task=task or {}, stages=stages
+    )
     name, why = (config.backend, "") if config.backend != "auto" else choose(wanted, device)
     engine = ENGINES.entries[name]
-    kind = asked or engine.shards
+    kind = asked or ("none" if stages else engine.shards)
     problems += _refused(name, replace(wanted, sharding=kind), device)
-    if kind == "none" and engine.shards != "none":
+    if kind == "none" and engine.shards != "none" and not stages:
         nothing = "sharding=none" if config.sharding == "none" else "zero_stage=0"
         do = "set backend='pytorch-ddp', or leave it out"
         problems.append(Problem(f"backend={name!r} has nothing to shard", why=f"{nothing} replicates the model", do=do))

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from distributed.core.choices import Collectives, ReplicaCheck
+from distributed.core.batch_plan import BatchPlan
+from distributed.core.choices import Collectives, Device, ReplicaCheck
+from distributed.core.collectives import choose_collectives
 from distributed.core.config import DistributedConfig
 from distributed.core.engines.engine import ENGINES
 from distributed.core.env import WorkerEnv, inherited_environ
 from distributed.core.errors import PlanError, Problem
 from distributed.core.plan import (
-    BatchPlan,
     CheckpointPlan,
+    CompressionPlan,
     Decision,
     MlflowPlan,
     ObservePlan,
     OptimizerPlan,
     Plan,
-    PrecisionPlan,
     ReplicatePlan,
     SchedulePlan,
+    ValidationPlan,
 )
 from distributed.core.registry import load_target
 from distributed.core.run_dir import RunDir
-from distributed.core.values import parse_best, parse_changes, parse_frequency
-from distributed.planner.adoption import adopt
+from distributed.core.values import parse_best, parse_changes, parse_duration, parse_frequency, parse_interval
+from distributed.planner.adoption import adopt, adopt_stages
+from distributed.planner.decisions.accumulation import first_accumulation, plan_accumulation
+from distributed.planner.decisions.compression import plan_compression
+from distributed.planner.decisions.dev_run import as_dev_run
+from distributed.planner.decisions.limits import plan_limits
+from distributed.planner.decisions.precision import plan_precision
+from distributed.planner.decisions.reproducible import plan_virtual_ranks
+from distributed.planner.decisions.slow_rank import slow_rank_problems
+from distributed.planner.decisions.speed import plan_compile, plan_speed
 from distributed.planner.hardware import Hardware
 from distributed.planner.memory import ModelSize, too_little_memory
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel
-from distributed.planner.reproducible import plan_virtual_ranks
 from distributed.planner.resources import Resources, plan_resources, read_resources
-from distributed.planner.speed import plan_compile, plan_speed
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,7 @@ class JobProfile:
     loader_batch_size: int | None = None
     loader_drop_last: bool = False
     samples: int | None = None  # None: a stream
+    evaluations: tuple[int | None, ...] = ()  # samples of what is evaluated; None: a stream
     sampling: str = ""  # how the user's own sampler is read, if that is a decision to print
     has_batchnorm: bool = False
     has_convolutions: bool = False
@@ -48,7 +59,9 @@ class JobProfile:
     owns_optimizer: bool = False  # the user passed an optimizer
     owns_schedule: bool = False
     binds_schedule: bool = False  # ... and its scheduler has already read the optimizer's rates
+    task: Mapping[str, str] = field(default_factory=dict)  # features of engines that it needs, and how it asks for each
     parameters: int = 0  # numbers in the model
+    stages: int = 0  # into which an engine's own class has cut it; 0: it is whole
     size: ModelSize = field(default_factory=ModelSize)
 
 
@@ -73,7 +86,10 @@ def make_plan(
     else:
         resources, decisions, problems = read_resources(config, hardware, world)
         decisions += _unused_run_dir(config, world, run_dir)
-    config = adopt(config, problems, resources.world_size)
+    config = adopt_stages(adopt(config, problems, resources.world_size), profile.stages, problems)
+    if config.fast_dev_run:
+        config, said = as_dev_run(config, evaluates=bool(profile.evaluations))
+        decisions.append(said)
     plan = _plan_run(config, profile, hardware, resources, decisions=decisions, problems=problems)
     plan = replace(
         plan,
@@ -95,6 +111,16 @@ def make_plan(
         reason = "statistics are taken over the micro-batches of all ranks, so the result equals that of one process"
         decisions.append(Decision("synchronized BatchNorm", reason, "sync_batchnorm"))
     problems += _schedule_problems(config, profile, plan.schedule)
+    if profile.samples is None and plan.validation.is_by_epoch and plan.validation.every < 1:
+        problems.append(
+            Problem(
+                f"val_check_interval={config.val_check_interval} of an epoch, and the training data is a stream",
+                why="how many steps an epoch of a stream has is known only at its end",
+                do="set val_check_interval to a number of steps, such as 200",
+            )
+        )
+    problems += slow_rank_problems(config, plan, has_batchnorm=profile.has_batchnorm, world=world)
+    plan_compression(config, plan, profile.task, decisions, problems)
     problems += too_little_memory(plan, profile.size, not profile.owns_optimizer, hardware)
     engine = ENGINES.entries[plan.strategy]
     if engine.plans:
@@ -121,12 +147,22 @@ def _plan_run(
         device=resources.device,
         is_stream=profile.samples is None,
         has_batchnorm=profile.has_batchnorm,
+        stages=profile.stages,
+        task=profile.task,
         decisions=decisions,
         problems=problems,
     )
     if parallel.why_engine:
         decisions.append(Decision(f"backend {parallel.engine}", parallel.why_engine, "backend"))
-    batch = _plan_batch(config, profile, parallel.mesh.data_ranks, decisions, problems)
+    how: dict[str, Any] = {"engine": parallel.engine, "decisions": decisions, "problems": problems}
+    batch = _plan_batch(config, profile, parallel.mesh.data_ranks, **how)
+    batch, data = plan_limits(
+        config, batch, profile.samples, profile.evaluations, decisions=decisions, problems=problems
+    )
+    precision = plan_precision(config, resources.device, hardware, ENGINES.entries[parallel.engine], decisions)
+    if config.detect_anomaly and precision.kind == "fp16":
+        reason = "under fp16 gradients overflow in the normal course of training, and the step is then skipped"
+        decisions.append(Decision("anomalies are looked for in forward passes alone", reason, "mixed_precision"))
     is_bitwise = config.reproducible == "bitwise"
     return Plan(
         run_dir="",
@@ -136,25 +172,32 @@ def _plan_run(
         num_nodes=resources.num_nodes,
         device=resources.device,
         shares_gpus=resources.shares_gpus,
-        collectives=_plan_collectives(config, resources.device, decisions, problems),
+        collectives=_plan_collectives(config, resources.device, decisions),
         collective_timeout_s=config.collective_timeout_s,
         threads_per_rank=1 if is_bitwise else max(1, hardware.cpu_cores // resources.ranks_per_node),
         seed=config.seed,
         epochs=config.epochs,
         max_steps=config.max_steps,
+        max_time_s=None if config.max_time is None else parse_duration(config.max_time),
         on_nan=config.on_nan,
+        detect_anomaly=config.detect_anomaly,
+        slow_rank=config.slow_rank,
+        slow_rank_wait_s=config.slow_rank_wait_s,
         loss_weighting=config.loss_weighting,
         iterable_split=config.iterable_split,
         sample_check=config.sample_check,
-        precision=_plan_precision(config, resources.device, hardware, decisions),
+        is_dev_run=bool(config.fast_dev_run),
+        data=data,
+        precision=precision,
         optimizer=_plan_optimizer(config, profile, batch, decisions, problems),
         schedule=_plan_schedule(config),
-        replicate=_plan_replicas(config, resources.world_size),
+        replicate=_plan_replicas(config, resources.world_size, is_native=ENGINES.entries[parallel.engine].is_native),
         shard=parallel.shard,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         memory=parallel.memory,
         workers=config.num_workers,
+        validation=ValidationPlan(*parse_interval(config.val_check_interval or 1.0), config.sanity_val_steps),
         settings=config.model_dump(mode="json"),
     )
 
@@ -168,17 +211,27 @@ def _unused_run_dir(config: DistributedConfig, world: WorkerEnv, run_dir: str) -
 
 def _plan_schedule(config: DistributedConfig) -> SchedulePlan:
     return SchedulePlan(
-        config.lr_schedule, config.warmup_steps, config.warmup_epochs, config.min_lr_ratio, config.scheduler_interval
+        config.lr_schedule,
+        config.warmup_steps,
+        config.warmup_epochs,
+        config.min_lr_ratio,
+        config.scheduler_interval,
+        config.scheduler_metric or "",
     )
 
 
-def _plan_replicas(config: DistributedConfig, world_size: int) -> ReplicatePlan:
+def _plan_replicas(config: DistributedConfig, world_size: int, *, is_native: bool) -> ReplicatePlan:
+    """`is_native`: gradients are reduced by torch's own steps, not by an engine with its own plan."""
+    compression = CompressionPlan(
+        config.compression, config.compression_ratio, config.compression_rank, config.compression_min_size
+    )
     return ReplicatePlan(
         config.find_unused_parameters,
         config.static_graph,
         config.bucket_cap_mb,
         sync_batchnorm=config.sync_batchnorm and world_size > 1 and config.reproducible != "bitwise",
         check=_REPLICA_CHECKS[config.check_replicas],
+        compression=compression if is_native else CompressionPlan(),
     )
 
 
@@ -200,30 +253,28 @@ def _schedule_problems(config: DistributedConfig, profile: JobProfile, schedule:
                 do="pass the scheduler as a function: scheduler=lambda optimizer: …",
             )
         )
-    if config.given("scheduler_interval") and not profile.owns_schedule:
-        why = "without a scheduler the setting would have no effect"
-        problems.append(Problem("scheduler_interval is set, but no scheduler is passed", why=why, do="leave it out"))
+    for name in ("scheduler_interval", "scheduler_metric"):
+        if config.given(name) and not profile.owns_schedule:
+            why = "without a scheduler the setting would have no effect"
+            problems.append(Problem(f"{name} is set, but no scheduler is passed", why=why, do="leave it out"))
     return problems
 
 
-def _plan_collectives(
-    config: DistributedConfig, device: str, decisions: list[Decision], problems: list[Problem]
-) -> Collectives:
-    asked = config.communication_backend
-    if asked == "nccl" and device == "cpu":
-        decisions.append(
-            Decision(
-                "gloo collectives", "communication_backend=nccl needs CUDA devices, and the ranks are CPU processes"
-            )
-        )
-        return "gloo"
-    if asked == "nccl" or asked == "gloo":
-        return asked
-    return "nccl" if device == "cuda" else "gloo"  # auto; and mpi, which is the world of an engine: torch has none
+def _plan_collectives(config: DistributedConfig, device: Device, decisions: list[Decision]) -> Collectives:
+    chosen, why = choose_collectives(device, config.communication_backend)
+    if config.communication_backend == "nccl" and chosen == "gloo":
+        decisions.append(Decision("gloo collectives", why))
+    return chosen
 
 
 def _plan_batch(
-    config: DistributedConfig, profile: JobProfile, world_size: int, decisions: list[Decision], problems: list[Problem]
+    config: DistributedConfig,
+    profile: JobProfile,
+    world_size: int,
+    *,
+    engine: str,
+    decisions: list[Decision],
+    problems: list[Problem],
 ) -> BatchPlan:
     loader, asked = profile.loader_batch_size, config.batch_size
     if asked is not None and loader not in (None, asked):
@@ -243,7 +294,7 @@ def _plan_batch(
     batch = BatchPlan(
         per_device=asked or loader or 1,
         ranks=world_size,
-        accumulation=config.gradient_accumulation_steps,
+        accumulation=first_accumulation(config),
         drop_last=profile.loader_drop_last if config.drop_last is None else config.drop_last,
         of_stream=profile.samples is None,
     )
@@ -258,6 +309,7 @@ def _plan_batch(
                 do="set drop_last=False, or a smaller batch_size",
             )
         )
+    batch = plan_accumulation(config, batch, engine, profile.samples, problems)
     batch = cut_for_pipeline(config, batch, decisions, problems)
     if config.reproducible != "bitwise":
         return batch
@@ -268,36 +320,6 @@ def _plan_batch(
         has_batchnorm=profile.has_batchnorm,
         decisions=decisions,
         problems=problems,
-    )
-
-
-def _plan_precision(
-    config: DistributedConfig, device: str, hardware: Hardware, decisions: list[Decision]
-) -> PrecisionPlan:
-    kind = config.mixed_precision
-    if kind is False and config.bf16_parameters:
-        decisions.append(Decision("mixed precision bf16", "bf16_parameters makes the model compute in bf16"))
-        kind = "bf16"
-    if kind is False:
-        return PrecisionPlan()
-    if kind is True:
-        has_bf16 = device == "cpu" or hardware.has_bf16
-        kind = "bf16" if has_bf16 else "fp16"
-        reason = (
-            "this device supports bf16, which needs no gradient scaling"
-            if has_bf16
-            else "this device does not support bf16; the loss is scaled"
-        )
-        decisions.append(Decision(f"mixed precision {kind}", reason, "mixed_precision"))
-        if has_bf16 and (config.scaler_init_scale or config.scaler_growth_interval):
-            decisions.append(
-                Decision("no gradient scaler", "bf16 needs none; scaler settings are for fp16", "mixed_precision=fp16")
-            )
-    defaults = PrecisionPlan()
-    return PrecisionPlan(
-        kind,
-        config.scaler_init_scale or defaults.scaler_init_scale,
-        config.scaler_growth_interval or defaults.scaler_growth_interval,
     )
 
 
@@ -326,15 +348,17 @@ def _plan_optimizer(
         weight_decay=config.weight_decay,
         momentum=config.momentum,
         clip_norm=config.gradient_clipping,
+        clip_value=config.gradient_clip_value,
         lr_factor=factor,
     )
 
 
 def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan:
     every, unit = parse_frequency(config.checkpoint_frequency or 1)
+    own_dir = RunDir(run_dir).passing if config.fast_dev_run else RunDir(run_dir).checkpoints
     return CheckpointPlan(
-        dir=config.checkpoint_dir or str(RunDir(run_dir).checkpoints),
-        every=every if config.checkpoint_frequency or config.checkpoint_dir else None,
+        dir=config.checkpoint_dir or str(own_dir),
+        every=every if config.checkpoint_frequency or config.checkpoint_dir or config.keep_best else None,
         unit=unit,
         resume=config.resume_from_checkpoint,
         own_rates=config.resume_hyperparameters == "config",
@@ -343,7 +367,8 @@ def _plan_checkpoints(config: DistributedConfig, run_dir: str) -> CheckpointPlan
         keep_last=config.keep_last,
         keep_every=config.keep_every,
         best=":".join(parse_best(config.keep_best)) if config.keep_best else "",
-        certificate=config.certificate_steps,
+        best_count=config.keep_best_k,
+        certificate=0 if config.fast_dev_run else config.certificate_steps,
         ledger=config.sample_ledger,
     )
 
@@ -353,4 +378,4 @@ def _plan_observers(config: DistributedConfig, run_dir: str, active_mlflow_run: 
     mlflow = None
     if config.mlflow_tracking or config.mlflow_experiment:
         mlflow = MlflowPlan(config.mlflow_experiment or "Default", config.mlflow_tracking_uri or "", active_mlflow_run)
-    return ObservePlan(config.log_every_n_steps, config.progress, tensorboard_dir, mlflow)
+    return ObservePlan(config.log_every_n_steps, config.progress, config.csv, tensorboard_dir, mlflow)

@@ -53,10 +53,11 @@ def plan_resources(config: DistributedConfig, hardware: Hardware) -> tuple[Resou
     engine = engine_of(config)
     problems += load_target(engine.checks)(config) if engine.checks else []
     asked_by = f"num_gpus ({config.source('num_gpus')}), gpus_per_node ({config.source('gpus_per_node')})"
-    if not engine.spans:
+    spans = engine.spans or config.address is not None
+    if not spans:
         problems += _too_few_gpus(config, device, per_node, hardware, asked_by)
     most_nodes = config.max_nodes or config.num_nodes
-    if most_nodes > 1 and config.master_addr is None and not engine.spans:
+    if most_nodes > 1 and config.master_addr is None and not spans:
         problems.append(
             Problem(
                 f"{'max_nodes' if config.max_nodes else 'num_nodes'}={most_nodes}, but no master_addr",
@@ -136,7 +137,7 @@ def _too_few_gpus(
     return [
         Problem(
             f"{ranks} GPU{'s' * (ranks > 1)} asked for on this node, but it has {gpus}",
-            why=f"asked by {asked_by}",
+            why=f"{asked_by} asked for {ranks}",
             do=f"set num_gpus={gpus}{share}, or device=cpu for processes" if gpus else "set device=cpu",
         )
     ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from distributed.core.batch_plan import BatchPlan
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import Problem
-from distributed.core.plan import BatchPlan, Decision
+from distributed.core.plan import Decision
 
 
 def plan_virtual_ranks(

@@ -38,6 +38,7 @@ def plan_compile(
         "there is no GPU": plan.device != "cuda",
         "sequence_parallel, context_parallel or reproducible='bitwise' replaces parts of the model": others,
         "the model has no blocks": not holds_whole and not has_blocks,
+        "detect_anomaly looks at each operation, which compiled code fuses": config.detect_anomaly,
     }
     why_not = next((why for why, holds in reasons.items() if holds), "")
     if why_not:
@@ -77,8 +78,12 @@ def plan_speed(
 
     problems += _impossible(config, plan, hardware, is_bitwise)
     problems += _useless(config, on_gpu, is_native)
+    could_capture = on_gpu and is_native and holds_whole and not is_bitwise
+    if config.detect_anomaly and could_capture and config.capture == "auto":
+        reason = "detect_anomaly looks at each operation, and a captured step repeats kernels without them"
+        decisions.append(Decision("steps are not captured", reason, "detect_anomaly"))
     return SpeedPlan(
-        capture=_left_open(config.capture, on_gpu and is_native and holds_whole and not is_bitwise),
+        capture=_left_open(config.capture, could_capture and not config.detect_anomaly),
         fused_optimizer=choose(
             "fused_optimizer",
             config.fused_optimizer,
