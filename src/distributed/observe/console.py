@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from distributed.core.events import (
@@ -21,10 +21,12 @@ from distributed.core.events import (
     RunEnded,
     RunReported,
     RunStarted,
+    RunStopped,
     StepEnded,
     Warned,
 )
-from distributed.observe.scalars import validation_name
+from distributed.core.history import validation_name
+from distributed.core.plan import ENDLESS
 from distributed.observe.screens import Screen, Snapshot, screen_for
 
 PACE_KNOWN_S = 0.5  # before that, a forecast says nothing
@@ -76,6 +78,11 @@ class Console:
             for line in text.rstrip("\n").split("\n"):
                 self._line(line.rstrip("\r").rpartition("\r")[2], f"[r{rank}] ")
 
+    def unfinished_lines(self, lines: Mapping[int, str]) -> None:
+        """Show lines of ranks that may still change, below all others, on a terminal."""
+        with self._lock:
+            self._call(lambda screen: screen.draw_ranks(lines))
+
     def close(self) -> None:
         with self._lock:
             self._run = None
@@ -92,7 +99,10 @@ class Console:
                 self._values |= {"loss": event.loss, **event.metrics, "samples/s": event.samples_per_second}
                 self._step_line()
             case EvaluationEnded():
-                self._values |= {validation_name(name): value for name, value in event.metrics.items()}
+                found = {validation_name(name): value for name, value in event.metrics.items()}
+                self._values |= found
+                if event.within_epoch:  # else the line of the epoch has them
+                    self._line("  ".join([self._label(), f"step {event.step}", *_facts(found), _span(event.seconds)]))
                 self._draw()
             case EpochEnded():
                 self._epoch, self._step = event.epoch, max(self._step, event.step)
@@ -100,7 +110,7 @@ class Console:
                 facts = [*_facts(event.metrics), _rate(event.samples_per_second), _span(event.seconds)]
                 self._line("  ".join([self._label(), *facts]))
                 self._draw(now=True)
-            case ResumeCompared():
+            case ResumeCompared() | RunStopped():
                 self._line(event.text)
             case Warned():
                 self._line(f"warning: {event.message}")
@@ -183,7 +193,7 @@ class Console:
         return (total - self._step) * seconds / steps
 
     def _label(self) -> str:
-        epochs = f"/{self._run.epochs}" if self._run is not None else ""
+        epochs = f"/{self._run.epochs}" if self._run is not None and self._run.epochs < ENDLESS else ""
         return f"epoch {self._epoch + 1}{epochs}"
 
     def _line(self, text: str, prefix: str = "") -> None:

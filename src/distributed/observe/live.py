@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from distributed.core.events import Event, RankFailed, RunStarted
@@ -26,6 +26,9 @@ class RunScreen:
 
     def rank_line(self, rank: int, text: str) -> None:
         self._console.rank_line(rank, text)
+
+    def unfinished_lines(self, lines: Mapping[int, str]) -> None:
+        self._console.unfinished_lines(lines)
 
     def attempt_began(self, attempt: int) -> None:
         self._follower.start_attempt(attempt)

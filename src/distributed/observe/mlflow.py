@@ -26,9 +26,10 @@ PARAMS_A_CALL = 100  # MLflow's limit
 class MlflowObserver:
     """Logs a run's settings, metrics and model.
 
-    Metrics keep History's names (`loss`, `val_accuracy` …; see `scalars`). With `plan.run_id` it logs into that run and
-    leaves it open; else it makes a run named after the run directory and ends it: FINISHED, KILLED when interrupted,
-    FAILED when the training ended without a word. A restart in the same run directory continues its run.
+    Beside the settings, `num_gpus` is how many devices there are, and `throughput` the samples a second of the whole
+    run. Metrics keep History's names (`loss`, `val_loss` …; see `scalars`). With `plan.run_id` it logs into that run
+    and leaves it open; else it makes a run named after the run directory and ends it: FINISHED, KILLED when
+    interrupted, FAILED when the training ended without a word. A restart in the same run directory continues its run.
     """
 
     def __init__(self, plan: MlflowPlan, run_dir: str | os.PathLike[str] = "") -> None:
@@ -78,7 +79,8 @@ class MlflowObserver:
             self._run_id = self._continued(client, uri) or self._create(client, event, uri)
         self._client = client
         facts = ("world_size", "device", "backend", "global_batch")
-        self._log_params(flatten(event.settings) | {name: str(getattr(event, name)) for name in facts})
+        found = {name: str(getattr(event, name)) for name in facts} | {"num_gpus": str(event.world_size)}
+        self._log_params(flatten(event.settings) | found)
         tags = {"distributed.run_dir": event.run_dir, "distributed.status": "running"}
         if event.decisions:
             tags["distributed.decisions"] = "\n".join(event.decisions)
@@ -128,7 +130,7 @@ class MlflowObserver:
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def _finish(self, event: RunEnded) -> None:
-        totals = {"total_seconds": event.seconds, "average_samples_per_second": event.samples_per_second}
+        totals = {"total_seconds": event.seconds, "throughput": event.samples_per_second}
         self._log_metrics(event.step, totals | {f"final_{name}": v for name, v in event.metrics.items()}, event.time)
         if os.path.isdir(event.model_path):
             self._client.log_artifacts(self._run_id, event.model_path, artifact_path="model")

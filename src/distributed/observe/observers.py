@@ -12,6 +12,7 @@ from distributed.core.plan import Plan
 from distributed.core.registry import DISTRIBUTION, Entry, Registry
 from distributed.core.run_dir import RunDir
 from distributed.observe.background import Background, failure_text, warn_on_stderr
+from distributed.observe.csv_log import CsvLog
 from distributed.observe.event_log import EventLog
 from distributed.observe.trial import trial_observers
 
@@ -54,7 +55,10 @@ def observers_for(plan: Plan) -> list[Observer]:
 
     Wrap the list in `Observers`.
     """
-    observers: list[Observer] = [EventLog(RunDir(plan.run_dir).events), *trial_observers()]
+    run = RunDir(plan.run_dir)
+    observers: list[Observer] = [EventLog(run.events), *trial_observers()]
+    if plan.observe.csv:
+        observers.append(CsvLog(run.metrics))
     if plan.observe.tensorboard_dir:
         observers.append(OBSERVERS.load("tensorboard")(plan.observe.tensorboard_dir))
     if plan.observe.mlflow is not None:

@@ -8,6 +8,7 @@ evaluation, `epoch_*` are means over a whole epoch; beside them are `learning_ra
 from __future__ import annotations
 
 from distributed.core.events import EpochEnded, EvaluationEnded, Event, StepEnded
+from distributed.core.history import is_validation, validation_name
 
 Scalars = dict[str, float]
 
@@ -21,7 +22,7 @@ class ScalarReader:
 
     def __init__(self) -> None:
         self._logged_epoch = -1
-        self._evaluated_step = -1
+        self._evaluated_epoch = -1
 
     def read(self, event: Event) -> tuple[int, Scalars] | None:
         """The step and its scalars, or None for an event without numbers."""
@@ -30,25 +31,21 @@ class ScalarReader:
                 self._logged_epoch = event.epoch
                 return event.step, _of_step(event)
             case EvaluationEnded():
-                self._evaluated_step = event.step
+                self._evaluated_epoch = event.epoch
                 return event.step, {validation_name(name): value for name, value in event.metrics.items()}
             case EpochEnded():
                 return event.step, self._of_epoch(event)
         return None
 
     def _of_epoch(self, event: EpochEnded) -> Scalars:
-        training = {name: value for name, value in event.metrics.items() if not name.startswith("val_")}
+        training = {name: value for name, value in event.metrics.items() if not is_validation(name)}
         scalars = {f"epoch_{name}": value for name, value in training.items()}
         scalars |= {"epoch_seconds": event.seconds, "epoch_samples_per_second": event.samples_per_second}
-        if self._evaluated_step != event.step:  # else the evaluation's event had them
-            scalars |= {name: value for name, value in event.metrics.items() if name.startswith("val_")}
+        if self._evaluated_epoch != event.epoch:  # else the evaluation's event had them
+            scalars |= {name: value for name, value in event.metrics.items() if is_validation(name)}
         if self._logged_epoch != event.epoch:  # an epoch shorter than log_every_n_steps must show as a loss too
             scalars |= {**training, "samples_per_second": event.samples_per_second}
         return scalars
-
-
-def validation_name(name: str) -> str:
-    return name if name.startswith("val_") else f"val_{name}"
 
 
 def _of_step(event: StepEnded) -> Scalars:

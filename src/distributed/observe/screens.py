@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import html
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
@@ -13,6 +14,7 @@ import rich.progress
 from rich.text import Text
 
 MIN_BAR, MAX_BAR = 8, 40  # columns
+_MOST_RANKS = 8  # whose unfinished lines are drawn
 _ECHO_COLUMNS = 3  # columns left free: a terminal writes ^C behind the bar, and a bar that wraps is drawn twice
 
 
@@ -51,6 +53,9 @@ class Screen(Protocol):
 
     def draw(self, snapshot: Snapshot) -> None: ...
 
+    def draw_ranks(self, lines: Mapping[int, str]) -> None:
+        """Lines of ranks that may still change; where nothing can be drawn twice, they are shown once they end."""
+
     def close(self) -> None: ...
 
 
@@ -70,6 +75,9 @@ class PlainScreen:
     def draw(self, snapshot: Snapshot) -> None:
         pass
 
+    def draw_ranks(self, lines: Mapping[int, str]) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -82,18 +90,19 @@ class TerminalScreen:
     def __init__(self, stream: TextIO) -> None:
         self._console = _rich_console(stream)
         self._bar = rich.progress.BarColumn(MAX_BAR)
-        self._progress: rich.progress.Progress | None = None
-        self._task = rich.progress.TaskID(0)
+        self._bottom: _Bottom | None = None
+        self._task: rich.progress.TaskID | None = None
 
     def line(self, text: str, prefix: str = "") -> None:
         body = Text.from_ansi(text)  # keeps a rank's colours, drops what would move the cursor
         self._console.print(Text.assemble((prefix, "cyan"), body) if prefix else body, soft_wrap=True)
 
     def draw(self, snapshot: Snapshot) -> None:
-        if self._progress is None:
-            self._progress = self._start(snapshot)
+        bottom = self._open()
+        if self._task is None:
+            self._task = bottom.add_task("", total=snapshot.total, label="", count="", facts="")
         self._bar.bar_width, facts = snapshot.fitted(self._console.width - _ECHO_COLUMNS)
-        self._progress.update(
+        bottom.update(
             self._task,
             completed=snapshot.done,
             total=snapshot.total,
@@ -101,33 +110,57 @@ class TerminalScreen:
             count=snapshot.count,
             facts=facts,
         )
-        self._progress.refresh()
+        bottom.refresh()
+
+    def draw_ranks(self, lines: Mapping[int, str]) -> None:
+        if lines or self._bottom is not None:
+            bottom = self._open()
+            bottom.lines = dict(sorted(lines.items()))
+            bottom.refresh()
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()  # gives the cursor and the streams back
-            self._progress = None
+        if self._bottom is not None:
+            self._bottom.lines = {}
+            self._bottom.stop()  # gives the cursor and the streams back
+            self._bottom = self._task = None
             atexit.unregister(self.close)
 
-    def _start(self, snapshot: Snapshot) -> rich.progress.Progress:
-        columns = [
+    def _open(self) -> _Bottom:
+        if self._bottom is None:
+            atexit.register(self.close)  # a bar hides the cursor: it must be shown again when this process ends
+            self._bottom = _Bottom(self._console, self._bar)
+            self._bottom.start()
+        return self._bottom
+
+
+class _Bottom(rich.progress.Progress):
+    """What is drawn again and again below all lines: lines of ranks that are not ended, and the run's own bar."""
+
+    def __init__(self, console: rich.console.Console, bar: rich.progress.BarColumn) -> None:
+        # Before the base class draws for the first time, in its constructor.
+        self.lines: dict[int, str] = {}
+        self._console = console
+        label, count, facts = (
             rich.progress.TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("label", "count", "facts")
-        ]
-        progress = rich.progress.Progress(
-            columns[0],
-            self._bar,
-            columns[1],
-            columns[2],
-            console=self._console,
+        )
+        super().__init__(
+            *(label, bar, count, facts),
+            console=console,
             auto_refresh=False,
             # Prints of this process go above the bar too; but not into it when they go to a file.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
-        atexit.register(self.close)  # a bar hides the cursor: it must be shown again when this process ends
-        self._task = progress.add_task("", total=snapshot.total, label="", count="", facts="")
-        progress.start()
-        return progress
+
+    def get_renderables(self) -> Iterable[rich.console.RenderableType]:
+        for rank, text in list(self.lines.items())[:_MOST_RANKS]:
+            line = Text.assemble((f"[r{rank}] ", "cyan"), Text.from_ansi(text))
+            line.truncate(self._console.width - _ECHO_COLUMNS, overflow="ellipsis")
+            yield line
+        if len(self.lines) > _MOST_RANKS:
+            yield Text(f"… and {len(self.lines) - _MOST_RANKS} ranks more")
+        if self.tasks:
+            yield self.make_tasks_table(self.tasks)
 
 
 class NotebookScreen:
@@ -148,6 +181,9 @@ class NotebookScreen:
             self._handle = self._display(shown, raw=True, display_id=True)
         else:
             self._handle.update(shown, raw=True)
+
+    def draw_ranks(self, lines: Mapping[int, str]) -> None:
+        pass
 
     def close(self) -> None:
         self._handle = None
