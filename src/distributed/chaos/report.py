@@ -85,7 +85,7 @@ class ChaosReport:
     injuries: list[Injury] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     wanted: int | None = None  # faults that were asked for
-    goodput_told: float | None = None  # by the run itself, which counts from when it noticed a fault
+    goodput_reported: float | None = None  # by the run itself, which counts from when it noticed a fault
     attempts: int = 1
     was_resized: bool = False
     is_bitwise: bool = False

@@ -196,7 +196,8 @@ class _Disturbance:
         report.ending = gave_up or f"exit code {next((code for code in codes if code), 0)}\n{self.run.tail()}"
         report.attempts = view.attempt + 1
         reported = view.of(RunReported)
-        report.goodput_told = max((ended.goodput for ended in reported), default=None)  # the node of rank 0 knows best
+        reported_goodput = [ended.goodput for ended in reported if ended.goodput is not None]
+        report.goodput_reported = max(reported_goodput, default=None)  # the node of rank 0 knows best
         sizes = {started.world_size for started in view.of(RunStarted)}
         sizes |= {recovered.world_size for recovered in view.of(Recovered)}
         report.was_resized = len(sizes) > 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from distributed.core.errors import Problem
+from distributed.core.plan import Decision
 from distributed.tune.search_dir import SearchDir
 from distributed.tune.space import Space
 
@@ -146,6 +147,9 @@ class Runner(Protocol):
 
     def obstacles(self, request: TuneRequest) -> list[Problem]:
         """Why the trials cannot be placed on what is there: too few devices, cores … Nothing is started yet."""
+
+    def decisions(self, request: TuneRequest) -> list[Decision]:
+        """What was chosen in placing the trials."""
 
     def slots(self, request: TuneRequest) -> int:
         """Trials that run at the same time."""

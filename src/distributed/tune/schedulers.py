@@ -16,7 +16,7 @@ _FEWEST = 3  # trials that a median is taken of
 
 
 @dataclass(frozen=True)
-class GoOn:
+class Continue:
     """To the next report."""
 
 
@@ -38,7 +38,7 @@ class Take:
     params: Params
 
 
-Decision = GoOn | Stop | Yield | Take
+Decision = Continue | Stop | Yield | Take
 
 
 class Scheduler(Protocol):
@@ -70,7 +70,7 @@ class NoScheduler:
     """Every trial runs to its end."""
 
     def decide(self, report: Report) -> Decision:
-        return GoOn()
+        return Continue()
 
     def began(self, trial: str, params: Params) -> None:
         pass
@@ -96,7 +96,7 @@ class Halving(NoScheduler):
 
     def decide(self, report: Report) -> Decision:
         value = report.metrics.get(self._metric)
-        decision: Decision = GoOn()
+        decision: Decision = Continue()
         if value is None:
             return decision
         for rung in self._rungs_up_to(report.step):
@@ -120,7 +120,7 @@ class Halving(NoScheduler):
 
 
 class MedianStopping(NoScheduler):
-    """A trial stops when its best value so far is worse than the median of the others' means up to the same step."""
+    """A trial stops when its best value is worse than the median of the others' means at the same step."""
 
     def __init__(self, schedule: TrialSchedule, metric: str, mode: Mode) -> None:
         self._schedule, self._metric = schedule, metric
@@ -130,18 +130,18 @@ class MedianStopping(NoScheduler):
     def decide(self, report: Report) -> Decision:
         value = report.metrics.get(self._metric)
         if value is None:
-            return GoOn()
+            return Continue()
         own = self._costs.setdefault(report.trial, {})
         own[report.step] = _cost(value, self._sign)
         if report.step < self._schedule.grace_steps:
-            return GoOn()
+            return Continue()
         others = []
         for trial, costs in self._costs.items():
             by_then = [cost for step, cost in costs.items() if step <= report.step]
             if trial != report.trial and by_then and max(costs) >= report.step:  # one that went back may have no cost
                 others.append(statistics.fmean(by_then))
         is_bad = len(others) >= _FEWEST and min(own.values()) > statistics.median(others)
-        return Stop() if is_bad or math.isinf(min(own.values())) else GoOn()
+        return Stop() if is_bad or math.isinf(min(own.values())) else Continue()
 
     def went_back(self, trial: str, step: int) -> None:
         self._costs[trial] = {s: cost for s, cost in self._costs.get(trial, {}).items() if s <= step}
@@ -180,10 +180,10 @@ class Population:
     def decide(self, report: Report) -> Decision:
         value = report.metrics.get(self._metric)
         if value is None:
-            return GoOn()
+            return Continue()
         self._costs.setdefault(report.trial, {})[report.step] = _cost(value, self._sign)
         if report.step - self._looked_at.get(report.trial, 0) < self._schedule.perturb_every:
-            return GoOn()
+            return Continue()
         ranked = self._ranked(report.step)
         if not self._params.keys() <= set(ranked):
             return Yield()

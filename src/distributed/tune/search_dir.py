@@ -47,7 +47,7 @@ class SearchDir:
     @property
     def parent_log(self) -> Path:
         """Of the process that trials are forked from."""
-        return Path(self.path, "nursery.log")
+        return Path(self.path, "trial-processes.log")
 
     @property
     def ray(self) -> Path:
@@ -56,7 +56,7 @@ class SearchDir:
 
     def actor_log(self, host: str, pid: int) -> Path:
         """Of the process that the trials of one of Ray's actors are forked from."""
-        return self.ray / f"nursery-{host}-{pid}.log"
+        return self.ray / f"trial-processes-{host}-{pid}.log"
 
     def trial(self, name: str) -> str:
         return f"{self.path}/trials/{name}"

@@ -42,7 +42,7 @@ class DistributedTuner:
     `train_fn(config)` gets a dictionary of parameters. It says how good they are by `tune.report({"loss": …})` as it
     goes, by training with a Trainer (each epoch is reported by itself), or by returning a dictionary of metrics.
     `num_gpus` devices are shared by the trials, `trials_per_gpu` on each, or `gpus_per_trial` for each; without CUDA a
-    device is a CPU core.
+    device is a process, of which there may be more than cores.
 
     >>> def train(config):
     ...     return {"loss": (config["x"] - 3) ** 2}
@@ -178,7 +178,7 @@ class DistributedTuner:
         is_new = not holds_search(request.run_dir)
         journal = Journal(request.run_dir)
         with contextlib.closing(journal):
-            past = None if is_new else self._take_up(request, name)  # nobody else goes on with it from here on
+            past = None if is_new else self._take_up(request, name)  # nobody else resumes it from here on
             self._run_from(past, request, name=name, reason=reason, runner=runner, journal=journal)
 
     def _run_from(
@@ -188,11 +188,13 @@ class DistributedTuner:
         self._board = Board(request.metric, self._mode, request.past, by_last=request.schedule.name == "pbt")
         reading = ReadCheck(request.space.domains, request.train_fn)
         reading.read(() if past is None else past.read)
-        slots = runner.slots(request)
+        slots, decisions = runner.slots(request), runner.decisions(request)
         screen = SearchScreen(self._board, _total(request), slots, shows_progress=self._progress)
         if self._progress:
             screen.note(f"trials run on {name}: {reason} [engine]")
             screen.note(f"{slots} at a time [num_gpus, trials_per_gpu]; all is in {request.run_dir}")
+            for decision in decisions:
+                screen.note(str(decision))
         try:
             journal.began(self._heading(request, name))
             runner.run(request, SearchEvents(journal, self._board, reading, screen))

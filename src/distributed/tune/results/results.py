@@ -61,7 +61,7 @@ class Board:
             if names and not found:
                 raise ConfigError(
                     "no metric is named, and none of the usual ones was reported",
-                    why=f"reported were {', '.join(sorted(names))}",
+                    why=f"the trials reported {', '.join(sorted(names))}",
                     do=f"DistributedTuner(…, metric={min(names)!r}, mode='min'); resume=True keeps what was done",
                 )
             self.metric = found

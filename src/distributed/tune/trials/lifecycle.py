@@ -14,7 +14,7 @@ from distributed.core.errors import DistributedError, TaskError
 from distributed.observe.trial import TrialNote
 from distributed.tune.population import take_over
 from distributed.tune.runner import OVER, Status, TrialSpec, TuneRequest, Watcher
-from distributed.tune.schedulers import Decision, GoOn, Stop, Take, make_scheduler
+from distributed.tune.schedulers import Continue, Decision, Stop, Take, make_scheduler
 from distributed.tune.search import last_value, make_search
 from distributed.tune.trials.records import Trial
 
@@ -84,7 +84,7 @@ class TrialLifecycle:
             return None
         trial = self._waiting.popleft() if self._waiting else self._new_trial()
         trial.starts += 1
-        trial.status, trial.goes_on, trial.reporter_pid, trial.error = "running", True, 0, ""
+        trial.status, trial.has_not_reported, trial.reporter_pid, trial.error = "running", True, 0, ""
         self.legs[trial.id] = Leg(trial)
         return trial
 
@@ -143,7 +143,7 @@ class TrialLifecycle:
         if leg.requested_status is not None:
             return
         if (isinstance(decision, Take) and self._take(trial, decision, report.step)) or (
-            not isinstance(decision, GoOn) and self._waiting
+            not isinstance(decision, Continue) and self._waiting
         ):
             leg.requested_status = "pending"
         if leg.requested_status == "pending" and not (trial.checkpoint or trial.saved or message["by"] == "trainer"):

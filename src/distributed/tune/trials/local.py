@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from distributed.core.errors import Problem
+from distributed.core.plan import Decision
 from distributed.launch.node.processes import RankProcess
 from distributed.launch.node.stop_signals import Stopped
 from distributed.planner.hardware import probe_hardware
@@ -23,7 +24,7 @@ from distributed.tune.runner import TuneRequest, Watcher
 from distributed.tune.search_dir import SearchDir
 from distributed.tune.trials.lifecycle import TrialLifecycle, ending
 from distributed.tune.trials.line import LineServer, Message
-from distributed.tune.trials.placement import obstacles, place
+from distributed.tune.trials.placement import decisions, obstacles, place
 from distributed.tune.trials.processes import TrialProcesses, modules_for
 from distributed.tune.trials.trial import write_function
 
@@ -40,6 +41,9 @@ class LocalRunner:
 
     def obstacles(self, request: TuneRequest) -> list[Problem]:
         return obstacles(request, probe_hardware())
+
+    def decisions(self, request: TuneRequest) -> list[Decision]:
+        return decisions(request, probe_hardware())
 
     def slots(self, request: TuneRequest) -> int:
         return place(request, probe_hardware()).slots
@@ -151,14 +155,14 @@ class _Tune:
             if message["kind"] == "saved":
                 self._lifecycle.hear(message)
             return {"go": False}
-        goes_on = self._lifecycle.hear(message)
+        continues = self._lifecycle.hear(message)
         entry = self._processes.get(message["trial"])
-        if not goes_on and entry is not None and message["kind"] == "report" and entry.end_by == float("inf"):
+        if not continues and entry is not None and message["kind"] == "report" and entry.end_by == float("inf"):
             # `tune.report` takes the answer; the Trainer a signal, after which it stops at the next step and saves
             entry.end_by = time.monotonic() + _GRACE_S
             if message["by"] == "trainer":
                 entry.process.signal(signal.SIGTERM)
-        return {"go": goes_on}
+        return {"go": continues}
 
     def _abandon(self) -> None:
         """Something ended the search: so do all trials, which may save first; a second Ctrl-C ends them at once."""

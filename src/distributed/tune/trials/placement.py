@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from distributed.core.choices import Device
 from distributed.core.errors import Problem
+from distributed.core.plan import Decision
 from distributed.planner.hardware import Hardware
 from distributed.tune.runner import TuneRequest
 
@@ -25,9 +26,7 @@ class Placement:
 
 
 def place(request: TuneRequest, hardware: Hardware) -> Placement:
-    there, _ = _devices(hardware)
-    devices = request.num_gpus or there
-    slots = max(1, devices // request.gpus_per_trial * request.trials_per_gpu)
+    slots = max(1, devices_of(request, hardware) // request.gpus_per_trial * request.trials_per_gpu)
     return Placement(
         slots,
         "cuda" if hardware.gpus else "cpu",
@@ -37,19 +36,38 @@ def place(request: TuneRequest, hardware: Hardware) -> Placement:
     )
 
 
+def devices_of(request: TuneRequest, hardware: Hardware) -> int:
+    """Devices that the trials share: all, if no number was given. Without a GPU, each is a CPU process."""
+    if request.num_gpus is not None:
+        return request.num_gpus
+    return len(hardware.gpus) or max(hardware.cpu_cores, request.gpus_per_trial)
+
+
+def decisions(request: TuneRequest, hardware: Hardware) -> list[Decision]:
+    """What is chosen for trials that have a place, as for the ranks of a Trainer (planner/resources.py)."""
+    found = []
+    slots, cores = place(request, hardware).slots, hardware.cpu_cores
+    if not hardware.gpus and request.num_gpus is not None:
+        why = "this machine has no CUDA device, so 'GPU' means process"
+        found.append(Decision(f"{request.num_gpus} CPU process{'es' * (request.num_gpus > 1)}", why, "num_gpus"))
+    processes = slots * request.gpus_per_trial
+    if processes > cores:
+        settings = "num_gpus, trials_per_gpu" if request.gpus_per_trial == 1 else "num_gpus, gpus_per_trial"
+        found.append(Decision("more processes than cores", f"{processes} processes share {cores} cores", settings))
+    return found
+
+
 def obstacles(request: TuneRequest, hardware: Hardware) -> list[Problem]:
     """Why trials do not fit on this machine."""
     problems: list[Problem] = []
-    there, what = _devices(hardware)
-    devices = request.num_gpus or there
-    if devices > there:
+    gpus, devices = len(hardware.gpus), devices_of(request, hardware)
+    if gpus and devices > gpus:
         problems.append(
             Problem(
-                f"num_gpus={devices}, but this machine has {there} {what}",
-                why="without a GPU, a device is a CPU core"
-                if not hardware.gpus
-                else "each trial has devices of its own",
-                do=f"set num_gpus={there}, or engine='ray' with the address of a cluster that has more",
+                f"num_gpus={devices}, but this machine has {gpus} GPU{'s' * (gpus > 1)}",
+                why="each trial has devices of its own",
+                do=f"set num_gpus={gpus}, with trials_per_gpu={-(-devices // gpus)} for as many trials at a time; "
+                "or engine='ray' with the address of a cluster that has more",
             )
         )
     if request.gpus_per_trial > devices:
@@ -60,20 +78,4 @@ def obstacles(request: TuneRequest, hardware: Hardware) -> list[Problem]:
                 do=f"set gpus_per_trial={devices} or less, or more num_gpus",
             )
         )
-    at_a_time = devices // request.gpus_per_trial * request.trials_per_gpu
-    if request.trials_per_gpu > 1 and at_a_time > hardware.cpu_cores and devices <= there:
-        most = max(1, hardware.cpu_cores // devices)
-        problems.append(
-            Problem(
-                f"trials_per_gpu={request.trials_per_gpu} × num_gpus={devices} are {at_a_time} trials at a time, "
-                f"and this machine has {hardware.cpu_cores} CPU cores",
-                why="each trial needs a CPU core of its own",
-                do=f"set trials_per_gpu={most}"
-                + ("" if devices * most <= hardware.cpu_cores else " and less num_gpus"),
-            )
-        )
     return problems
-
-
-def _devices(hardware: Hardware) -> tuple[int, str]:
-    return (len(hardware.gpus), "GPUs") if hardware.gpus else (hardware.cpu_cores, "CPU cores and no GPU")

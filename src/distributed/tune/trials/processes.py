@@ -8,8 +8,10 @@ import sys
 from typing import Any
 
 from distributed.core.env import TICKET, TRIAL, inherited_environ, visible_devices
+from distributed.launch.node.command import rank_argv
+from distributed.launch.node.preloading import ALWAYS, preloads
 from distributed.launch.node.processes import RankProcess
-from distributed.launch.node.warm_parent import ALWAYS, WarmParent, preloads
+from distributed.launch.node.warm_parent import WarmParent
 from distributed.launch.request import ProcessSpec
 from distributed.tune.trials.placement import Placement
 from distributed.tune.trials.records import Trial
@@ -48,14 +50,7 @@ class TrialProcesses:
         return longest if self.can_be_waited_for else _LOOK_S
 
     def start(self, trial: Trial, note_path: str, slot: int) -> RankProcess:
-        argv = (
-            sys.executable,
-            "-m",
-            "distributed.launch.node.rank",
-            "-m",
-            "distributed.tune.trials.trial",
-            self._folder,
-        )
+        argv = rank_argv(sys.executable, ("-m", "distributed.tune.trials.trial", self._folder))
         log = _new_log(trial.directory)
         environ = self._environ | {TRIAL: note_path, TICKET: self._ticket} | self._devices(slot)
         spec = ProcessSpec(trial.index, argv, {}, log)
@@ -86,7 +81,8 @@ def _new_log(folder: str) -> str:
 
 def modules_for(train_fn: Any) -> tuple[str, ...]:
     """What the trials will import: torch and ours where the function may use them, and what its script imports."""
-    source = getattr(train_fn, "script", None) or getattr(getattr(train_fn, "__code__", None), "co_filename", None)
+    script = getattr(train_fn, "script", None)
+    source = script or getattr(getattr(train_fn, "__code__", None), "co_filename", None)
     try:
         with open(source or "", "rb") as file:
             text = file.read()
@@ -98,7 +94,10 @@ def modules_for(train_fn: Any) -> tuple[str, ...]:
         optimizes = _OPTIMIZER in sys.modules
     plain = (*_TORCH, _OPTIMIZER) if optimizes else _TORCH
     wanted = ALWAYS if uses_trainer else plain if uses_torch else ()
-    return (*_OWN, *wanted, *(name for name in preloads(source) if name not in ALWAYS))
+    found = preloads(source)
+    if script is not None and not found.modules:  # a function's variables are set in this process already
+        return _OWN
+    return (*_OWN, *wanted, *(name for name in found.modules if name not in ALWAYS))
 
 
 def _environ(placement: Placement) -> dict[str, str]:

@@ -33,7 +33,7 @@ class Trial:
     saved_step: int = 0
     error: str = ""
     is_untried: bool = False  # it took over another trial and has not reported since
-    goes_on: bool = False  # since it was started it has not reported: a report may be of a step that it knew before
+    has_not_reported: bool = False  # since it was started: a report may be of a step that it knew before
     reporter_pid: int = (
         0  # the process that `tune.report` was last called in; another one after its ranks were restarted
     )
@@ -45,7 +45,7 @@ class Trial:
 
     @staticmethod
     def of(past: TrialResult, index: int) -> Trial:
-        """As a search that ended left it; it goes on from the newest checkpoint that is still there."""
+        """As a search that ended left it; it resumes from the newest checkpoint that is still there."""
         trial = Trial(
             index,
             id=past.id,
@@ -116,14 +116,14 @@ class Trial:
     ) -> Report:
         """A report. The same epoch of the same `fit` replaces what was reported of it and later, and so does a step
         that a process repeats which took the place of another one; a later `fit` counts on."""
-        is_again = self.goes_on or (not fit and reporter_pid != self.reporter_pid and self.reporter_pid != 0)
+        is_again = self.has_not_reported or (not fit and reporter_pid != self.reporter_pid and self.reporter_pid != 0)
         if fit:
             step += self.base(fit)
         if fit or is_again:
             self.history = [report for report in self.history if report.step < step]
         if not fit:
             self.reporter_pid = reporter_pid
-        self.goes_on, self.is_untried = False, False
+        self.has_not_reported, self.is_untried = False, False
         step = max(step, self.history[-1].step + 1 if self.history else 1)
         report = Report(self.id, step, dict(metrics), round(self.elapsed(now), 4), checkpoint, fit)
         self.history.append(report)

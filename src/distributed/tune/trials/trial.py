@@ -1,4 +1,4 @@
-"""The program of one trial: `python -m distributed.launch.node.rank -m distributed.tune.trials.trial <folder>`.
+"""The program of one trial: `-m distributed.tune.trials.trial <folder>`.
 
 The environment names the trial (observe/trial.py); how it ended goes over its line, and a traceback into its log.
 """
