@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -24,11 +24,15 @@ has one, and trains MLP, GPT-2 124M, GPT 1.3B, ResNet-50, BERT-large and DLRM. C
 All get the same DataLoader; the best hand-written loop and the CUDA graph have their batches on the device already,
 which is the most that can be had. Files are written again after each turn.
 
+With --script, your own training takes their place: with N ranks (--processes; by default every GPU, or 2 on a CPU)
+against its run with one, the same settings for both.
+
 \b
 Examples:
   distributed bench throughput
   distributed bench throughput --workload mlp --only ours --only bare --json throughput.json
   distributed bench throughput --picture throughput.svg
+  distributed bench throughput --script train.py --processes 2 mixed_precision=bf16 -- --data-dir /data
 """
 
 
@@ -42,7 +46,23 @@ def collectives(
     processes: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="By default every GPU where there are several, else 2.")
     ] = None,
-    largest: Annotated[float, typer.Option(min=0.001, metavar="MIB", help="The largest message.")] = 64.0,
+    largest: Annotated[
+        float | None, typer.Option(min=0.001, metavar="MIB", help="The largest message; 64 by default.")
+    ] = None,
+    begin: Annotated[str, typer.Option("--begin", "-b", metavar="SIZE", help="The smallest: 8, 4K, 1M.")] = "1K",
+    end: Annotated[str, typer.Option("--end", "-e", metavar="SIZE", help="The largest, in place of --largest.")] = "",
+    factor: Annotated[int, typer.Option("--factor", "-f", min=2, metavar="N", help="From a size to the next.")] = 4,
+    iterations: Annotated[
+        int | None, typer.Option("--iterations", "-n", min=1, metavar="N", help="Calls a turn; by default by size.")
+    ] = None,
+    operation: Annotated[
+        list[str] | None, typer.Option("--operation", metavar="NAME", help="Or all; may be repeated.")
+    ] = None,
+    algorithm: Annotated[
+        list[str] | None, typer.Option("--algorithm", metavar="NAME", help="Of all-reduce, or all; may be repeated.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(metavar="NAME", help="gloo or nccl; by default by device.")] = None,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Messages between any two ranks, as a matrix.")] = False,
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Repetitions of each size, interleaved; the median counts.")
     ] = 5,
@@ -51,21 +71,48 @@ def collectives(
 ) -> None:
     """What sending costs: all-reduce, all-gather, reduce-scatter and broadcast from 1 KiB to 64 MiB.
 
-    Latency is the time of a call; bus bandwidth is the rate on each link, which can be compared between operations,
-    between numbers of processes, and with the link's nominal rate. nccl where there are GPUs for all processes, gloo
-    otherwise.
+    Columns and options are those of nccl-tests. Bus bandwidth is the rate on each link, which can be compared between
+    operations, between numbers of processes, and with the link's nominal rate. nccl where there are GPUs for all
+    processes, gloo otherwise. --operation also takes reduce, gather, scatter, all-to-all and send-recv; --algorithm
+    takes backend, ring, doubling, tree, two_level and auto.
 
     \b
     Examples:
       distributed bench collectives
-      distributed bench collectives --processes 4 --largest 16 --json collectives.json
+      distributed bench collectives -b 8 -e 128M -f 2 --operation all
+      distributed bench collectives --operation all-reduce --algorithm all --processes 4 --json all-reduce.json
+      distributed bench collectives --pairs --processes 4
     """
+    from distributed.bench.collectives.asked import read_asked
     from distributed.bench.collectives.benchmark import measure_collectives
-    from distributed.bench.collectives.table import collectives_table
+    from distributed.bench.collectives.pairs import measure_pairs
+    from distributed.bench.collectives.table import collectives_table, pairs_table
 
+    asked = read_asked(
+        begin=begin,
+        end=end,
+        factor=factor,
+        largest_mib=largest,
+        operations=operation,
+        algorithms=algorithm,
+        backend=backend,
+    )
+    common: dict[str, Any] = {"rounds": rounds, "backend": asked.backend, "iterations": iterations}
     with progress() as notify:
-        found = measure_collectives(processes, largest_mib=largest, rounds=rounds, notify=notify)
-    show(collectives_table(found), found.to_dict(), json_file, picture)
+        if pairs:
+            matrix = measure_pairs(processes, notify=notify, **common)
+            table, record = pairs_table(matrix), matrix.to_dict()
+        else:
+            found = measure_collectives(
+                processes,
+                sizes=asked.sizes,
+                operations=asked.operations,
+                algorithms=asked.algorithms,
+                notify=notify,
+                **common,
+            )
+            table, record = collectives_table(found), found.to_dict()
+    show(table, record, json_file, picture)
 
 
 @app.command("scaling")

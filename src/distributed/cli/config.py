@@ -13,8 +13,8 @@ from rich.table import Table
 from distributed.cli import options as opt
 from distributed.cli.settings import gather
 from distributed.core.config import DistributedConfig
+from distributed.core.documents.run_config import RunConfig
 from distributed.core.plan import Plan
-from distributed.core.run_config import RunConfig
 from distributed.core.secrets import mask
 
 app = typer.Typer(help="Look at settings and plans.", no_args_is_help=True, rich_markup_mode=None)
@@ -90,7 +90,7 @@ def plan(
 
 def _summary(planned: Plan) -> dict[str, str]:
     """
-    >>> from distributed.core.plan import BatchPlan
+    >>> from distributed.core.batch_plan import BatchPlan
     >>> _summary(Plan("runs/x", BatchPlan(per_device=8, accumulation=2)))["batch"]
     '16 samples a step: 2 × 8'
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ from distributed.planner.hardware import Hardware, probe_hardware
 
 _OLDEST_TORCH = (2, 11)
 _SMALL_SHM_BYTES = 512 * 2**20
+_ALIKE = {"tensorflow": ("tensorflow-cpu",)}  # distributions that bring the same module
 
 # In a process of its own: a broken torch may abort rather than raise.
 _ASK_TORCH = """
@@ -241,8 +243,9 @@ def _needed_by(requirement: str, extra: str) -> str:
 
 
 def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    """Whether a distribution, or another that brings the same module, is here."""
+    for distribution in (name, *_ALIKE.get(name, ())):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(distribution)
+            return True
+    return False

@@ -7,7 +7,8 @@ import sys
 
 import typer
 
-from distributed.cli import bench, chaos, checkpoint, config, doctor, resize, train, tune
+from distributed.cli import bench, chaos, config, doctor, find, resize, train, tune
+from distributed.cli.checkpoint import commands as checkpoint
 from distributed.cli.words import ScriptCommand
 from distributed.core.errors import DistributedError
 from distributed.core.registry import DISTRIBUTION, installed_version
@@ -28,6 +29,7 @@ app.command("tune", cls=ScriptCommand, short_help="Run a script with many settin
 app.command(
     "chaos", cls=ScriptCommand, short_help="Run a training under faults and compare it with the undisturbed run."
 )(chaos.chaos)
+app.command("find", cls=ScriptCommand, short_help="Find a learning rate or a batch size by short trials.")(find.find)
 app.command("resize", short_help="Change the number of ranks of a running run.")(resize.resize)
 app.command("doctor", short_help="Report what this machine can do.")(doctor.doctor)
 app.add_typer(config.app, name="config")

@@ -9,6 +9,21 @@ import typer
 from distributed.core.engines.engine import ENGINES
 
 Script = Annotated[str, typer.Option(metavar="FILE", help="The Python script to run in every rank.")]
+OptionalScript = Annotated[
+    str | None, typer.Option("--script", metavar="FILE", help="The Python script to run in every rank.")
+]
+Module = Annotated[
+    str | None,
+    typer.Option("--module", "-m", metavar="NAME", help="In place of a script: a module, as python -m runs it."),
+]
+LocalRank = Annotated[
+    bool,
+    typer.Option(
+        "--local-rank",
+        help="Also give each rank's script --local-rank=N as its first argument, as torch.distributed.launch does.",
+    ),
+]
+LocalRankOfOld = Annotated[bool, typer.Option("--local_rank", help="The same, as --local_rank=N.")]
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Any setting: see `distributed config show`.")
 ]
@@ -75,7 +90,10 @@ OffloadParameters = Annotated[
     str | None, typer.Option(metavar="WHERE", help="The same for the parameters, with --zero-stage 3.")
 ]
 OffloadDir = Annotated[str | None, typer.Option(metavar="DIR", help="For nvme: a folder on a fast disk.")]
-Compression = Annotated[str | None, typer.Option(metavar="KIND", help="For horovod: fp16 gradients on the wire.")]
+Compression = Annotated[
+    str | None,
+    typer.Option(metavar="KIND", help="Gradients on the wire: fp16, bf16, topk, randomk, powersgd, int8 or onebit."),
+]
 Lora = Annotated[str | None, typer.Option(metavar="RANK", help="Train adapters of this rank; or true.")]
 ConfigFile = Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")]
 RunDirectory = Annotated[

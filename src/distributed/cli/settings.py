@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import yaml
@@ -101,6 +101,7 @@ def gather(
 ) -> DistributedConfig:
     """The config of defaults < base < file < command line, or one ConfigError with everything that is wrong."""
     layers = [Layer(base.given_values(), {name: base.source(name) for name in base.given_values()})] if base else []
+    words = list(words)
     layers += [read_file(config_path)] if config_path is not None else []
     layers.append(read_words(words, options))
     problems = [problem for layer in layers for problem in layer.problems]
@@ -109,10 +110,22 @@ def gather(
     try:
         config = build_config([(_plain(layer.values), "", layer.sources) for layer in layers])
     except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
+        raise ConfigError([*problems, *(_for_script(problem, words) for problem in error.problems)]) from None
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _for_script(problem: Problem, words: Iterable[str]) -> Problem:
+    """What is no setting may be an argument of the script, as Hydra's are."""
+    for word in words:
+        key = word.partition("=")[0]
+        if problem.what == f"there is no setting {key!r} ({COMMAND_LINE})":
+            mine = problem.do.startswith("did you mean") and key.isidentifier()
+            return replace(
+                problem, do=f"{problem.do} Or for the script: -- {word}" if mine else f"for the script: -- {word}"
+            )
+    return problem
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

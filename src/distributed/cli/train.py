@@ -14,11 +14,13 @@ from typing import Any, NoReturn
 import typer
 
 from distributed.cli import options as opt
+from distributed.cli.program import about_plain_script, about_preloads, has_input, read_command
 from distributed.cli.settings import gather
 from distributed.cli.words import ScriptCommand
 from distributed.core.atomic import make_private
 from distributed.core.config import DistributedConfig
-from distributed.core.engines.engine import ENGINES, Engine
+from distributed.core.documents.run_config import RunConfig, given_settings
+from distributed.core.engines.engine import ENGINES, Engine, launching
 from distributed.core.env import (
     DRY_RUN,
     JOIN_TOKEN,
@@ -30,19 +32,18 @@ from distributed.core.env import (
 )
 from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
 from distributed.core.plan import Decision
-from distributed.core.run_config import RunConfig, given_settings
 from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask_arguments
 from distributed.launch.base import launcher_of
 from distributed.launch.local import LocalLauncher
+from distributed.launch.node.command import rank_argv
 from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.preflight import (
     check_port,
     check_resume,
     check_run_dir,
-    check_script,
-    new_run_dir,
     next_attempt,
+    run_dir_of,
 )
 from distributed.launch.rendezvous.elastic import elastic_nodes
 from distributed.launch.rendezvous.join_token import read_join_token
@@ -61,8 +62,9 @@ _SIZES = ("num_gpus", "num_nodes", "gpus_per_node")
 
 def train(
     context: typer.Context,
-    script: opt.Script,
     settings: opt.Settings = None,
+    script: opt.OptionalScript = None,
+    module: opt.Module = None,
     num_gpus: opt.NumGpus = None,
     backend: opt.Backend = None,
     num_nodes: opt.NumNodes = None,
@@ -92,6 +94,8 @@ def train(
     config: opt.ConfigFile = None,
     run_dir: opt.RunDirectory = None,
     dry_run: opt.DryRun = None,
+    local_rank: opt.LocalRank = False,
+    local_rank_of_old: opt.LocalRankOfOld = False,
 ) -> None:
     """Run a training script as N ranks: a script that uses this library, or any torch.distributed script.
 
@@ -102,6 +106,7 @@ def train(
     Examples:
       distributed train --script train.py --num-gpus 4
       distributed train --script train.py --num-gpus 2 epochs=3 mixed_precision=true -- --data-dir /data
+      distributed train -m package.train --num-gpus 2 -- --data-dir /data
       distributed train --script train.py --num-nodes 2 --gpus-per-node 8 --master-addr node0   (on both nodes)
       distributed train --script train.py --num-nodes 4 --gpus-per-node 8 --backend ray --address auto   (on one)
       distributed train --script train.py --num-gpus 8 --backend fsdp --tensor-parallel 2 sequence_parallel=true
@@ -135,10 +140,14 @@ def train(
         "lora": lora,
         "run_dir": run_dir,
     }
-    arguments = tuple(context.obj or ())
+    program = read_command(script, module, tuple(context.obj or ()))
     if dry_run:
-        _try_out(script, arguments, config_path=config, words=settings or [], options=options, value=dry_run)
-    job = _prepare(script, arguments, config_path=config, words=settings or [], options=options, join_token=join_token)
+        _try_out(*program, config_path=config, words=settings or [], options=options, value=dry_run)
+    job = _prepare(*program, config_path=config, words=settings or [], options=options, join_token=join_token)
+    if option := "--local_rank" if local_rank_of_old else "--local-rank" if local_rank else "":
+        if job.engine.spans:
+            raise ConfigError(option, why="the cluster places the ranks", do="read LOCAL_RANK in the script")
+        job = replace(job, request=replace(job.request, local_rank_option=option))
     world = worker_env()
     if world is not None and not any(job.config.given(name) for name in _SIZES):
         _become_rank(job, world, dry_run is not None)
@@ -166,8 +175,8 @@ class TrainJob:
 
 
 def _prepare(
-    script: str,
-    arguments: tuple[str, ...],
+    command: tuple[str, ...],
+    problems: list[Problem],
     *,
     config_path: str | None,
     words: list[str],
@@ -175,7 +184,6 @@ def _prepare(
     join_token: str | None = None,
 ) -> TrainJob:
     """Everything that can be checked without starting anything, and all that is wrong in one error."""
-    problems = check_script(script)
     try:
         config = gather(config_path, words, options)
     except ConfigError as error:
@@ -187,10 +195,9 @@ def _prepare(
     # A run that cannot be had is refused before it starts. Only the engine is taken: the script's `fit` has settings of
     # its own, and plans how its ranks share the work.
     chosen = plan_parallel(whole, ranks, nodes, device=resources.device, decisions=decisions, problems=obstacles).engine
-    given_dir = config.run_dir
-    target = os.path.abspath(given_dir or new_run_dir())
+    target = os.path.abspath(run_dir_of(config))
     request = LaunchRequest(
-        command=(script, *arguments),
+        command=command,
         run_dir=target,
         ranks_per_node=resources.ranks_per_node,
         num_nodes=resources.num_nodes,
@@ -200,25 +207,27 @@ def _prepare(
         master_addr=config.master_addr,
         master_port=config.master_port,
         env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
-        attempt=next_attempt(target) if config.resume_from_checkpoint else 0,
+        attempt=next_attempt(target) if config.resumes else 0,
         device=resources.device,
         shares_gpus=resources.shares_gpus,
         gpus=len(hardware.gpus),
         warm=config.warm_start,
         address=config.address,
+        has_input=has_input(),
     ).for_engine(chosen, config)
     request = replace(request, threads_per_rank=_threads(hardware, request.ranks_per_node))
     request = replace(request, join_token=_join_token(join_token, request, problems))
     launch_problems = check_port(request)
-    engine = ENGINES.entries[chosen]
+    engine = launching(chosen, config)
     if not engine.spans:  # which reads on machines of its own
-        launch_problems += check_resume(config.resume_from_checkpoint)
+        launch_problems += check_resume(config.resumes and config.resume_from_checkpoint)
     # Several nodes know only after their rendezvous whether this begins a run.
     if request.most_nodes == 1 or engine.spans:
-        launch_problems += check_run_dir(target, resume=bool(config.resume_from_checkpoint))
+        launch_problems += check_run_dir(target, resume=config.resumes)
     _refuse(problems, obstacles, launch_problems)
     ENGINES.require(chosen)
-    return TrainJob(config, request, tuple(decisions), engine)
+    preloads = [] if engine.spans else about_preloads(request)
+    return TrainJob(config, request, (*decisions, *preloads), engine)
 
 
 def _join_token(option: str | None, request: LaunchRequest, problems: list[Problem]) -> str:
@@ -238,8 +247,8 @@ def _join_token(option: str | None, request: LaunchRequest, problems: list[Probl
 
 
 def _try_out(
-    script: str,
-    arguments: tuple[str, ...],
+    command: tuple[str, ...],
+    problems: list[Problem],
     *,
     config_path: str | None,
     words: list[str],
@@ -247,7 +256,6 @@ def _try_out(
     value: str,
 ) -> NoReturn:
     """Replace this process by the script, as rank 0 of a dry run of that many ranks."""
-    problems = check_script(script)
     ranks = int(value) if value.isdecimal() else 0
     if not ranks:
         why = "the value of --dry-run is a number of ranks, at least 1"
@@ -265,7 +273,7 @@ def _try_out(
     plan_parallel(whole, ranks or 1, config.num_nodes, device="cpu", decisions=[], problems=obstacles)
     _refuse(problems, obstacles, [])
     variables = {OVERRIDES: json.dumps(_given(config)), DRY_RUN: str(ranks)}
-    os.execve(sys.executable, (sys.executable, script, *arguments), inherited_environ() | variables)
+    os.execve(sys.executable, (sys.executable, *command), inherited_environ() | variables)
 
 
 def _sizes(config: DistributedConfig, ranks: int) -> dict[str, int]:
@@ -310,7 +318,7 @@ def _launch(job: TrainJob) -> None:
 def _launch_owned(job: TrainJob, held: ExitStack) -> None:
     """One node, or the first of several, has the run directory for itself while this lasts."""
     request, nodes, first = job.request, None, None
-    resumes = bool(job.config.resume_from_checkpoint)
+    resumes = job.config.resumes
     if request.most_nodes > 1 and not job.engine.spans:
         nodes, first = _join_rendezvous(job, held)
         request = replace(request, run_dir=first.run_dir, attempt=first.attempt)
@@ -337,11 +345,13 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
         raise typer.Exit(job.config.requeue_exit_code if is_preempted else stopped.exit_code) from None
     finally:
         screen.close()
+    if text := about_plain_script(job.config, job.engine, request.command, request.run_dir):
+        typer.echo(text, err=True)
 
 
 def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
     """Under a launcher that has made a world already, this process is one of its ranks."""
-    command = (sys.executable, "-m", "distributed.launch.node.rank", *job.request.command)
+    command = rank_argv(sys.executable, job.request.command_of(world.local_rank))
     if world.is_main or dry_run:
         typer.echo(
             f"rank {world.rank} of {world.world_size}, started by {world.launcher}: no more are started [num_gpus]",
@@ -357,15 +367,15 @@ def _join_rendezvous(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
     request = job.request
     host, port = request.rendezvous_endpoint
     typer.echo(f"rendezvous at {host}:{port}: waiting for {request.num_nodes} nodes", err=True)
-    nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None)
+    nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None and not job.config.fast_dev_run)
     # Checked before other nodes write there; whether it matters is known after the rendezvous.
-    resumes = bool(job.config.resume_from_checkpoint)
+    resumes = job.config.resumes
     problems = check_run_dir(request.run_dir, resume=resumes, may_reuse=False)  # the attempt's number is agreed on
     first = nodes.gather(request.attempt)
     place = first.place
     if place.node_rank == 0 and not first.restarts and not problems:
         try:
-            held.enter_context(owned(first.run_dir, resume=bool(job.config.resume_from_checkpoint)))
+            held.enter_context(owned(first.run_dir, resume=job.config.resumes))
         except LaunchError as used:
             problems = list(used.problems)
     if problems and not first.restarts:  # on any node: each writes the logs of its ranks

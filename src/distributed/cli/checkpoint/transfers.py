@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from distributed.checkpoint.exchange.averages import as_model
 from distributed.checkpoint.exchange.catalog import open_one
+from distributed.checkpoint.exchange.choosing import open_chosen
 from distributed.checkpoint.exchange.export import export_checkpoint
 from distributed.checkpoint.exchange.importing import import_weights
 from distributed.checkpoint.restore.reading import load
-from distributed.cli.checkpoint_text import byte_bar, console, size
-from distributed.core.errors import CheckpointError
+from distributed.cli.checkpoint.text import byte_bar, console, size
+from distributed.core.errors import CheckpointError, ConfigError
 from distributed.core.plan import LoraPlan
 
 
+def choose(path: str, *, best: bool, step: int | None) -> str:
+    """The path of the checkpoint that is meant: the last one of a folder, unless another is asked for."""
+    if best and step is not None:
+        raise ConfigError(
+            "both --best and --step are given", why="the two options may name two checkpoints", do="leave one out"
+        )
+    if best or step is not None:
+        return open_chosen(path, "best" if best else step or 0).path
+    return path
+
+
 def export_to(
-    path: str, to: str, format: str, *, max_shard_bytes: int | None, with_optimizer: bool, force: bool
+    path: str,
+    to: str,
+    format: str,
+    *,
+    max_shard_bytes: int | None,
+    with_optimizer: bool,
+    force: bool,
+    averaged: str | None = None,
 ) -> None:
-    opened = open_one(path)
+    opened = open_one(path) if averaged is None else as_model(open_one(path), averaged)
     with byte_bar("exporting") as progress:
         done = export_checkpoint(
             opened,

@@ -13,7 +13,7 @@ from distributed.checkpoint.exchange.diff import Difference, compare
 from distributed.checkpoint.exchange.named_tensors import Leaf, leaf_tree, walk
 from distributed.checkpoint.exchange.verify import verify_all
 from distributed.checkpoint.format.manifest import FORMAT, Part, line_of
-from distributed.cli.checkpoint_text import age, byte_bar, console, size, table
+from distributed.cli.checkpoint.text import age, byte_bar, console, size, table
 from distributed.core.errors import CheckpointError, Problem
 
 

@@ -44,7 +44,7 @@ def ls(
       distributed checkpoint ls runs/20260101-120000
       distributed checkpoint ls s3://bucket/run/checkpoints
     """
-    from distributed.cli.checkpoint_views import show_listing
+    from distributed.cli.checkpoint.views import show_listing
 
     show_listing(directory, as_json)
 
@@ -62,7 +62,7 @@ def inspect(
       distributed checkpoint inspect runs/20260101-120000/checkpoints/step-000500 --tensors
       distributed checkpoint inspect runs/20260101-120000 --json
     """
-    from distributed.cli.checkpoint_views import show_contents
+    from distributed.cli.checkpoint.views import show_contents
 
     show_contents(path, tensors, as_json)
 
@@ -77,7 +77,7 @@ def verify(
     Examples:
       distributed checkpoint verify runs/20260101-120000
     """
-    from distributed.cli.checkpoint_views import show_verification
+    from distributed.cli.checkpoint.views import show_verification
 
     show_verification(path)
 
@@ -97,7 +97,7 @@ def diff(
     Examples:
       distributed checkpoint diff checkpoints/step-000500 checkpoints/step-001000
     """
-    from distributed.cli.checkpoint_views import show_difference
+    from distributed.cli.checkpoint.views import show_difference
 
     show_difference(a, b, limit, as_json)
 
@@ -112,6 +112,13 @@ def export(
         typer.Option(metavar="SIZE", help="safetensors: several files of at most this, such as 5GB, and an index."),
     ] = None,
     with_optimizer: Annotated[bool, typer.Option("--with-optimizer", help="Also the optimizer's state.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Of a folder or run: the best by its keep_best.")] = False,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, metavar="N", help="Of a folder or run: that of this step.")
+    ] = None,
+    averaged: Annotated[
+        str | None, typer.Option("--averaged", metavar="NAME", help="The averages of this callback, such as EMA.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write the model's weights as safetensors or as a plain .pt state dict, or the adapters of lora= as peft has them.
@@ -121,17 +128,29 @@ def export(
     \b
     Examples:
       distributed checkpoint export runs/20260101-120000 --to model.safetensors
+      distributed checkpoint export runs/20260101-120000 --best --to model.safetensors
       distributed checkpoint export checkpoints/step-000500 --to out/ --max-shard-size 5GB
       distributed checkpoint export checkpoints/step-000500 --to weights.pt --format pt
       distributed checkpoint export checkpoints/step-000500 --to adapter/ --format peft
     """
-    from distributed.cli.checkpoint_transfers import export_adapter, export_to
+    from distributed.cli.checkpoint.transfers import choose, export_adapter, export_to
 
+    path = choose(path, best=best, step=step)
     if format is Format.peft:
+        if averaged is not None:
+            raise typer.BadParameter("adapters are written as they were trained", param_hint="--averaged")
         export_adapter(path, to)
         return
     most = None if max_shard_size is None else parse_size(max_shard_size)
-    export_to(path, to, format.value, max_shard_bytes=most, with_optimizer=with_optimizer, force=force)
+    export_to(
+        path,
+        to,
+        format.value,
+        max_shard_bytes=most,
+        with_optimizer=with_optimizer,
+        force=force,
+        averaged=averaged,
+    )
 
 
 @app.command("import", short_help="Make a checkpoint from another program's weights.")
@@ -167,7 +186,7 @@ def import_(
       distributed checkpoint import lightning.ckpt --to checkpoints --key state_dict --strip-prefix model.
       distributed checkpoint import deepspeed-output --to checkpoints
     """
-    from distributed.cli.checkpoint_transfers import import_from
+    from distributed.cli.checkpoint.transfers import import_from
 
     import_from(source, to, step=step, key=key, strip_prefix=strip_prefix, weights_only=weights_only, trust=trust)
 
