@@ -72,6 +72,23 @@ def of_peak(row: Record) -> str:
     return "" if part is None else f"{part:.{0 if part >= 0.01 else 1}%} of {whose}"
 
 
+def _script(record: Record) -> Sheet:
+    bars = [
+        make_bar(
+            _times(row["processes"], "rank"),
+            row["samples_per_second"],
+            f"{short(row['samples_per_second'] or 0)} · {say('{:.2f}', row['speed_up'])} ×, {_part(row)}",
+            spread=_between(row["low"], row["high"]),
+            is_ours=row["processes"] > 1,
+        )
+        for row in record["rows"]
+    ]
+    about = f"samples a second; {rounds_of(record['rounds'], 'round')}"
+    about += "; ×: of one rank, %: of that for each rank; a device's batch is the same"
+    panels = [Bars(f"{record['script']}: the same settings", about, tuple(bars))] if bars else []
+    return Sheet("Throughput of your own training", where(record), panels, "bar: median; line: quartiles")
+
+
 def _scaling(record: Record) -> Sheet:
     title, rows = "Scaling: what another process brings", record["rows"]
     if not rows:
@@ -87,19 +104,23 @@ def _scaling(record: Record) -> Sheet:
 
 
 def _efficiency(row: Record) -> str:
-    return f"{short(row['samples_per_second'] or 0)} · {say('{:.0%}', row['efficiency'])}"
+    return f"{short(row['samples_per_second'] or 0)} · {_part(row)}"
+
+
+def _part(row: Record) -> str:
+    return say("{:.0%}", row["efficiency"])
 
 
 def _collectives(record: Record) -> Sheet:
-    operations = list(dict.fromkeys(row["operation"] for row in record["rows"]))
+    names = list(dict.fromkeys(operation_name(row) for row in record["rows"]))
     sizes = sorted({row["size_bytes"] for row in record["rows"]})
     ticks = tuple((size, _size(size)) for size in sizes)
 
     def lines(title: str, about: str, points: Callable[[Record], Point], figure: Callable[[Record], str]) -> Lines:
         series = []
-        for operation, colour in zip(operations, _SERIES * len(operations), strict=False):
-            rows = sorted((r for r in record["rows"] if r["operation"] == operation), key=lambda r: r["size_bytes"])
-            series.append(Series(f"{operation} {figure(rows[-1])}", colour, tuple(points(row) for row in rows)))
+        for name, colour in zip(names, _SERIES * len(names), strict=False):
+            rows = sorted((r for r in record["rows"] if operation_name(r) == name), key=lambda r: r["size_bytes"])
+            series.append(Series(f"{name} {figure(rows[-1])}", colour, tuple(points(row) for row in rows)))
         return Lines(title, about, tuple(series), ticks, is_log=True)
 
     largest = _size(sizes[-1]) if sizes else "?"
@@ -120,6 +141,30 @@ def _collectives(record: Record) -> Sheet:
     left_out = f"; left out: {', '.join(record['missing'])}" if record["missing"] else ""
     note = f"{record['settings']['backend']}; axes are logarithmic{left_out}"
     return Sheet("Collectives: what sending costs", where(record), panels if sizes else [], note)
+
+
+def operation_name(row: Record) -> str:
+    """The operation, and by which algorithm if that is not the backend's own; older files know no others.
+
+    >>> operation_name({"operation": "all-reduce"}), operation_name({"operation": "all-reduce", "algorithm": "ring"})
+    ('all-reduce', 'all-reduce ring')
+    """
+    algorithm = row.get("algorithm", "backend")
+    return str(row["operation"]) if algorithm == "backend" else f"{row['operation']} {algorithm}"
+
+
+def _pairs(record: Record) -> Sheet:
+    rows = record["rows"]
+    large = tuple(make_bar(row["name"], row["gb_s"], f"{row['gb_s']:.3g} GB/s", is_ours=True) for row in rows)
+    small = tuple(
+        make_bar(row["name"], row["latency_us"], _microseconds(row["latency_us"]), is_ours=True) for row in rows
+    )
+    about = f"half of the way there and back; {rounds_of(record['settings']['rounds'], 'round')}"
+    panels = [
+        Bars(f"GB/s between two ranks: messages of {_size(record['large_bytes'])}", about, large),
+        Bars(f"µs between two ranks: messages of {_size(record['small_bytes'])}", about, small),
+    ]
+    return Sheet("Messages between any two ranks", where(record), panels, record["settings"]["backend"])
 
 
 def _checkpoint(record: Record) -> Sheet:
@@ -192,8 +237,10 @@ def _percentiles(row: Record) -> str:
 
 DRAWINGS: Drawings = {
     "throughput": _throughput,
+    "script": _script,
     "scaling": _scaling,
     "collectives": _collectives,
+    "pairs": _pairs,
     "checkpoint": _checkpoint,
     "recovery": _recovery,
 }

@@ -77,7 +77,13 @@ class Rank:
         is_gpu = self._session.device.type == "cuda"
         self._kept = empty_like(self._shard, pinned=is_gpu)
         staging = TensorStaging(pinned=is_gpu, check=self._session.check)
-        self._saver = Saver(f"{folder}/ours", self._session, staging, keep_last=1, guard_s=0.0, at=self._note)
+        options: dict[str, Any] = {
+            "keep_last": 1,
+            "guard_s": 0.0,
+            "neighbours": self._session.neighbours,
+            "at": self._note,
+        }
+        self._saver = Saver(f"{folder}/ours", self._session, staging, **options)
         self._saver.prepare(self._strategy.state(), self._own())
 
     def _first_step(self, size: GptSize) -> None:

@@ -25,7 +25,7 @@ def measure_sharded(
     if device == "cuda" and not gpus:
         raise ConfigError("--device cuda", why="this machine has no GPU", do="--device cpu")
     shared = gpus if gpus < processes else 0
-    # A clone takes its memory anew where the allocator has given it back, which may be most of what it costs.
+    # A clone takes new memory where the allocator has given it back, which may be most of what it costs.
     ways = ("copy", *SAVES) if device == "cuda" else ("copy", "copy, memory kept", *SAVES, "dcp.async_save")
     load_before, turns = load_average(), len(ways) * (rounds + 1)
     taken: dict[str, list[Answers]] = {way: [] for way in ways}

@@ -1,16 +1,16 @@
-"""A rank of the collectives benchmark: it joins its world once, and then runs the collectives that it is given."""
+"""A rank of the collectives benchmark: it joins its world once, and then runs what it is given."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distributed.bench.collectives.operations import make_trial
 from distributed.bench.interleave import answer, answering
 from distributed.core.env import WorkerEnv, worker_env
 
@@ -25,38 +25,43 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     with answering(port, env.rank) as channel:
         for line in channel:
-            answer(channel, _measure(device, **json.loads(line)))
+            asked = json.loads(line)
+            answer(channel, _measure_pair(device, **asked) if "source" in asked else _measure(device, **asked))
     dist.destroy_process_group()
 
 
-def _measure(device: torch.device, operation: str, size: int, calls: int) -> dict[str, Any]:
-    """Seconds a call; a backend without this operation refuses it on all ranks alike."""
-    call = _calls(operation, size // 4, device)
+def _measure(device: torch.device, operation: str, size: int, calls: int, algorithm: str) -> dict[str, Any]:
+    """Seconds a call, and wrong numbers of one; a backend without this operation refuses it on all ranks alike."""
+    trial = make_trial(operation, size, device, algorithm)
     try:
-        call()
+        wrong = trial.wrong()
     except (RuntimeError, NotImplementedError) as refused:
         return {"failed": str(refused).splitlines()[0]}
+    trial.clear()
     dist.barrier()
     _wait(device)
     begun = time.perf_counter()
     for _ in range(calls):
-        call()
+        trial.call()
     _wait(device)
-    return {"seconds": (time.perf_counter() - begun) / calls}
+    return {"seconds": (time.perf_counter() - begun) / calls, "wrong": wrong}
 
 
-def _calls(operation: str, numbers: int, device: torch.device) -> Callable[[], Any]:
-    """The operation with its buffers; `numbers` are those of the whole message."""
-    ranks = dist.get_world_size()
-    own = max(1, numbers // ranks)
-    whole, part = torch.zeros(own * ranks, device=device), torch.zeros(own, device=device)
-    calls: dict[str, Callable[[], Any]] = {
-        "all-reduce": lambda: dist.all_reduce(whole),
-        "all-gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
-    }
-    return calls[operation]
+def _measure_pair(device: torch.device, source: int, target: int, size: int, calls: int) -> dict[str, Any]:
+    """Half of what a message takes there and back; the other ranks stand by."""
+    rank, message = dist.get_rank(), torch.zeros(max(1, size // 4), device=device)
+    dist.barrier()
+    _wait(device)
+    begun = time.perf_counter()
+    for _ in range(calls):
+        if rank == source:
+            dist.send(message, target)
+            dist.recv(message, target)
+        elif rank == target:
+            dist.recv(message, source)
+            dist.send(message, source)
+    _wait(device)
+    return {"seconds": (time.perf_counter() - begun) / calls / 2}
 
 
 def _wait(device: torch.device) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,11 +15,25 @@ from distributed.core.errors import ConfigError
 from distributed.core.registry import nearest_hint
 from distributed.planner.hardware import probe_hardware
 
+if TYPE_CHECKING:
+    from distributed.bench.script.benchmark import ScriptRequest
+
 
 def throughput_command(known: Mapping[str, Contender], drawing: Drawing) -> Callable[..., None]:
     """A command that measures these contenders and draws what it found."""
 
     def throughput(
+        context: typer.Context,
+        settings: Annotated[
+            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="With --script: settings of the training.")
+        ] = None,
+        script: Annotated[
+            str | None,
+            typer.Option(metavar="FILE", help="Your own training: with N ranks against one, in place of workloads."),
+        ] = None,
+        config: Annotated[
+            str | None, typer.Option(metavar="FILE", help="With --script: a YAML file of settings.")
+        ] = None,
         workload: Annotated[
             list[str] | None,
             typer.Option("--workload", metavar="NAME", help="Only this one; may be repeated. On a CPU: mlp, convnet."),
@@ -47,6 +62,29 @@ def throughput_command(known: Mapping[str, Contender], drawing: Drawing) -> Call
         json_file: JsonFile = None,
         picture: PictureFile = None,
     ) -> None:
+        if script is not None:
+            _refuse(
+                {"--workload": workload, "--only": only, "--precision": precision, "--tiny": tiny},
+                why="with --script, the script's own model and settings are trained",
+            )
+            from distributed.bench.script.benchmark import STEPS, ScriptRequest, default_processes
+
+            own = ScriptRequest(
+                script,
+                processes=processes or default_processes(settings or ()),
+                settings=tuple(settings or ()),
+                arguments=tuple(context.obj or ()),
+                config=config,
+                steps=steps or STEPS,
+                rounds=rounds,
+                seconds=seconds,
+            )
+            _measure_script(own, json_file, picture, drawing)
+            return
+        _refuse(
+            {"settings": settings, "--config": config, "what follows --": context.obj},
+            why="the workloads have settings of their own",
+        )
         from distributed.bench.throughput.benchmark import ThroughputRequest, choose_workloads, measure_throughput
         from distributed.bench.throughput.table import throughput_table
 
@@ -68,6 +106,22 @@ def throughput_command(known: Mapping[str, Contender], drawing: Drawing) -> Call
         show(throughput_table(found), found.to_dict(), json_file, picture, drawing)
 
     return throughput
+
+
+def _measure_script(request: ScriptRequest, json_file: Path | None, picture: Path | None, drawing: Drawing) -> None:
+    from distributed.bench.script.benchmark import measure_script
+    from distributed.bench.script.table import script_table
+
+    with progress(logs=True) as notify:
+        for found in measure_script(request, notify):
+            write(found.to_dict(), json_file, picture, drawing)
+    show(script_table(found), found.to_dict(), json_file, picture, drawing)
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    if names := [name for name, value in given.items() if value]:
+        what = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} given, and would have no effect"
+        raise ConfigError(what, why=why, do=f"leave {' and '.join(names)} out")
 
 
 def _device(processes: int | None) -> Device:

@@ -1,0 +1,1 @@
+"""A user's own training, with N ranks and with one."""
