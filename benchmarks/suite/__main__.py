@@ -53,6 +53,9 @@ def overhead(
         list[str] | None, typer.Option("--only", metavar="NAME", help="Only this contender; may be repeated.")
     ] = None,
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"Whose bare loop: {', '.join(MEASURED)}.")] = MEASURED[0],
+    features: Annotated[
+        bool, typer.Option("--features", help="What steps, callbacks and loops of one's own add, beside ours.")
+    ] = False,
     json_file: JsonFile = None,
     picture: PictureFile = None,
 ) -> None:
@@ -69,10 +72,15 @@ def overhead(
       python -m benchmarks.suite overhead
       python -m benchmarks.suite overhead --only ours --rounds 40 --json overhead.json
       python -m benchmarks.suite overhead --engine deepspeed
+      python -m benchmarks.suite overhead --features
     """
     with progress() as notify:
         found = measure_overhead(
-            find_contenders(only, engine), processes=processes, steps=steps, rounds=rounds, notify=notify
+            find_contenders(only, engine, features=features),
+            processes=processes,
+            steps=steps,
+            rounds=rounds,
+            notify=notify,
         )
     show(overhead_table(found), found.to_dict(), json_file, picture, draw)
 

@@ -34,7 +34,8 @@ def _overhead(record: Record) -> Sheet:
     ]
     engine, settings = record["settings"].get("engine", "pytorch-ddp"), record["settings"]
     about = f"µs a step; {settings['rounds']} rounds of {settings['steps']} steps"
-    title = f"CPU time of Python's threads over a hand-written loop ({engine})"
+    over = "what is plainer" if any(row.get("beside") == "ours" for row in record["rows"]) else "a hand-written loop"
+    title = f"CPU time of Python's threads over {over} ({engine})"
     panel = Bars(title, about, tuple(bars), (limit, f"our limit: {limit:g} µs"), around(0.0, floor))
     note = f"bar: median of the rounds; line: its error; grey: noise, ± {say('{:.0f}', floor)} µs"
     return Sheet("Overhead: what a trainer costs", where(record), [panel], note, LEGEND)

@@ -21,12 +21,13 @@ from distributed.bench.table import make_table
 
 def overhead_table(found: Overhead) -> Group:
     """A row a contender, and below it what the columns mean and how far to trust them."""
-    table = make_table("contender", "CPU µs", "Python µs", "wall µs", "over bare", "at best", "process", "ratio")
+    headers = ("contender", "CPU µs", "Python µs", "wall µs", "over", "whom", "at best", "process", "ratio")
+    table = make_table(*headers)
     bare = next(row for row in found.rows if row.contender == BARE_AGAIN)
     table.add_row("bare", f"{bare.bare_cpu_us:.0f}", f"{bare.bare_python_us:.0f}", f"{bare.bare_wall_us:.0f}")
     for row in found.rows:
         cells = [f"{row.cpu_us:.0f}", f"{row.python_us:.0f}", f"{row.wall_us:.0f}"]
-        cells += [f"{row.over_us:+.0f} ± {row.over_error_us:.0f}", f"{row.over_best_us:+.0f}"]
+        cells += [f"{row.over_us:+.1f} ± {row.over_error_us:.1f}", row.beside, f"{row.over_best_us:+.0f}"]
         cells += [f"{row.over_process_us:+.0f} ± {row.over_process_error_us:.0f}", f"{row.ratio:.2f}"]
         table.add_row(row.contender, *cells, style="bold" if row.contender == OURS else None)
     return Group(table, Text("\n".join(["", *_overhead_notes(found)])))
@@ -38,7 +39,7 @@ def _overhead_notes(found: Overhead) -> Iterator[str]:
         "timed steps. All figures are µs a step of rank 0."
     )
     yield "CPU: user and system time of the process. Python: of its Python threads; the rest are gloo's."
-    yield "over bare: Python µs less those of the bare loop on the same ranks; median over the rounds ± its error."
+    yield "over: Python µs less those of `whom` on the same ranks; median over the rounds ± its error."
     yield "at best: the same for the cheapest 50 steps of all rounds, as noise only adds. process: the same in CPU µs."
     yield from (f"{row.contender}: {row.setup}" for row in found.rows)
     yield from (
