@@ -98,7 +98,7 @@ def main():
     torch.manual_seed(arguments.seed)  # the weights are drawn here, before the trainer seeds the ranks
     train_set, test_set = load_digits(arguments.data_dir)  # your data
 
-    # An ordinary DataLoader. Its dataset, collate function and workers are used; the ranks share out its samples.
+    # An ordinary DataLoader. Its dataset, collate function and workers are used; each rank takes its share.
     loader = DataLoader(train_set, arguments.batch_size, shuffle=True, num_workers=arguments.workers, pin_memory=True)
     trainer = PyTorchDDPTrainer(
         Classifier(),

@@ -36,7 +36,7 @@ def make_config(arguments):
     return DistributedConfig(
         backend="fsdp",
         num_gpus=arguments.num_gpus,
-        # full: parameters, gradients and optimizer state are shared out; grad_op: parameters only between steps;
+        # full: parameters, gradients and optimizer state are sharded; grad_op: parameters only between steps;
         # hybrid: full within a group, with a copy of the model in each. See sharding_strategies.md.
         sharding=arguments.sharding,
         shard_groups=2 if arguments.sharding == "hybrid" else None,  # by default one a node, and this is one node

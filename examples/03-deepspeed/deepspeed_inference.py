@@ -40,7 +40,7 @@ def trained_model():
 
 
 def zero_inference(deepspeed, model):
-    """Parameters are shared out over the ranks, kept in host memory, and gathered layer by layer."""
+    """Parameters are sharded over the ranks, kept in host memory, and gathered layer by layer."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {

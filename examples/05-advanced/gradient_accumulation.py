@@ -20,7 +20,7 @@ WAYS = [(1, 48, 1), (1, 12, 4), (2, 24, 1), (2, 4, 6), (3, 4, 4), (4, 12, 1)]  #
 
 parser = argparse.ArgumentParser(description="Make one global batch in several ways and compare the losses.")
 parser.add_argument("--steps", type=int, default=15)
-parser.add_argument("--ranks", type=int, nargs="+", help="only the rows with so many; by default all")
+parser.add_argument("--ranks", type=int, nargs="+", help="only the rows with these numbers of ranks; by default all")
 arguments = parser.parse_args()
 data = make_data(GLOBAL_BATCH * (arguments.steps - 1) + LEFT)
 expected = train_by_hand(data, GLOBAL_BATCH)
