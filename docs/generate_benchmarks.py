@@ -128,6 +128,16 @@ def _overhead(record: Record) -> Iterator[tuple[str, str, str]]:
         noise = f"noise floor {record['noise_floor_us']:.0f} µs"
         yield f"CPU a step over a hand-written loop ({engine})", _over(rows["ours"]), ", ".join([*beside, noise])
 
+    elif "callback" in rows:
+        own = ("training-step", "task-with-log", "callback", "ema")
+        beside = [f"{name} {_over(rows[name])}" for name in rows if name not in (*own, "bare-again")]
+        added = ", ".join(f"{name} {_over(rows[name])}" for name in own if name in rows)
+        yield (
+            "CPU a step: a step, a task or a callback over plain ours; loops over a hand-written one",
+            added,
+            ", ".join(beside),
+        )
+
 
 def _over(row: Record) -> str:
     return f"{row['over_us']:+.0f} ± {row['over_error_us']:.0f} µs"
@@ -140,10 +150,27 @@ def _scaling(record: Record) -> Iterator[tuple[str, str, str]]:
 
 def _collectives(record: Record) -> Iterator[tuple[str, str, str]]:
     settings = record["settings"]
+    if any(row.get("algorithm", "backend") != "backend" for row in record["rows"]):
+        yield from _algorithms(record)
+        return
     largest = max(row["size_bytes"] for row in record["rows"])
     rates = [f"{r['operation']} {r['bus_gb_s']:.2f} GB/s" for r in record["rows"] if r["size_bytes"] == largest]
     what = f"sending {largest // 2**20} MiB among {settings['processes']} processes on {settings['backend']}"
     yield what, "–", ", ".join(rates)
+
+
+def _algorithms(record: Record) -> Iterator[tuple[str, str, str]]:
+    """Each over the backend's own in the same run."""
+    settings, rows = record["settings"], record["rows"]
+    own = {row["size_bytes"]: row["latency_us"] for row in rows if row.get("algorithm", "backend") == "backend"}
+    sizes = [size for size in own if size >= 2**20]
+    over: dict[str, list[float]] = {}
+    for row in rows:
+        if row["algorithm"] != "backend" and row["size_bytes"] in sizes:
+            over.setdefault(row["algorithm"], []).append(row["latency_us"] / own[row["size_bytes"]])
+    ours = ", ".join(f"{name} {min(found):.2f}–{max(found):.2f} ×" for name, found in over.items())
+    span = f"{min(sizes) // 2**20} to {max(sizes) // 2**20} MiB"
+    yield f"time of all-reduces of {span} among {settings['processes']} processes", ours, f"{settings['backend']}'s own"
 
 
 def _checkpoint(record: Record) -> Iterator[tuple[str, str, str]]:

@@ -103,13 +103,16 @@ def _row(name: str, field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    limits = [
+    return ", ".join([_kind(field.annotation), *_limits(field)])
+
+
+def _limits(field: FieldInfo) -> list[str]:
+    return [
         f"{sign} {_number(getattr(limit, name))}"
         for limit in field.metadata
         for name, sign in _SIGNS.items()
         if hasattr(limit, name)
     ]
-    return ", ".join([_kind(field.annotation), *limits])
 
 
 def _kind(annotation: Any) -> str:
@@ -120,6 +123,9 @@ def _kind(annotation: Any) -> str:
     names = {int: "integer", float: "number", str: "text", bool: "`true`, `false`"}
     if annotation in names:
         return names[annotation]
+    if get_origin(annotation) is Annotated:
+        kind, *fields = get_args(annotation)
+        return " ".join([_kind(kind), *(limit for field in fields for limit in _limits(field))])
     if get_origin(annotation) in (list, dict):
         return "list" if get_origin(annotation) is list else "mapping"
     if get_origin(annotation) is Literal:
