@@ -99,6 +99,8 @@ class FakeRank:
 
     started = True
 
+    why_never_started = ""
+
     def __init__(self, machine: FakeKernel, spec: ProcessSpec, environ: Mapping[str, str], line: socket.socket) -> None:
         self.pid, self.ended_by_us, self.code = next(machine.pids), False, None
         self._machine, self._line, self._heard = machine, line.dup(), b""
@@ -116,6 +118,7 @@ class FakeRank:
         self.leaves_after_s: float | None = 0.0  # when it is told to leave at once; None: it does not
         self.closes_after_s: float | None = 0.0  # None: it does not answer
         self.regroups = False
+        self.holds = True  # the state of the run, when it leaves a world
         self._asked_to_leave = -1
         self._left = -1
         self._next: Mapping[str, str] = {}  # the world that it was told to join and has not yet
@@ -201,7 +204,7 @@ class FakeRank:
     def loses_world(self, message: str) -> None:
         """It waits for the next one."""
         self.is_waiting, self._left = True, self.attempt
-        self.say(Lost(self.attempt, message))
+        self.say(Lost(self.attempt, message, self.holds))
 
     def _comes_to_end(self, then: Callable[[], None]) -> None:
         if not self.is_waiting:

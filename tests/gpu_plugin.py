@@ -20,7 +20,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests import gpu_record
 
-_LONGEST = ("test_nccl_ways", "test_nccl", "test_engines_gpu", "test_nccl_runs", "test_nccl_exchange")
+_LONGEST = (
+    "test_own_steps_gpu",
+    "test_nccl_ways",
+    "test_nccl",
+    "test_engines_gpu",
+    "test_nccl_runs",
+    "test_nccl_exchange",
+)
 _SHOWN = 4000  # characters of a failure
 _APART = ("test_survival_gpu", "test_stuck_gpu", "test_capture_ranks_gpu", "test_shared_gpus")
 

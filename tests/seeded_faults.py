@@ -220,6 +220,48 @@ _DATA = [
         "for step in range(max(first_step, full), stop_step - 1):",
         _unit("data_tally"),
     ),
+    Fault(
+        "the batches of a bucketed epoch come sorted by length",
+        "data/length_buckets.py",
+        "    groups = groups[draws.permutation(steps)]\n",
+        "",
+        _unit("data_length_buckets"),
+    ),
+    Fault(
+        "the samples of a bucketed batch are sorted by length",
+        "data/length_buckets.py",
+        "    groups = np.take_along_axis(groups, within, axis=1)\n",
+        "",
+        _unit("data_length_buckets"),
+    ),
+    Fault(
+        "a bucketed epoch leaves out its last, short batch",
+        "data/length_buckets.py",
+        "np.concatenate([groups.reshape(-1), shuffled[steps * batch :]])",
+        "groups.reshape(-1)",
+        _unit("data_length_buckets"),
+    ),
+    Fault(
+        "every bucketed epoch begins with any batch",
+        "data/length_buckets.py",
+        "if epoch == 0 and steps:",
+        "if epoch < 0:",
+        _unit("data_length_buckets"),
+    ),
+    Fault(
+        "a limited evaluation is one batch too long",
+        "data/shares.py",
+        "return None if asked is None else asked * size",
+        "return None if asked is None else (asked + 1) * size",
+        _ranks("limits", "same_samples"),
+    ),
+    Fault(
+        "overfitting evaluates with other samples than it trains on",
+        "data/shares.py",
+        "if plan.data.overfits and samples is not None:",
+        "if plan.data.overfits and samples is None:",
+        _ranks("limits", "same_samples"),
+    ),
 ]
 
 _CHECKPOINT = [
@@ -311,8 +353,8 @@ _CHECKPOINT = [
     Fault(
         "the best checkpoint is the worst",
         "checkpoint/save/retention.py",
-        'min(rated)[1] if retention.best == "min" else max(rated)[1]',
-        'max(rated)[1] if retention.best == "min" else min(rated)[1]',
+        'sign = -1.0 if retention.best == "max" else 1.0',
+        'sign = -1.0 if retention.best == "min" else 1.0',
         _unit("checkpoint_retention"),
     ),
     Fault(
@@ -440,8 +482,8 @@ _TRAIN = [
     Fault(
         "a scheduler that watches the loss sees the training loss",
         "train/schedule.py",
-        'metrics["val_loss"] if "val_loss" in metrics else metrics["loss"]',
-        'metrics["loss"] if "loss" in metrics else metrics["val_loss"]',
+        'plan.metric or ("val_loss" if "" in sets else "loss")',
+        'plan.metric or "loss"',
         _unit("train_schedule"),
     ),
     Fault(
@@ -468,8 +510,8 @@ _TRAIN = [
     Fault(
         "the epoch's loss is a mean over readings",
         "train/meter.py",
-        "self._epoch[name] = (total + value * samples, weight + samples)",
-        "self._epoch[name] = (total + value, weight + 1)",
+        'counted = float(samples) if name == "loss" else weight * stands_for',
+        'counted = 1.0 if name == "loss" else weight * stands_for',
         _unit("train_metrics"),
     ),
     Fault(
@@ -482,7 +524,7 @@ _TRAIN = [
     Fault(
         "a resumed epoch forgets the losses before",
         "train/meter.py",
-        "self._epoch if goes_on else {}",
+        "self._epoch if is_resumed else {}",
         "{}",
         _unit("train_metrics"),
     ),
@@ -639,6 +681,132 @@ _TRAIN = [
         "differs = (keys_sorted[1:] == keys_sorted[:-1]) & (digests_sorted[1:] != digests_sorted[:-1])",
         "differs = (keys_sorted[1:] != keys_sorted[:-1]) & (digests_sorted[1:] == digests_sorted[:-1])",
         _unit("docstrings", "distributed.train.checks.replicas"),
+    ),
+    Fault(
+        "the end of an epoch with a short batch is refused",
+        "train/resume/changes.py",
+        "is_cut = bool(position % batch) and not is_over",
+        "is_cut = bool(position % batch)",
+        _unit("train_resume_changes"),
+    ),
+    Fault(
+        "a save that another rank's callback asks for is not made",
+        "train/callbacks/calls.py",
+        "int(saves and control.saves)",
+        "int(saves and control.saves and control.rank == 0)",
+        _ranks("callbacks", "request_of_one_rank"),
+    ),
+    Fault(
+        "the reason to stop is that of rank 0",
+        "train/callbacks/calls.py",
+        "            if reason:\n                return StopReason(reason, by, rank)",
+        "            if not rank:\n                return StopReason(reason, by, rank)",
+        _ranks("callbacks", "request_of_one_rank"),
+    ),
+    Fault(
+        "a number that callbacks log is the first rank's",
+        "train/callbacks/calls.py",
+        "math.fsum(v) / len(v) for n",
+        "v[0] for n",
+        _ranks("callbacks", "logged_number"),
+    ),
+    Fault(
+        "rates that a callback has set are lost in a resume",
+        "train/callbacks/calls.py",
+        '                group["lr"] = rate\n',
+        '                group["lr"] *= 1.0\n',
+        _ranks("callbacks", "rates_set_by"),
+    ),
+    Fault(
+        "parameters that other ranks have frozen are not compared",
+        "train/callbacks/trained.py",
+        "for name, now in changed.items() if self._differs(name, now)]",
+        "for name, now in mine.items() if self._differs(name, now)]",
+        _ranks("callbacks", "freezing_on_one_rank"),
+    ),
+    Fault(
+        "EMA keeps the share that it should take",
+        "train/callbacks/ema.py",
+        "        return 1 - decay\n",
+        "        return decay\n",
+        _ranks("callback_library", "averages_and_freezing"),
+    ),
+    Fault(
+        "EMA is updated after every step",
+        "train/callbacks/ema.py",
+        "if run.step % self.every:",
+        "if run.step % 1:",
+        _ranks("callback_library", "averages_and_freezing"),
+    ),
+    Fault(
+        "the weights that training goes on with are the averages",
+        "train/callbacks/averaging.py",
+        "self._kept[name] = live[name].clone()",
+        "self._kept[name] = live[name]",
+        _ranks("callback_library", "averages_and_freezing"),
+    ),
+    Fault(
+        "SWA's mean counts the weights of its first epoch twice",
+        "train/callbacks/swa.py",
+        "return 1 / (self.updates + 1) if run.is_last_step",
+        "return 1 / (self.updates + 2) if run.is_last_step",
+        _ranks("callback_library", "averages_and_freezing"),
+    ),
+    Fault(
+        "a run has one epoch more than its patience",
+        "train/callbacks/early_stopping.py",
+        "if self.waited >= self.patience:",
+        "if self.waited > self.patience:",
+        _ranks("callback_library", "parent_of_ranks"),
+    ),
+    Fault(
+        "a metric of a whole set is computed over one rank's samples",
+        "train/whole_set/metrics.py",
+        '            states.append(state["state"])',
+        '            states = [state["state"]]',
+        _ranks("validation", "sets_measure"),
+    ),
+    Fault(
+        "lists of a torchmetrics metric are those of one rank",
+        "train/whole_set/torch_metrics.py",
+        "[item for state in states for item in state]",
+        "[item for state in states[:1] for item in state]",
+        _ranks("validation", "sets_measure"),
+    ),
+    Fault(
+        "what a validation step logs is weighted by samples alone",
+        "train/metrics.py",
+        "size if weight is None else _wide(weight))",
+        "size)",
+        _ranks("own_step", "matches_one_process"),
+    ),
+    Fault(
+        "the tried validation moves the run's random generators",
+        "train/evaluation.py",
+        "            restore_rng(rng, session.device)\n",
+        "            pass\n",
+        _ranks("validation", "leaves_no_trace"),
+    ),
+    Fault(
+        "predictions are joined in the order in which they came",
+        "train/predictions/pieces.py",
+        "for piece in sorted(pieces, key=lambda piece: piece.first)]",
+        "for piece in pieces]",
+        _ranks("evaluation", "equals_one_process"),
+    ),
+    Fault(
+        "the files of several ranks are read one after the other",
+        "train/predictions/reader.py",
+        "if self._index.is_numbered:",
+        "if not self._index.is_numbered:",
+        _unit("train_predictions", "read_in_order"),
+    ),
+    Fault(
+        "the stand-in of an empty share is predicted",
+        "train/predictions/pieces.py",
+        "if not strategy.owns_metrics or not size:",
+        "if not strategy.owns_metrics:",
+        _ranks("evaluation", "equals_one_process"),
     ),
 ]
 
@@ -963,9 +1131,16 @@ _PLANNER = [
     Fault(
         "Adam's second moment needs no memory",
         "planner/memory.py",
-        '_MOMENTS = {"adamw": 2, "adam": 2}',
-        '_MOMENTS = {"adamw": 1, "adam": 1}',
+        '_MOMENTS = {"adamw": 2, "adam": 2,',
+        '_MOMENTS = {"adamw": 1, "adam": 1,',
         _unit("planner_memory"),
+    ),
+    Fault(
+        "a part of an epoch is one step too long",
+        "planner/decisions/limits.py",
+        "limit = int(asked * steps) if isinstance(asked, float)",
+        "limit = int(asked * steps) + 1 if isinstance(asked, float)",
+        _ranks("limits", "same_samples"),
     ),
 ]
 
@@ -1143,7 +1318,7 @@ _STRATEGIES = [
     ),
     Fault(
         "the gradient of a tail's micro-batch is not scaled",
-        "strategies/microbatches.py",
+        "strategies/steps/microbatches.py",
         "part = part if micro.weight == 1.0 else part * micro.weight",
         "part = part",
         _unit("train_resume", "hand_written_loop"),
@@ -1169,6 +1344,55 @@ _STRATEGIES = [
         "index = position if same else _common_options(saved, members, position)",
         _unit("train_resume_changes"),
     ),
+    Fault(
+        "a manual step's loss of a short share counts as a full one",
+        "strategies/steps/manual_steps.py",
+        "part = loss * (micro.weight if micro.size else 0.0)",
+        "part = loss * (1.0 if micro.size else 0.0)",
+        _ranks("own_optimization", "match_a_plain_loop"),
+    ),
+    Fault(
+        "a manual step of one optimizer steps all of them",
+        "strategies/steps/manual_steps.py",
+        "        joint.due = (name,)\n",
+        "        joint.due = tuple(joint.setups)\n",
+        _ranks("own_optimization", "match_a_plain_loop"),
+    ),
+    Fault(
+        "an optimizer's own limit of its gradients is not used",
+        "strategies/steps/manual_steps.py",
+        "limit = self._clips.get(name, self._clip_norm)",
+        "limit = self._clip_norm",
+        _ranks("own_optimization", "match_a_plain_loop"),
+    ),
+    Fault(
+        "the loss of an accumulated step is that of its last batch",
+        "strategies/steps/step_by_hand.py",
+        "self._passed_loss = self._passed_loss + value",
+        "self._passed_loss = value",
+        _ranks("own_loop", "trains_what_one_process"),
+    ),
+    Fault(
+        "the weight of a stand-in counts in a loop of one's own",
+        "strategies/steps/step_by_hand.py",
+        "counted = weight if micro.size else weight * 0",
+        "counted = weight",
+        _ranks("own_loop", "trains_what_one_process"),
+    ),
+    Fault(
+        "a copy of sharded weights is not divided over the ranks",
+        "strategies/sharded_state.py",
+        "self._fill(name, saved[name], made[id(here)])",
+        "made[id(here)].zero_()",
+        _ranks("callback_library", "under_the_next"),
+    ),
+    Fault(
+        "parameters that are held whole count once a rank in LARS' norms",
+        "strategies/data_parallel/shard_sums.py",
+        "            sums.mul_(shares)\n",
+        "",
+        _ranks("layerwise_optimizers", "whole_parameters"),
+    ),
 ]
 
 _ENGINES = [
@@ -1188,6 +1412,85 @@ _ENGINES = [
     ),
 ]
 
+_OPTIMIZERS = [
+    Fault(
+        "LAMB's first moment is not corrected",
+        "optimizers/lamb.py",
+        '[1 - one.group["betas"][0] ** step for',
+        "[1.0 ** step for",
+        _ranks("layerwise_optimizers", "formulas"),
+    ),
+    Fault(
+        "LARS' rate leaves out the decay",
+        "optimizers/lars.py",
+        "divisor = of_gradients + decay * of_weights + eps",
+        "divisor = of_gradients + eps",
+        _ranks("layerwise_optimizers", "formulas"),
+    ),
+    Fault(
+        "norms are those of a rank's shards",
+        "optimizers/layerwise.py",
+        "squares = self.sum_shards([one.parameter for one in trained], squares)",
+        "self.sum_shards([one.parameter for one in trained], squares.clone())",
+        _ranks("layerwise_optimizers", "whole_parameters"),
+    ),
+]
+
+_TRAINERS = [
+    Fault(
+        "a batch of an accumulation is stepped with",
+        "trainers/own_loop/run.py",
+        "self._is_last, self._has_loss = at == len(micros) - 1, False",
+        "self._is_last, self._has_loss = True, False",
+        _ranks("own_loop", "trains_what_one_process"),
+    ),
+    Fault(
+        "a mean over ranks has no weights",
+        "trainers/own_loop/run.py",
+        "MetricSum(float(value) * weight if weight else 0.0, float(weight))",
+        "MetricSum(float(value), 1.0)",
+        _ranks("own_loop"),
+    ),
+    Fault(
+        "a tracked object is not given back its state",
+        "trainers/own_loop/tracked.py",
+        "                found.load_state_dict(state[name])\n",
+        "                dict(state[name])\n",
+        ("tests/e2e/test_own_loop.py",),
+    ),
+    Fault(
+        "batches of train_step count alike, whatever their samples",
+        "trainers/single_steps.py",
+        "size * self._ranks / total, size",
+        "1.0, size",
+        _ranks("single_steps", "match_one_process"),
+    ),
+]
+
+_ADAPTERS = [
+    Fault(
+        "a loss of transformers counts the first tokens, which it does not predict",
+        "adapters/transformers/task.py",
+        "(labels[..., 1:] if is_shifted else labels)",
+        "labels",
+        _ranks("adapter_transformers"),
+    ),
+    Fault(
+        "a number of a LightningModule is not weighted by its batch",
+        "adapters/lightning/module_log.py",
+        "self._here[name] = MetricSum(before.total + total, before.weight + weight)",
+        "self._here[name] = MetricSum(before.total + value, before.weight + 1)",
+        _ranks("adapter_lightning"),
+    ),
+    Fault(
+        "rows of padding are gathered",
+        "adapters/gathering.py",
+        "[part[: shape[0]] for part, shape in",
+        "[part for part, shape in",
+        _ranks("adapter_accelerate", "numbers_of_accelerate"),
+    ),
+]
+
 FAULTS = [
     *_DATA,
     *_CHECKPOINT,
@@ -1199,4 +1502,7 @@ FAULTS = [
     *_COMM,
     *_STRATEGIES,
     *_ENGINES,
+    *_OPTIMIZERS,
+    *_TRAINERS,
+    *_ADAPTERS,
 ]

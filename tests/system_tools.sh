@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The system's tools that some tests start for real: MPI, a Slurm cluster, a terminal, hosts on a network of their own;
+# The system's tools that some tests start for real: MPI, a Slurm cluster, a terminal, hosts on a network of their own,
+# Azure's storage;
 # and those that Horovod and DeepSpeed's operators are built with.
 # Installs what is missing where that is possible without asking anybody; else says what is missing, in one line.
 set -euo pipefail
@@ -15,6 +16,14 @@ declare -A package_of=(
     [tmux]=tmux
     [ip]=iproute2
 )
+
+# Azure's blob storage, for object stores at abfs://: a package of npm's, in this user's cache.
+azurite=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/distributed-training/azurite
+if ! command -v azurite-blob >/dev/null && [[ ! -x $azurite/node_modules/.bin/azurite-blob ]] && command -v npm >/dev/null; then
+    echo "system tools: installing azurite"
+    npm install --silent --no-audit --no-fund --prefix "$azurite" azurite@3 >/dev/null 2>&1 ||
+        echo "system tools: without azurite (npm could not install it); the tests that need it say so and are skipped"
+fi
 
 PATH=$PATH:/usr/sbin:/sbin
 missing=() packages=()

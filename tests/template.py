@@ -132,12 +132,12 @@ def _lasting(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(listening: socket.socket) -> None:
-    from distributed.launch.node import warm, warm_parent
+    from distributed.launch.node import preloading, warm, warm_parent
 
     light = frozenset(sys.modules)
     mine = _alike(os.environ, str(warm_parent.__file__))  # before imports add variables of their own
     gc.disable()  # a collection would write to pages that the children share
-    for name in (*warm_parent.ALWAYS, *MORE):
+    for name in (*preloading.ALWAYS, *MORE):
         importlib.import_module(name)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked here

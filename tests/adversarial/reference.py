@@ -98,7 +98,8 @@ def train_plainly(
             done += 1
             if scheduler is not None and by_step:
                 scheduler.step()
-            summed, count = summed + value * len(samples), count + len(samples)
+            is_sum = divisor is None  # which a history has as a mean over the samples
+            summed, count = summed + (value if is_sum else value * len(samples)), count + len(samples)
         losses.append(summed / count if count else math.nan)
         if evaluates:
             validation.append(_evaluate(program, model, loss_fn))

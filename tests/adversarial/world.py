@@ -20,7 +20,7 @@ _CONTEXT.set_forkserver_preload(["tests.adversarial.preload"])
 _GRACE_S = 5.0  # for the other ranks, after one has answered with an error
 
 
-class Crew:
+class Processes:
     """Processes that are asked the same and answer each for itself."""
 
     def __init__(self, functions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
@@ -71,7 +71,7 @@ class Crew:
             process.join()
 
 
-class World(Crew):
+class World(Processes):
     """The ranks of one world."""
 
     def __init__(self, ranks: int, folder: Path) -> None:
@@ -86,7 +86,7 @@ class World(Crew):
         return self.answers(timeout_s)
 
 
-class Reference(Crew):
+class Reference(Processes):
     """The process that trains plainly."""
 
     def __init__(self, folder: Path) -> None:

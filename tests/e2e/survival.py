@@ -48,12 +48,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from distributed import Trainer
+from distributed import Callback, Trainer, callbacks
 
 SAMPLES, EPOCHS = 102, 4
 PLACE = Path(os.environ["SURVIVAL_PLACE"])
 FAULTS = json.loads(os.environ["SURVIVAL_FAULTS"])
 OPTIONS = json.loads(os.environ["SURVIVAL_OPTIONS"])
+DRAGGED = []  # seconds that each step of this process takes longer, once a fault has slowed it
 
 
 def my_rank():
@@ -97,6 +98,8 @@ def suffer(what, rank):
         hang_in_user_code()
     elif what == "slow":
         time.sleep(3)
+    elif what == "drag":
+        DRAGGED.append(0.15)
     elif what == "extra barrier":
         dist.barrier()
     elif what == "exit well":
@@ -162,6 +165,7 @@ class Model(nn.Module):
                 self.mean += x.mean(0) - self.mean / 10
             x = self.use_buffer(x)
         come_to("training" if self.training else "evaluation", step)
+        time.sleep(sum(DRAGGED) if self.training else 0)
         return self.layers(x) * (float("nan") if self.training and OPTIONS.get("nan_at") == step else 1.0)
 
     def use_buffer(self, x):
@@ -188,6 +192,43 @@ class CountingLoss(nn.CrossEntropyLoss):
 
 
 DTYPE = torch.float64 if OPTIONS.get("plain") else torch.float32
+
+
+class Watched(Callback):
+    # Counts the calls of its hooks, in each of which a rank may be lost, and changes what the optimizer does.
+    def __init__(self):
+        self.calls = {}
+
+    def note(self, run, hook):
+        self.calls[hook] = self.calls.get(hook, 0) + 1
+        come_to(hook, run.step)
+
+    def on_epoch_start(self, run):
+        for group in run.optimizer.param_groups:
+            group["weight_decay"] *= 0.5
+        run.model.layers[0].bias.requires_grad_(run.epoch % 2 == 0)
+        self.note(run, "on_epoch_start")
+
+    def on_step_end(self, run):
+        self.note(run, "on_step_end")
+
+    def on_validation_start(self, run):
+        self.note(run, "on_validation_start")
+
+    def on_validation_end(self, run, metrics):
+        self.note(run, "on_validation_end")
+
+    def on_epoch_end(self, run, metrics):
+        self.note(run, "on_epoch_end")
+
+    def on_fit_end(self, run):
+        self.note(run, "on_fit_end")
+
+    def state(self):
+        return {"calls": self.calls}
+
+    def load_state(self, state):
+        self.calls = dict(state["calls"])
 
 
 def watch_ourselves():
@@ -246,6 +287,10 @@ def main():
             )
     if OPTIONS.get("buffer") == "grows":
         settings["loss_fn"] = CountingLoss()
+    if OPTIONS.get("callbacks"):
+        stopping = callbacks.EarlyStopping("val_loss", patience=100)
+        freeze = callbacks.Freeze("layers.4.bias", until_epoch=3)
+        settings["callbacks"] = [Watched(), callbacks.EMA(0.9, warmup=10), stopping, freeze]
     workers = OPTIONS.get("workers", 0)
     train = DataLoader(Numbers(place="reading"), shuffle=True, num_workers=workers)
     Trainer(model, **settings | OPTIONS.get("settings", {})).fit(train, DataLoader(Numbers(40), batch_size=10))
@@ -287,16 +332,16 @@ class Result:
         path = self.run_dir / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def told(self, kind: str) -> list[dict[str, Any]]:
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
 
     @functools.cached_property
     def bytes(self) -> str:
-        """Of the weights and the optimizer in the last checkpoint, which is that of the last step."""
+        """Of weights, optimizer, averages and callbacks in the last checkpoint, which is that of the last step."""
         last = sorted((self.run_dir / "checkpoints").glob("step-*"))[-1]
         assert last.name.startswith(f"step-{STEPS:06d}")  # of a run that went back, with its run behind it
         shared, digest = load(str(last), ranks=()).shared, hashlib.sha256()
-        for value in _leaves([shared["model"], shared["optimizer"]]):
+        for value in _leaves([shared.get(name) for name in ("model", "optimizer", "copies", "callbacks")]):
             if isinstance(value, torch.Tensor):
                 digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
             else:
@@ -314,12 +359,12 @@ class Result:
 
     @property
     def losses(self) -> dict[int, float]:
-        return {event["step"]: event["loss"] for event in self.told("StepEnded")}
+        return {event["step"]: event["loss"] for event in self.events_of("StepEnded")}
 
     @property
     def recoveries(self) -> list[tuple[str, int]]:
         """(from where, lost steps) in order; a checkpoint is told by its name."""
-        return [(Path(event["source"]).name, event["lost_steps"]) for event in self.told("Recovered")]
+        return [(Path(event["source"]).name, event["lost_steps"]) for event in self.events_of("Recovered")]
 
     def assert_same_as(self, undisturbed: Result) -> None:
         """The same bytes, and every sample once."""

@@ -113,6 +113,20 @@ def legacy() -> None:
     train("legacy", model, data(60), data(30), batch=8, **settings)
 
 
+def scoped() -> None:
+    """A model built in the scope of a strategy of the script's own, of the kind that the launch has."""
+    import keras
+    import tensorflow as tf
+
+    is_task = "TF_CONFIG" in os.environ
+    strategy = tf.distribute.MultiWorkerMirroredStrategy() if is_task else tf.distribute.MirroredStrategy()
+    with strategy.scope():
+        layers = seeded(keras).layers
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(8, activation="tanh"), layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.02), loss="mse", metrics=["mae"])
+    train("scoped", model, data(90), data(20), epochs=4)
+
+
 def resumed() -> None:
     """Dropout: a run that stops in the middle of an epoch and goes on ends with the bytes of one that does not."""
 
@@ -151,7 +165,7 @@ def fp16() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    function.__name__: function for function in (whole, everything, batchnorm, legacy, resumed, bf16, fp16)
+    function.__name__: function for function in (whole, everything, batchnorm, legacy, scoped, resumed, bf16, fp16)
 }
 
 if __name__ == "__main__":

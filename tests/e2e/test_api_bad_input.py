@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from distributed import DistributedConfig, PyTorchDDPTrainer, Trainer
 from distributed.core.errors import ConfigError, DataError, DistributedError, LaunchError, PlanError, TaskError
@@ -112,6 +112,38 @@ def test_optimizer_of_another_model_is_refused(run_dir: Path) -> None:
     other = nn.Linear(4, 2)
     with pytest.raises(TaskError, match="not over this model's parameters"):
         fit(run_dir=run_dir, num_gpus=1, optimizer=lambda parameters: torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+class Uncounted(Dataset[torch.Tensor]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(4)
+
+
+LINEAR = nn.Linear(4, 2)
+COLUMNS = (torch.ones(8, 4), torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "words"),
+    [
+        (TaskError, lambda: Trainer(nn.Linear), ["model is the class Linear", "Trainer(Linear(…))"]),
+        (TaskError, lambda: Trainer(LINEAR, loss_fn=nn.MSELoss), ["loss_fn is the class MSELoss", "MSELoss(…)"]),
+        (TaskError, lambda: Trainer(LINEAR, metrics={"a": nn.L1Loss}), ["metrics['a'] is the class L1Loss"]),
+        (ConfigError, lambda: Trainer(LINEAR, loader()), ["config is a DataLoader", ".fit(train_loader"]),
+        (TaskError, lambda: Trainer(loader()).fit(loader()), ["model is a DataLoader", "Trainer(model, …).fit("]),
+        (DataError, lambda: fit(train=LINEAR), ["train_loader is a Linear", "given to the trainer before"]),
+        (DataError, lambda: fit(train=torch.optim.SGD([torch.ones(1)])), ["train_loader is a SGD", "optimizer=…"]),
+        (DataError, lambda: fit(train=COLUMNS), ["a tuple of 2 arrays with 8 rows", "TensorDataset"]),
+        (DataError, lambda: fit(train=[loader(), loader()]), ["a list of 2 data loaders", "ConcatDataset"]),
+        (DataError, lambda: fit(train=[loader().dataset]), ["a list of 1 data loaders or datasets", "ConcatDataset"]),
+        (DataError, lambda: fit(train=Uncounted(), batch_size=2), ["a Uncounted, which has no __len__", "define"]),
+        (TaskError, lambda: fit(nn.DataParallel(LINEAR)), ["the model is a DataParallel", "pass model.module"]),
+    ],
+)
+def test_swapped_or_unmade_argument_is_named(kind, call, words) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_learning_rate_beside_user_optimizer_is_refused(run_dir: Path) -> None:

@@ -10,15 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from distributed.bench.collectives.benchmark import OPERATIONS, bus_part
+from distributed import profile_communication
+from distributed.bench.collectives.benchmark import ALGORITHMS, MORE_OPERATIONS, OPERATIONS, bus_part
 from distributed.bench.pictures import draw
+from distributed.cli.bench import app
+from distributed.core.errors import DistributedError
+from distributed.testing import run_ranks
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distributed.cli", "bench", "collectives", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 def test_bench_collectives_reports_every_operation_and_size(tmp_path: Path) -> None:
     target, picture = tmp_path / "collectives.json", tmp_path / "collectives.svg"
-    command = [sys.executable, "-m", "distributed.cli", "bench", "collectives", "--processes", "2"]
-    command += ["--largest", "0.016", "--rounds", "2", "--json", str(target), "--picture", str(picture)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    files = ("--json", str(target), "--picture", str(picture))
+    ended = run("--processes", "2", "--largest", "0.016", "--rounds", "2", *files)
     assert ended.returncode == 0, ended.stderr
     record = json.loads(target.read_text())
     measured = {(row["operation"], row["size_bytes"]) for row in record["rows"]}
@@ -32,3 +40,60 @@ def test_bench_collectives_reports_every_operation_and_size(tmp_path: Path) -> N
     assert record["settings"] == {"backend": "gloo", "processes": 2, "rounds": 2}
     assert picture.read_bytes() == draw(record)
     assert str(picture) in ended.stdout
+
+
+def test_every_operation_and_algorithm_is_measured_and_right(tmp_path: Path) -> None:
+    target = tmp_path / "all.json"
+    options = ("-b", "12", "-e", "4K", "-f", "300", "-n", "2", "--rounds", "1", "--backend", "gloo")
+    ended = run("--processes", "3", *options, "--operation", "all", "--algorithm", "all", "--json", str(target))
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads(target.read_text())
+    wanted = {(operation, "backend") for operation in (*OPERATIONS, *MORE_OPERATIONS)}
+    wanted |= {("all-reduce", algorithm) for algorithm in ALGORITHMS}
+    assert {(row["operation"], row["algorithm"]) for row in record["rows"]} == wanted
+    assert {(row["size_bytes"], row["count"]) for row in record["rows"]} == {(12, 3), (3600, 900)}
+    assert {row["wrong"] for row in record["rows"]} == {0}
+    assert all(column in ended.stdout for column in ("count", "type", "redop", "algbw", "busbw", "#wrong"))
+
+
+def test_pairs_are_a_matrix_of_all_ranks(tmp_path: Path) -> None:
+    target, picture = tmp_path / "pairs.json", tmp_path / "pairs.svg"
+    files = ("--json", str(target), "--picture", str(picture))
+    ended = run("--pairs", "--processes", "3", "-n", "1", "--rounds", "1", *files)
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads(target.read_text())
+    assert [row["ranks"] for row in record["rows"]] == [[0, 1], [0, 2], [1, 2]]
+    assert all(row["gb_s"] > 0 and row["latency_us"] > 0 for row in record["rows"])
+    assert picture.read_bytes() == draw(record)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--operation", "all-reduction"),
+        ("--algorithm", "circle"),
+        ("-b", "8 bytes"),
+        ("-b", "2M", "-e", "1M"),
+        ("-b", "4", "--processes", "2"),
+        ("--largest", "1", "-e", "1M"),
+        ("--backend", "mpi"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: tuple[str, ...]) -> None:
+    with pytest.raises(DistributedError):
+        app(["collectives", *options], standalone_mode=False)
+
+
+def profiled() -> list[tuple[int, float, float]]:
+    return [tuple(row) for row in profile_communication((64, 1024))]
+
+
+def test_communication_is_profiled_on_any_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_ranks(profiled, 2)
+    assert found[0] == found[1], "the slowest rank counts, on all of them"
+    capsys.readouterr()
+    for size, seconds, rate in found[0]:
+        assert rate == pytest.approx(size * 8 / seconds / 2**20)
+    assert [rate for _, _, rate in profiled()] == [0, 0], "a single process sends nothing"
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["Size: 64", "Size: 1024"]

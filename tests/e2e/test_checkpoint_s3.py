@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import shutil
-import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -23,69 +17,10 @@ from distributed.checkpoint.restore.restoring import restore
 from distributed.checkpoint.save.saver import Saver
 from distributed.checkpoint.save.staging import TensorStaging
 from distributed.checkpoint.storage.remote import RemoteStorage
-from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError
-from distributed.launch.ports import free_port
-from distributed.runtime.session import Session
+from tests.object_stores import Trouble, alone, proxied, server, state
 
 pytest.importorskip("s3fs", reason="s3fs is not installed")
-
-
-def alone() -> Session:
-    return Session(WorkerEnv(), torch.device("cpu"), None)
-
-
-class Trouble:
-    """What the proxy does to requests."""
-
-    def __init__(self) -> None:
-        self.delay_s = 0.0
-        self.every: int | None = None  # each so many-th request fails
-        self.writes_left: int | None = None  # after so many writes all others fail
-        self.count, self._lock = 0, threading.Lock()
-
-    def strikes(self, method: str) -> bool:
-        with self._lock:
-            self.count += 1
-            if self.writes_left is not None and method in ("PUT", "POST"):
-                self.writes_left -= 1
-                return self.writes_left < 0
-            return self.every is not None and self.count % self.every == 0
-
-
-def make_proxy(upstream: str, trouble: Trouble) -> ThreadingHTTPServer:
-    target = urlsplit(upstream)
-
-    class Proxy(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def forward(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            time.sleep(trouble.delay_s)
-            if trouble.strikes(self.command):
-                self.send_error(503, "Slow Down")
-                return
-            assert target.hostname
-            peer = http.client.HTTPConnection(target.hostname, target.port, timeout=30)
-            peer.request(self.command, self.path, body, dict(self.headers))
-            answer = peer.getresponse()
-            content = answer.read()
-            self.send_response(answer.status)
-            for name, value in answer.getheaders():
-                if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):
-                    self.send_header(name, value)
-            length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
-            self.send_header("Content-Length", length or "0")
-            self.end_headers()
-            self.wfile.write(content)
-            peer.close()
-
-        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    return ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
 
 
 @pytest.fixture(scope="module")
@@ -94,47 +29,21 @@ def s3() -> Iterator[str]:
     command = shutil.which("moto_server", path=str(Path(sys.executable).parent))
     if command is None:
         pytest.skip("moto_server is not installed")
-    port = free_port()
-    process = subprocess.Popen(
-        [command, "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(url, timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None, "moto_server ended"
-                time.sleep(0.1)
+    with server([command, "-H", "127.0.0.1", "-p", "PORT"]) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @pytest.fixture
 def trouble(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trouble]:
     """Requests go through a proxy; the environment names it as a user's would."""
-    trouble = Trouble()
-    proxy = make_proxy(s3, trouble)
-    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_address[1]}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    request = urllib.request.Request(f"{s3}/bucket", method="PUT")
-    urllib.request.urlopen(request, timeout=30).close()
-    yield trouble
-    proxy.shutdown()
-
-
-def state(step: int) -> dict[str, dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(step)
-    return {"model": {"frozen": torch.arange(2.0**20), "w": torch.randn(2**19, generator=generator)}}
+    with proxied(s3) as (endpoint, trouble):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        request = urllib.request.Request(f"{s3}/bucket", method="PUT")
+        urllib.request.urlopen(request, timeout=30).close()
+        yield trouble
 
 
 def test_save_restore_and_retention_on_s3(trouble: Trouble, tmp_path: Path) -> None:

@@ -144,6 +144,13 @@ def test_exported_weights_are_imported_bitwise_equal(run: Path) -> None:
         assert found["model"]["head.weight"] is found["model"]["embed.weight"]
 
 
+def test_checkpoint_of_a_step_is_exported(run: Path) -> None:
+    done = cli(run, "export", "runs/a", "--step", "10", "--to", "ten.safetensors")
+    assert done.returncode == 0, done.stderr
+    wanted = load(str(run / "runs/a/checkpoints/step-000010")).shared["model"]["body.weight"]
+    assert torch.equal(safetensors.torch.load_file(run / "ten.safetensors")["body.weight"], wanted)
+
+
 def test_folder_without_checkpoints_is_not_suggested(run: Path) -> None:
     (run / "runs/bb/trials").mkdir(parents=True)
     assert "runs/bb" not in cli(run, "ls", "runs/b").stderr
@@ -163,6 +170,9 @@ def test_folder_without_checkpoints_is_not_suggested(run: Path) -> None:
         (["export", "runs/a", "--to", "x.pt", "--format", "pt", "--max-shard-size", "5GB"], 2, ["no effect"]),
         (["export", "runs/a", "--to", "x.pt"], 2, [".safetensors"]),
         (["export", "runs/a", "--to", "s3://bucket/x.safetensors"], 2, ["s3://bucket"]),
+        (["export", "runs/a", "--best", "--to", "x.safetensors"], 5, ["keep_best"]),
+        (["export", "runs/a", "--step", "11", "--to", "x.safetensors"], 5, ["10, 20, 30"]),
+        (["export", "runs/a", "--best", "--step", "10", "--to", "x.safetensors"], 2, ["both --best and --step"]),
         (["import", "plain.txt", "--to", "in"], 5, ["plain.txt"]),
         (["import", "plane.txt", "--to", "in"], 5, ["plain.txt"]),
         (["import", "plain.txt", "--to", "in", "--trust"], 2, ["--trust"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import socket
@@ -15,9 +16,9 @@ import pytest
 
 import distributed
 from distributed.core.config import DistributedConfig
+from distributed.core.documents.run_config import RunConfig
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Decision, Plan, ShardPlan
-from distributed.core.run_config import RunConfig
 from distributed.launch.preflight import check_run_dir
 from tests.conftest import clean_environ, cli, fresh_cli
 
@@ -36,7 +37,16 @@ ROOT = Path(__file__).parents[2]
         (["--script", "train.py", "--num-nodes", "2"], ["master_addr"]),
         (["--script", "train.py", "--lr", "1"], ["learning_rate=1", "-- --lr 1"]),
         (["--script", "train.py", "--epochs", "3"], ["epochs=3"]),
-        (["--script", "train.py", "--nonsense"], ["--nonsense"]),
+        (["--script", "train.py", "--nonsense"], ["--nonsense", "-- --nonsense"]),
+        (["--script", "train.py", "--num_gpu", "2"], ["did you mean --num-gpus", "-- --num_gpu 2"]),
+        (["--script", "train.py", "--data", "/d"], ["for the script: -- --data /d"]),
+        (["--script", "train.py", "-b", "64", "-n4"], ["for the script: -- -b 64", "for the script: -- -n4"]),
+        (["--script", "train.py", "model.lr=1", "+a=b"], ["for the script: -- model.lr=1", "for the script: -- +a=b"]),
+        (["-m", "no.such"], ["there is no module no.such to run", "start from the folder that no is in"]),
+        (["-m", "train.py"], ["this is a file", "--script train.py"]),
+        (["-m", "train", "--script", "train.py"], ["a rank runs one program"]),
+        (["--num-gpus", "2"], ["no program is named", "-m package.module"]),
+        (["--script", "."], ["is a directory", "train.py"]),
         (["--script", "train.py", "lr=1"], ["did you mean learning_rate"]),
         (["--script", "train.py", "--backend", "ddp"], ["did you mean pytorch-ddp?"]),
         (["train.py"], ["--script train.py"]),
@@ -130,7 +140,7 @@ def test_dry_run_shows_rank_commands_and_writes_nothing(unstarted):
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"RANK={rank} " in done.stdout
-    assert "distributed.launch.node.rank train.py --x 'a b'" in done.stdout
+    assert "entry.py rank train.py --x 'a b'" in done.stdout
     assert "2 CPU processes" in done.stdout or "GPU" in done.stdout
     assert sorted(entry.name for entry in unstarted.iterdir()) == ["train.py"]
 
@@ -178,7 +188,8 @@ def test_config_show_reads_the_settings_of_a_run(unstarted):
 
 def test_config_plan_shows_what_a_run_has_planned(unstarted):
     why = Decision("4 processes", "the machine has 4 cores", "num_gpus")
-    plan = Plan("past", BatchPlan(8, 4), "fsdp", MeshSpec(dp_shard=4), shard=ShardPlan("full"), decisions=(why,))
+    mesh, shard = MeshSpec(dp_shard=4), ShardPlan("full")
+    plan = Plan("past", BatchPlan(8, 4), strategy="fsdp", mesh=mesh, shard=shard, decisions=(why,))
     (unstarted / "past").mkdir()
     (unstarted / "past" / "plan.json").write_text(plan.to_json())
     shown = cli(unstarted, "config", "plan", "past")
@@ -298,6 +309,8 @@ def test_doctor_reports_the_machine(unstarted):
     assert report["ok"]
     assert found["backend gloo"]["state"] == "ok"
     assert {"torch", "backend nccl", "backend mpi", "CPU cores", "extra tensorboard", "loopback"} <= set(found)
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None  # tensorflow-cpu brings it as well
+    assert found["extra tensorflow"]["state"] == ("ok" if has_tensorflow else "missing")
     assert all(finding["do"] for name, finding in found.items() if finding["state"] == "missing" and "extra" in name)
 
 

@@ -69,9 +69,8 @@ def sizes(text: str, name: str) -> tuple[float, float]:
 
 def try_out(ranks: int, model: nn.Module | None = None, data: Any = None, **settings: Any) -> DryRun:
     trainer = Trainer(model or make_model(), **{"batch_size": 4, **settings})
-    request = FitRequest(
-        trainer.config, trainer._task, read_source(make_data(400) if data is None else data, "x"), None
-    )
+    source = read_source(make_data(400) if data is None else data, "x")
+    request = FitRequest(trainer.config, trainer._task, source, {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of FSDP, that the model returns a view
         found = dry_run(request, ranks)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distributed.core.run_config import GivenSetting, RunConfig
+from distributed.core.documents.run_config import GivenSetting, RunConfig
 from tests.conftest import clean_environ
 from tests.e2e.survival import launching_python, wait_until
 
@@ -128,6 +131,97 @@ def test_plain_torch_ddp_script_runs_with_logs_per_rank(tmp_path):
     record = RunConfig.read(tmp_path / "run")
     assert (record.script, record.arguments) == ("train.py", ("--x", "1"))
     assert record.settings["epochs"] == GivenSetting(3, "command line")
+
+
+MODULE = """
+import argparse, json, os, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--rate", type=float)
+from .part import X
+names = [name for name in os.environ if name.startswith(("ROLE_", "TORCHELASTIC_"))]
+said = [__package__, X, vars(parser.parse_args()), sys.stdin.read(), {name: os.environ[name] for name in names}]
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.parametrize("warm", ["true", "false"])
+def test_module_gets_local_rank_input_and_torchruns_variables(tmp_path, warm):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "part.py").write_text("X = 5")
+    (package / "run.py").write_text(MODULE)
+    words = ["-m", "package.run", "--num-gpus", "2", "--local_rank", "--run-dir", "run", f"warm_start={warm}"]
+    done = subprocess.run(
+        command(*words, "max_restarts=3", "--", "--rate", "0.5"),
+        cwd=tmp_path,
+        env=clean_environ(),
+        input="one\ntwo",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    said = {line[:4]: json.loads(line[5:]) for line in done.stdout.splitlines()}
+    for rank, text in ((0, "one\ntwo"), (1, "")):
+        variables = said[f"[r{rank}]"].pop()
+        assert said[f"[r{rank}]"] == ["package", 5, {"local_rank": rank, "rate": 0.5}, text]
+        assert variables == {
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": "2",
+            "TORCHELASTIC_ERROR_FILE": str(tmp_path / "run" / "attempts" / "0" / f"error-{rank}.json"),
+            "TORCHELASTIC_MAX_RESTARTS": "3",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": "run",
+        }
+
+
+def test_restarted_plain_script_is_reported_in_its_own_words(tmp_path):
+    script = "import os, sys\nsys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))"
+    (tmp_path / "train.py").write_text(script)
+    words = ["--script", "train.py", "--num-gpus", "2", "epochs=3", "--tensor-parallel", "2", "max_restarts=2"]
+    done = train(tmp_path, *words, "--backend", "fsdp")
+    assert done.returncode == 0, done.stderr
+    assert "2 attempts, done after" in done.stdout
+    assert "the script was started again after" in done.stdout
+    assert "goodput" not in done.stdout
+    _, told, idle = done.stderr.rpartition("train.py used no Trainer and no distributed.start: these settings had no")
+    assert told
+    assert "epochs=3 (command line)" in idle
+    assert "tensor_parallel=2 (command line)" in idle
+    assert "backend=fsdp (command line)" in idle
+    assert "max_restarts" not in idle
+
+
+ASKS = """
+import os, time
+print(f"\\r10% of {os.environ['RANK']}", end="", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+print(f"\\r100% of {os.environ['RANK']}", flush=True)
+"""
+
+
+def test_progress_bars_of_ranks_move_on_a_terminal(tmp_path):
+    (tmp_path / "train.py").write_text(ASKS)
+    leader, follower = pty.openpty()
+    environ = clean_environ(COLUMNS="100", TERM="xterm-256color")
+    environ.pop("CI", None)
+    words = command("--script", "train.py", "--num-gpus", "2")
+    process = subprocess.Popen(words, cwd=tmp_path, env=environ, stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    shown = ""
+    with contextlib.suppress(OSError):  # Linux: the other end is closed
+        while new := os.read(leader, 65536):
+            shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", new.decode())
+            if "[r0] 10% of 0" in shown and "[r1] 10% of 1" in shown:
+                (tmp_path / "go").touch()
+    os.close(leader)
+    assert process.wait() == 0, shown
+    for rank in (0, 1):
+        assert shown.index(f"[r{rank}] 10% of {rank}") < shown.index(f"[r{rank}] 100% of {rank}")
+    assert "10%" not in shown.rpartition("[r1] 100% of 1")[2]
 
 
 def test_only_the_first_failed_ranks_traceback_is_shown(tmp_path):

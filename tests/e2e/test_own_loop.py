@@ -67,11 +67,13 @@ if run.is_main:
 """
 
 
-def begin(place: Path, *command: str, **options: Any) -> subprocess.Popen[str]:
-    (place / "loop.py").write_text(SCRIPT)
+def begin(place: Path, *command: str, script: str = "loop.py", **options: Any) -> subprocess.Popen[str]:
+    (place / script).parent.mkdir(exist_ok=True)
+    (place / script).write_text(SCRIPT)
     environ = clean_environ() | {"PLACE": str(place), "OPTIONS": json.dumps(options)}
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*(command or SCRIPTS.command), "loop.py"], cwd=place, env=environ, **streams)
+    program = script.removesuffix("/__main__.py")  # as Python is given a folder
+    return subprocess.Popen([*(command or SCRIPTS.command), program], cwd=place, env=environ, **streams)
 
 
 def end(process: subprocess.Popen[str], place: Path, code: int = 0) -> tuple[dict[str, Any], str]:
@@ -114,7 +116,8 @@ def test_interrupted_loop_saves_and_resumes_with_same_bytes(tmp_path: Path, undi
     assert result == {}
     assert "Traceback" not in shown
     assert "done" not in [event["status"] for event in events(tmp_path, "RunEnded")]
-    process = begin(tmp_path, settings={"num_gpus": 2, "resume_from_checkpoint": True})
+    resumes = {"num_gpus": 2, "resume_from_checkpoint": True}
+    process = begin(tmp_path, script="program/__main__.py", settings=resumes)
     assert end(process, tmp_path)[0] == undisturbed
 
 

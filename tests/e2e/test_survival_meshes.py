@@ -184,7 +184,7 @@ def test_ranks_of_a_mesh_are_killed(mesh: str, tmp_path_factory: pytest.TempPath
 def assert_survives(mesh: str, faults: tuple[dict[str, Any], ...], tmp_path_factory: pytest.TempPathFactory) -> None:
     undisturbed = run(tmp_path_factory.mktemp("undisturbed"), mesh)
     hurt = run(tmp_path_factory.mktemp("hurt"), mesh, *faults)
-    happened = [(event["cause"], event["rank"]) for event in hurt.told("AttemptEnded")]
+    happened = [(event["cause"], event["rank"]) for event in hurt.events_of("AttemptEnded")]
     assert happened == [("machine", each["rank"]) for each in faults]
     assert {"step-000005", "step-000010"} & {source for source, _ in hurt.recoveries}, "none was from a checkpoint"
     assert {source.partition("-")[0] for source, _ in hurt.recoveries} <= {"the beginning", "step"}
@@ -210,13 +210,13 @@ def test_stopped_run_resumes_on_another_mesh(meshes: tuple[str, ...], one_proces
         os.kill(running.process.pid, signal.SIGTERM)
         result = running.end()
         assert result.code == 143, result.shown
-        ended = result.told("RunEnded")[-1]
+        ended = result.events_of("RunEnded")[-1]
         assert ended["status"] == "interrupted"
         assert ended["model_path"].endswith(f"step-{ended['step']:06d}")
         assert ended["step"] < STEPS
     result = start(tmp_path, last, options={}, resume_from_checkpoint=True).end()
     assert result.code == 0, result.shown
-    assert result.told("RunStarted")[-1]["first_step"] == ended["step"] > 0
+    assert result.events_of("RunStarted")[-1]["first_step"] == ended["step"] > 0
     assert result.losses == pytest.approx(one_process.losses, rel=1e-5)
     assert len(result.losses) == STEPS
     assert ledger(result).is_exact

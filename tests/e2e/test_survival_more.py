@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -76,7 +77,7 @@ def test_resize_with_one_sample_per_rank_uses_samples_once(tmp_path: Path) -> No
     assert result.code == 0, result.shown
     assert result.ledger.is_exact
     assert {lost for _, lost in result.recoveries} == {0}
-    assert {event["global_batch"] for event in result.told("RunStarted")} == {3}
+    assert {event["global_batch"] for event in result.events_of("RunStarted")} == {3}
 
 
 def test_rank_killed_after_an_epochs_last_step_keeps_its_bytes(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -87,7 +88,7 @@ def test_rank_killed_after_an_epochs_last_step_keeps_its_bytes(tmp_path: Path, u
     reference = undisturbed(2, options, **seldom)
     result.assert_same_as(reference)
     assert result.recoveries == from_memory(0, 1)
-    rates = {event["learning_rate"] for event in reference.told("StepEnded")}
+    rates = {event["learning_rate"] for event in reference.events_of("StepEnded")}
     assert len(rates) > 1, "the scheduler never saw a plateau"
 
 
@@ -105,7 +106,7 @@ def test_signal_to_all_processes_of_a_job_saves_and_ends(tmp_path: Path, number:
         os.kill(pid, number)
     stopped = running.end()
     assert stopped.code == 143, stopped.shown
-    ended = stopped.told("RunEnded")[-1]
+    ended = stopped.events_of("RunEnded")[-1]
     assert ended["status"] == "interrupted"
     assert ended["step"] < STEPS
     assert ended["model_path"].endswith(f"step-{ended['step']:06d}")
@@ -119,15 +120,15 @@ def test_unreadable_sample_ends_the_run_with_its_traceback(tmp_path: Path) -> No
     assert "read error in shard-17.parquet" in result.shown
     assert result.shown.count("Traceback (most recent call last)") == 1
     assert "in __getitem__" in result.shown
-    assert len(result.told("AttemptEnded")) <= 2  # the kill, and the same error once before
-    assert len(result.told("RankFailed")) == 1
+    assert len(result.events_of("AttemptEnded")) <= 2  # the kill, and the same error once before
+    assert len(result.events_of("RankFailed")) == 1
 
 
 @pytest.mark.parametrize("always", [False, True])
 def test_rank_killed_after_fit_is_restarted_within_limits(tmp_path: Path, always: bool) -> None:
     faults = fault("after fit", "slow", rank=0), fault("after fit", rank=1, always=always)
     result = start(tmp_path, 2, *faults, max_restarts=2, epochs=1).end()
-    ends = result.told("AttemptEnded")
+    ends = result.events_of("AttemptEnded")
     assert {event["rank"] for event in ends} == {1}
     if always:
         assert result.code == 1
@@ -145,5 +146,17 @@ def test_resize_request_of_an_earlier_run_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "run" / "resize.json").write_text('{"ranks": 1}')
     result = start(tmp_path, 2, options={"pace": 0.02}).end()
     assert result.code == 0, result.shown
-    assert not result.told("AttemptEnded")
+    assert not result.events_of("AttemptEnded")
     assert result.ledger.is_exact
+
+
+def test_killed_rank_with_compression_resumes_from_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """What it had not sent is lost with it: the others hold all else, but go back to what was saved of all."""
+    settings: dict[str, Any] = {"compression": "topk", "compression_ratio": 0.1, "compression_min_size": 32}
+    faults = fault("training", rank=1, step=13), fault("training", rank=0, step=22)
+    result = start(tmp_path, 2, *faults, **settings).end()
+    result.assert_same_as(undisturbed(2, **settings))
+    sources = [source for source, _ in result.recoveries]
+    assert len(sources) == 2
+    assert sources[0] in ("step-000005", "step-000010")
+    assert sources[1] in ("step-000015", "step-000020")

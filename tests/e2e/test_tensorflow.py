@@ -28,13 +28,13 @@ except SystemExit as ending:
     assert not ending.code, ending
 assert "torch" not in sys.modules, "the command imported torch"
 """
-EXACT = ("whole", "everything", "batchnorm", "legacy")
+EXACT = ("whole", "everything", "batchnorm", "legacy", "scoped")
 MANY = ("mirrored", "multi_worker")
 CASES_OF_ALL = (*EXACT, "resumed", "bf16", "fp16")
 # Which case is trained by which replicas: each by some; by all of them in `make soak`.
 TRAINED = {
     "one": (*EXACT, "bf16", "fp16"),
-    "mirrored": ("everything", "batchnorm", "resumed", "bf16"),
+    "mirrored": ("everything", "batchnorm", "scoped", "resumed", "bf16"),
     "multi_worker": (*EXACT, "fp16"),
 }
 

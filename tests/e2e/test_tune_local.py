@@ -227,8 +227,7 @@ def test_unread_parameter_ends_search_after_the_first_trials(tmp_path):
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ('SAMPLES = 2; OPTIONS["num_gpus"] = 4096', "4096, but this machine has"),
-        ('OPTIONS["trials_per_gpu"] = 4096', "4096 trials at a time"),
+        ('OPTIONS["gpus_per_trial"] = 2', "gpus_per_trial=2, but num_gpus=1"),
         ('OPTIONS["metric"] = "accuracy"', "without having reported 'accuracy'"),
         ('train = lambda config: 1 / 0 + config["x"]', "all 3 trials failed"),
         ('train = lambda config: {"a": config["x"], "b": 1}', "no metric is named"),
@@ -243,6 +242,32 @@ def train(config):
     return {"loss": config["x"]}
 """
     assert part in search(tmp_path, f"{body}\n{change}\n")["error"]
+
+
+MANY = """
+DEVICES = os.cpu_count() + 2
+OPTIONS = {"search_space": {"x": {"grid": list(range(DEVICES))}}, "num_gpus": DEVICES, "metric": "loss",
+           "engine": sys.argv[2], "run_dir": sys.argv[2]}
+SAMPLES = 1
+
+def train(config):
+    mine = Path(OPTIONS["run_dir"], f"met-{config['x']}")
+    mine.touch()
+    while len(list(mine.parent.glob("met-*"))) < DEVICES:
+        time.sleep(0.02)
+    return {"loss": config["x"]}
+"""
+
+
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_more_trials_than_cores_run_at_a_time(engine, tmp_path):
+    """Each ends once all have begun; with Ray, on the cluster that is started on this machine for the search."""
+    program = write_program(tmp_path, MANY)
+    ended = subprocess.run(
+        [PYTHON, program, "told.json", engine], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "told.json").read_text())["best"] == {"x": 0}
 
 
 INTERRUPTED = """

@@ -30,7 +30,7 @@ class Result:
     folder: Path
     events: list[dict[str, Any]]
 
-    def told(self, kind: str) -> list[dict[str, Any]]:
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
 
 
@@ -52,8 +52,8 @@ def recorded(folder: Path) -> dict[str, str]:
 def test_hung_ranks_are_named_with_their_collective(tmp_path: Path) -> None:
     result = run(tmp_path, "replicated", "never meets", "never ends", "is stopped", "differs")
     assert result.code == 0, result.shown
-    assert [event["cause"] for event in result.told("AttemptEnded")] == ["hang"] * 4
-    stalls = result.told("RankStalled")
+    assert [event["cause"] for event in result.events_of("AttemptEnded")] == ["hang"] * 4
+    stalls = result.events_of("RankStalled")
     assert [stall["rank"] for stall in stalls] == [1] * 4
     first, backward, stopped, different = stalls
     for stall in (first, backward, stopped):
@@ -77,9 +77,9 @@ def test_hung_rank_of_other_steps_is_named(kind: str, fault: str, tmp_path: Path
     """A collective within a graph has no record of its own; where the rank stands is known all the same."""
     result = run(tmp_path, kind, fault)
     assert result.code == 0, result.shown
-    said = [event["message"] for event in result.told("Warned")]
+    said = [event["message"] for event in result.events_of("Warned")]
     assert any("one CUDA graph from here on" in line for line in said) == (kind == "captured"), said
-    (stall,) = result.told("RankStalled")
+    (stall,) = result.events_of("RankStalled")
     assert (stall["rank"], stall["waiting"]) == (1, [0]), (stall, recorded(result.folder))
     assert "in wait_for_nobody" in stall["where"]
     if kind == "sharded":
@@ -89,7 +89,7 @@ def test_hung_rank_of_other_steps_is_named(kind: str, fault: str, tmp_path: Path
 def test_gpu_errors_are_blamed_on_the_failing_rank(tmp_path: Path) -> None:
     result = run(tmp_path, "replicated", "memory", "cuda")
     assert result.code == 0, result.shown
-    memory, cuda = result.told("AttemptEnded")
+    memory, cuda = result.events_of("AttemptEnded")
     assert (memory["rank"], cuda["rank"]) == (1, 1)
     assert "OutOfMemoryError" in memory["message"].splitlines()[0]
     assert "which ranks 0, 1 share" in memory["message"]

@@ -21,7 +21,7 @@ from distributed.core.plan import BatchPlan, LoraPlan, MemoryPlan, OptimizerPlan
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.strategies.replicated import Replicated
-from distributed.strategies.speed.bf16_parameters import LowParameters, round_at_random
+from distributed.strategies.speed.bf16_parameters import Bf16Parameters, round_at_random
 from distributed.testing import run_ranks
 from distributed.train.task import Task
 from tests.meshes import make_data, make_model, save_state
@@ -277,7 +277,7 @@ def test_adapters_train_beside_frozen_layers_in_bf16() -> None:
 def test_gradient_of_the_original_fp32_parameter_is_refused() -> None:
     module = nn.Linear(2, 2)
     own = module.weight
-    low = LowParameters(module, rounds=False)
+    low = Bf16Parameters(module, rounds=False)
     (module(torch.ones(1, 2).bfloat16()).sum() + (own**2).sum()).backward()
     with pytest.raises(TaskError, match="a gradient came to weight past the model"):
         low.take_gradients()
@@ -285,7 +285,7 @@ def test_gradient_of_the_original_fp32_parameter_is_refused() -> None:
 
 def test_lstm_flat_weights_become_bf16_and_are_restored() -> None:
     layer = nn.LSTM(4, 4)
-    low = LowParameters(layer, rounds=False)
+    low = Bf16Parameters(layer, rounds=False)
     assert all(weight.dtype == torch.bfloat16 for weight in layer._flat_weights)
     low.close()
     assert all(weight.dtype == torch.float32 for weight in layer._flat_weights)
@@ -298,11 +298,11 @@ def test_gradient_hook_on_a_replaced_parameter_is_refused(name: str) -> None:
     getattr(module[1].weight, name)(lambda _: None)  # its parameters stay in their places
     handle = getattr(own, name)(lambda _: None)
     with pytest.raises(TaskError, match=r"hook on the gradient of 0\.weight") as caught:
-        LowParameters(module, rounds=False)
+        Bf16Parameters(module, rounds=False)
     assert caught.value.problems[0].why
     assert module[0].weight is own
     handle.remove()
-    LowParameters(module, rounds=False).close()
+    Bf16Parameters(module, rounds=False).close()
 
 
 @pytest.mark.parametrize("kind", LOW)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from distributed import Trainer
-from distributed.core.errors import CheckpointError, ConfigError, PlanError
+from distributed.core.errors import CheckpointError, ConfigError, PlanError, TaskError
 from distributed.testing import run_ranks
 
 GLOBAL_BATCH = 24
@@ -273,6 +273,15 @@ def test_bitwise_run_restores_threads_and_determinism_flags(tmp_path: Path) -> N
     train(Case(loss=loss), 1, str(tmp_path))  # type: ignore[arg-type]
     assert set(inside) == {(1, True)}
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_operation_without_deterministic_kernel_is_named(tmp_path: Path) -> None:
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(outputs.numel())
+        return nn.functional.cross_entropy(torch.zeros_like(outputs).put_(places, outputs), target)
+
+    with pytest.raises(TaskError, match="put_ has no deterministic kernel"):
+        train(Case(loss=loss), 1, str(tmp_path))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_ranks_agree_on_step_keys_and_reasons_not_to_capture() -> None:
     ranks = run_ranks(ask, 3)
     assert ranks == ranks[:1] * 3
     found = ranks[0]
-    assert found["whole"] == found["other shape"] == (False,)
+    assert found["whole"] == found["other shape"] == (False, 2)
     assert found["short"] == [None] * 23
     assert found["fits"]
     assert (found["nobody"], found["one"]) == ("", "on rank 2, it waits")

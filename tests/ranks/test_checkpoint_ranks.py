@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,22 @@ def save_twice(root: str) -> dict[str, Any]:
     }
 
 
+def save_late_on_rank_1(root: str) -> dict[str, float]:
+    """When this rank was at each point for the first time; rank 1 saves half a second after rank 0."""
+    mine, reached = session(), dict[str, float]()
+    at = partial(note, reached)
+    saver = Saver(root, mine, TensorStaging(), neighbours=mine.neighbours, at=at)
+    mine.barrier("both are ready")
+    time.sleep(0.5 * mine.rank)
+    saver.save(1, state(1), own(mine.rank, 1))
+    saver.wait()
+    return reached
+
+
+def note(reached: dict[str, float], point: str) -> None:
+    reached.setdefault(point, time.monotonic())
+
+
 def read(root: str) -> dict[str, Any]:
     mine = session()
     restored = restore(root, True, mine)
@@ -63,6 +81,11 @@ def read(root: str) -> dict[str, Any]:
         "text": str(restored.report),
     }
     return result
+
+
+def test_rank_that_has_copied_hashes_when_its_neighbours_have(tmp_path: Path) -> None:
+    first, late = run_ranks(save_late_on_rank_1, 2, str(tmp_path))
+    assert first["copied"] < late["copied"] < first["chunk written"]
 
 
 def test_checkpoint_of_three_ranks_loads_at_any_world_size(tmp_path: Path) -> None:

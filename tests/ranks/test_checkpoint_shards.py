@@ -55,7 +55,7 @@ def boxes_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> tuple[
     return (whole_box(shape),) if name in ("copied", "step") or rank == ranks - 1 else ()
 
 
-def portion(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> TensorShard:
+def shard(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> TensorShard:
     shape = tuple(tensor.shape)
     boxes = boxes_of(name, shape, rank, ranks)
     pieces = tuple((box, tensor[within(box, whole_box(shape))]) for box in boxes)
@@ -66,7 +66,7 @@ def save(root: str) -> list[str]:
     mine, heard = session(), []
     saver = Saver(root, mine, TensorStaging())
     for step in (1, 2, 3):
-        held = {name: portion(name, tensor, mine.rank, mine.world_size) for name, tensor in whole(step).items()}
+        held = {name: shard(name, tensor, mine.rank, mine.world_size) for name, tensor in whole(step).items()}
         if step == 2:
             held["copied"] = replace(held["copied"], stores=True)  # by all ranks
         model = held | {"tied": held["rows"], "plain": torch.full((3,), step)}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from distributed import Trainer
+from distributed import Task, Trainer
 from distributed.checkpoint.restore.reading import load
 from distributed.core.config import DistributedConfig
 from distributed.core.engines.engine import ENGINES, features
@@ -36,7 +36,15 @@ ASKED: dict[str, dict[str, Any]] = {
     "capture": {"capture": True},
     "accumulation": {"gradient_accumulation_steps": 2},
     "clipping": {"gradient_clipping": 0.5},
+    "clip_value": {"gradient_clip_value": 0.5},
+    "anomaly": {"detect_anomaly": True},
+    "layerwise": {"optimizer": "lamb"},
+    "buckets": {"bucket_by_length": True},
     "targets": {"loss_weighting": "targets"},
+    "own_step": {},
+    "several_optimizers": {},
+    "manual": {},
+    "closure": {},
     "stream": {},
     "batchnorm": {},
     "zero1": {"zero_stage": 1},
@@ -56,6 +64,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True},
     "static_graph": {"static_graph": True},
     "compression": {"compression": "fp16"},
+    "feedback": {"compression": "topk"},
     "adasum": {"gradient_reduction": "adasum", "communication_backend": "mpi"},
     "fusion": {"fusion_threshold_mb": 1, "cycle_time_ms": 2},
     "timeline": {"timeline": "timeline.json"},
@@ -63,6 +72,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "config_file": {"deepspeed_config": {"zero_optimization": {"stage": 2}}},
     "cluster": {"address": "auto"},
     "parameter_server": {"tensorflow_strategy": "parameter_server"},
+    "pipeline_module": {},
 }
 # What no setting asks for, and what two ranks of ours in one world cannot show: the test that holds each engine to it.
 NATIVE = ("pytorch-ddp", "fsdp", "ray")
@@ -90,11 +100,16 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "stream": TF_REPLICAS,
     "bf16": TF_PRECISION,
     "fp16": TF_PRECISION,
+    "clip_value": {"tensorflow": "ranks/test_tensorflow_limits.py::test_keras_run_takes_steps_of_a_hand_written_loop"},
     "clipping": {"tensorflow": "e2e/test_tensorflow.py::test_gradient_norm_is_reported_when_clipping"},
     "parameter_server": {
         "tensorflow": "e2e/test_tensorflow_survival.py::test_killed_worker_costs_no_step_killed_server_a_checkpoint"
     },
-    "cluster": {"ray": "e2e/test_ray.py::test_ray_ranks_train_to_the_bytes_of_local_ranks"},
+    "pipeline_module": {"deepspeed": "ranks/test_deepspeed_pipeline.py::test_two_stages_match_one_process"},
+    "cluster": {
+        "ray": "e2e/test_ray.py::test_ray_ranks_train_to_the_bytes_of_local_ranks",
+        "tensorflow": "e2e/test_ray_keras.py::test_keras_on_ray_survives_a_killed_worker_with_same_bytes",
+    },
     "restart": {
         "pytorch-ddp": "e2e/test_survival.py::test_killing_all_ranks_resumes_from_checkpoint",
         "fsdp": "e2e/test_survival_meshes.py::test_killed_rank_of_a_mesh_resumes_with_same_bytes",
@@ -125,10 +140,51 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
+def token_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1]), batch[1].numel()
+
+
+def token_loss_of(model: nn.Module, batch: Any, optimizer: str) -> tuple[torch.Tensor, int]:
+    return token_loss(model, batch)
+
+
+def two_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    head = list(model.head.parameters())
+    body = [parameter for name, parameter in model.named_parameters() if not name.startswith("head.")]
+    return {"body": torch.optim.SGD(body, lr=0.1), "head": torch.optim.AdamW(head)}
+
+
+class Manual(Task):
+    manual_optimization = True
+
+    def training_step(self, model: nn.Module, batch: Any) -> None:
+        self.zero_grad()
+        self.backward(*token_loss(model, batch))
+        self.step()
+
+
+# What of a task asks for a feature, beside the settings.
+GIVEN: dict[str, dict[str, Any]] = {
+    "own_step": {"training_step": token_loss},
+    "several_optimizers": {"training_step": token_loss_of, "configure_optimizers": two_optimizers},
+    "closure": {"loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.LBFGS},
+    "manual": {},
+}
+
+
+def pad(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    ids, targets = zip(*rows, strict=True)
+    padded = nn.utils.rnn.pad_sequence
+    return padded(list(ids), batch_first=True), padded(list(targets), batch_first=True, padding_value=-100)
+
+
 def make_work(feature: str) -> tuple[nn.Module, Any]:
     if feature == "batchnorm":
         torch.manual_seed(0)  # the same data on every rank
         return Normed(), TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
+    if feature == "buckets":
+        rows = [(ids[: 4 + at % 3], target[: 4 + at % 3]) for at, (ids, target) in enumerate(make_data(16))]
+        return make_model(), DataLoader(rows, batch_size=2, shuffle=True, collate_fn=pad)  # type: ignore[arg-type]
     return make_model(), Stream() if feature == "stream" else make_data(16)
 
 
@@ -136,7 +192,9 @@ def fit(engine: str, feature: str, folder: Path, **more: Any) -> dict[str, Any]:
     """Two steps on two ranks, through the front door; what the plan says of it."""
     model, data = make_work(feature)
     settings = {"backend": engine, "batch_size": 2, "max_steps": 2, "progress": False} | ASKED.get(feature, {}) | more
-    trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(), checkpoint_dir=str(folder / feature), **settings)
+    given = GIVEN.get(feature, {"loss_fn": nn.CrossEntropyLoss()})
+    task = Manual(model) if feature == "manual" else model
+    trainer = Trainer(task, **given, checkpoint_dir=str(folder / feature), **settings)
     history = trainer.fit(data)
     assert history.steps == settings["max_steps"]
     return {"world_size": history.world_size, "checkpoint": history.checkpoint}
@@ -224,7 +282,9 @@ def test_declared_features_run_on_their_engine(engine: str, ran: Ran) -> None:
 )
 def test_undeclared_feature_is_refused_by_the_plan(engine: str, feature: str) -> None:
     config = DistributedConfig(backend=engine, batch_size=2, **{"num_gpus": RANKS} | ASKED[feature])
-    profile = JobProfile(samples=None if feature == "stream" else 64, has_batchnorm=feature == "batchnorm")
+    asked = {feature: f"a task with {feature}"} if feature in GIVEN else {}
+    samples, stages = None if feature == "stream" else 64, RANKS if feature == "pipeline_module" else 0
+    profile = JobProfile(samples=samples, has_batchnorm=feature == "batchnorm", task=asked, stages=stages)
     by = (
         "with sharding"
         if feature == "bitwise" and ENGINES.entries[engine].shards != "none"

@@ -111,13 +111,17 @@ def by_hand(case: Case, steps: int = 3) -> dict[str, torch.Tensor]:
     if case.kind == "words":
         model.words.sparse = False  # type: ignore[union-attr]
     optimizer, clip = make_optimizer(case.kind, model), case.settings.get("gradient_clipping")
+    most = case.settings.get("gradient_clip_value")
     for start in range(0, steps * GLOBAL_BATCH, GLOBAL_BATCH):
         model.zero_grad()
         for first in range(start, start + GLOBAL_BATCH, case.share):
             *inputs, y = data[first : first + case.share]
             (nn.functional.mse_loss(model(*inputs), y) * case.share / GLOBAL_BATCH).backward()
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
         if clip is not None:
-            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+            nn.utils.clip_grad_norm_(stepped, clip)
+        if most is not None:
+            nn.utils.clip_grad_value_(stepped, most)
         optimizer.step()
     return model.state_dict()
 
@@ -161,6 +165,18 @@ EXACT = {
         f"clipped_head_{name}": Case(settings | {"gradient_clipping": 0.5, **UNUSED}, kind="head")
         for name, settings in (("ddp", {}), ("fsdp", FSDP), ("zero1", ZERO_1), ("tp", TENSOR), ("pp", PIPELINE))
     },
+    **{
+        f"values_{name}": Case(settings | {"gradient_clip_value": 0.02, "log_every_n_steps": 2})
+        for name, settings in {
+            "ddp": UNUSED | TWICE,
+            "fsdp": FSDP | UNUSED,
+            "zero1": ZERO_1 | UNUSED,
+            "tp": TENSOR | UNUSED,
+            "pp": PIPELINE | UNUSED,
+            "bitwise": {"reproducible": "bitwise", "virtual_ranks": RANKS},
+        }.items()
+    },
+    "sparse_values": Case({"gradient_clip_value": 0.05}, kind="words"),
     "sparse": Case(kind="words"),
     "sparse_clipped": Case(TWICE | {"gradient_clipping": 0.1}, kind="words"),
 }
@@ -192,6 +208,50 @@ def test_gradients_match_one_process_or_the_step_is_refused(tmp_path: Path) -> N
         assert {name: value for name, value in exact.items() if value > 1e-12} == {}
         assert {name: text for name, text in told.items() if "find_unused_parameters" not in text} == {}
         assert all("blocks.0.extra.fc1.weight" in text for name, text in told.items() if name in ("ddp", "tensor"))
+
+
+SCALED = {"mixed_precision": "fp16", "scaler_init_scale": 1024.0, "gradient_clip_value": 0.02}
+
+
+def clipped_in_fp16(folder: str) -> dict[str, float]:
+    """The largest difference from torch's own scaler and clipping in one process, by strategy."""
+    data, model = make_data(Case()), make_model("gated").float()
+    x, wanted, y = data.tensors
+    data = TensorDataset(x.float(), wanted, y.float())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.5), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for start in range(0, SAMPLES, GLOBAL_BATCH):
+        optimizer.zero_grad()
+        for first in range(start, start + GLOBAL_BATCH, 2):
+            *inputs, target = data[first : first + 2]
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.mse_loss(model(*inputs), target) / 4
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        scaler.step(optimizer)
+        scaler.update()
+    found = {}
+    for name, settings in {"ddp": UNUSED, "fsdp": FSDP | UNUSED}.items():
+        trained = make_model("gated").float()
+        trainer = Trainer(
+            trained,
+            num_gpus=RANKS,
+            batch_size=2,
+            loss_fn=nn.MSELoss(),
+            optimizer=torch.optim.SGD(trained.parameters(), lr=0.5),
+            run_dir=f"{folder}/{name}",
+            progress=False,
+            device="cpu",
+            **TWICE | SCALED | settings,
+        )
+        checkpoint = trainer.fit(DataLoader(data, batch_size=2)).checkpoint
+        found[name] = difference(model.state_dict(), checkpoint)
+    return found
+
+
+def test_values_are_clipped_in_the_true_scale_under_fp16(tmp_path: Path) -> None:
+    for found in run_ranks(clipped_in_fp16, RANKS, str(tmp_path)):
+        assert {name: value for name, value in found.items() if value > 1e-3} == {}  # 0.03 in another scale
 
 
 def refuse_zero(folder: str) -> list[str]:

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from distributed.core.env import FAILURE_MARK, worker_env
-from distributed.core.errors import LaunchError
+from distributed.core.errors import LaunchError, RankFailedError
 from distributed.launch.local import LocalLauncher
 from distributed.launch.node.log_tail import LogTail
 from distributed.launch.node.stop_signals import Stopped
@@ -65,6 +65,19 @@ def test_submit_with_missing_python_raises_launch_error(tmp_path):
         launcher.submit(request)
 
 
+@pytest.mark.usefixtures("own_warm_parents")
+def test_process_that_ranks_are_forked_from_is_named_if_it_ends(tmp_path, monkeypatch):
+    (tmp_path / "ends_here.py").write_text("import os\nprint('no licence', flush=True)\nos._exit(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    request = LaunchRequest(("train.py",), str(tmp_path / "run"), 2, warm=True, preload=("ends_here",))
+    with pytest.raises(RankFailedError) as caught:
+        LocalLauncher().run(request)
+    assert "the process that ranks are forked from ended with exit code 7" in str(caught.value)
+    assert "memory" not in str(caught.value)
+    assert caught.value.traceback == "no licence"
+    assert caught.value.exit_code == LaunchError.exit_code
+
+
 def test_second_interrupt_during_the_first_kills_the_ranks(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(IGNORES_CTRL_C)
@@ -98,12 +111,46 @@ def test_log_tail_passes_whole_lines_up_to_the_failure(tmp_path):
     tail.close()
 
 
+def test_log_tail_has_the_last_state_of_an_unfinished_line(tmp_path):
+    path = tmp_path / "log"
+    path.touch()
+    tail, log = LogTail(str(path)), path.open("a")
+    said = []
+    for text in ("start\n 10%", "\r 20%", "\r 30%\r", "\r 40%\nnext?", f"\n{FAILURE_MARK[:5]}"):
+        log.write(text)
+        log.flush()
+        said.append((tail.lines(), tail.unfinished))
+    tail.close()
+    log.close()
+    assert said == [(["start"], " 10%"), ([], " 20%"), ([], " 30%"), ([" 40%"], "next?"), (["next?"], "")]
+
+
 def test_log_tail_shows_unterminated_last_line_at_the_end(tmp_path):
     path = tmp_path / "rank-0.log"
     path.write_text("no newline")
     tail = LogTail(str(path))
     assert tail.lines() == []
     assert tail.lines(final=True) == ["no newline"]
+    tail.close()
+
+
+def test_bar_that_has_removed_itself_leaves_no_line(tmp_path):
+    path = tmp_path / "rank-0.log"
+    path.write_text("done\n\r100%|####|\r          \r")
+    tail = LogTail(str(path))
+    assert tail.lines(final=True) == ["done"]
+    tail.close()
+
+
+def test_bars_below_a_bar_are_states_of_its_line(tmp_path):
+    path = tmp_path / "rank-0.log"
+    inner = [f"\n\r inner {part}%\x1b[A" for part in (0, 50, 100)]
+    removed, lowest = "\n\r          \r\x1b[A", "\n\n\r lowest 0%\x1b[A\x1b[A"
+    epochs = [f"\r outer {epoch}/2{lowest}{''.join(inner)}{removed}" for epoch in (0, 1)]
+    path.write_text(f"begin\n\n{''.join(epochs)}\r outer 2/2\n\r\nend\n{inner[0]}")
+    tail = LogTail(str(path))
+    assert tail.lines() == ["begin", "", " outer 2/2", "", "end"]
+    assert tail.unfinished == " inner 0%"
     tail.close()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bz2
+import dbm.dumb
 import gzip
 import os
+import shelve
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 from distributed.core.env import FAILURE_MARK, WorkerEnv
 from distributed.core.protocol.failure import FailureRecord
 from distributed.core.run_dir import AttemptDir
+from distributed.launch.node.command import rank_argv
 
 PLAIN_ENV = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
@@ -25,7 +28,7 @@ def bootstrap(folder: Path, *command: str, **more) -> tuple[subprocess.Completed
     attempt.mkdir(parents=True, exist_ok=True)
     worker = WorkerEnv(rank=3, world_size=4, local_world_size=4, master_port=1, run_dir="run")
     done = subprocess.run(
-        [sys.executable, "-m", "distributed.launch.node.rank", *command],
+        rank_argv(sys.executable, command),
         cwd=folder,
         env=PLAIN_ENV | worker.to_environ(),
         capture_output=True,
@@ -99,6 +102,60 @@ def test_files_left_open_are_written_at_the_end(tmp_path):
     assert (tmp_path / "inner.txt").read_text() == "inner"
 
 
+LEFT_TO_THE_END = """
+import ctypes, dbm.dumb, shelve, tempfile
+table = shelve.open("shelf", writeback=True)
+table["a"] = []
+table["a"].append(2)
+base = dbm.dumb.open("base", "c")
+base["a"] = "b"
+scratch = tempfile.NamedTemporaryFile(dir=".", prefix="scratch")
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+native = libc.fopen(b"native.txt", b"w")
+libc.fputs(b"text of C", ctypes.c_void_p(native))
+libc.printf(b"printed by C\\n")
+class Report:
+    def __del__(self):
+        self.file.write("written by __del__")
+report = Report()
+report.file, report.itself = open("report.txt", "w"), report
+"""
+
+
+def test_what_is_left_to_pythons_end_is_done(tmp_path):
+    write(tmp_path / "script.py", LEFT_TO_THE_END)
+    done, _ = bootstrap(tmp_path, "script.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "printed by C\n", "")
+    with shelve.open(str(tmp_path / "shelf")) as table, dbm.dumb.open(str(tmp_path / "base")) as base:
+        assert (dict(table), base["a"]) == ({"a": [2]}, b"b")
+    assert (tmp_path / "native.txt").read_text() == "text of C"
+    assert (tmp_path / "report.txt").read_text() == "written by __del__"
+    assert not list(tmp_path.glob("scratch*"))
+
+
+@pytest.mark.parametrize(
+    ("module", "program", "read"),
+    [
+        ("h5py", "file = h5py.File('left', 'w')\nfile['a'] = [1, 2]", "list(h5py.File('left')['a'])"),
+        (
+            "pyarrow.parquet",
+            "import pyarrow\ntable = pyarrow.table({'a': [1, 2]})\n"
+            "writer = pyarrow.parquet.ParquetWriter('left', table.schema)\nwriter.write_table(table)",
+            "pyarrow.parquet.read_table('left')['a'].to_pylist()",
+        ),
+    ],
+)
+def test_writer_of_a_package_left_open_is_closed(tmp_path, module, program, read):
+    pytest.importorskip(module, reason=f"{module} comes with other packages only")
+    write(tmp_path / "script.py", f"import {module}\n{program}")
+    done, _ = bootstrap(tmp_path, "script.py")
+    assert done.returncode == 0, done.stderr
+    write(tmp_path / "reads.py", f"import {module}\nprint({read} == [1, 2])")
+    done, _ = bootstrap(tmp_path, "reads.py")
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_summary_writer_left_open_keeps_all_events(tmp_path):
     pytest.importorskip("tensorboard", reason="the tensorboard extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -110,6 +167,55 @@ def test_summary_writer_left_open_keeps_all_events(tmp_path):
     done, _ = bootstrap(tmp_path, "script.py")
     assert done.returncode == 0, done.stderr
     assert len(EventAccumulator(str(tmp_path / "logs")).Reload().Scalars("loss")) == 100
+
+
+def test_end_of_rank_adds_no_warning_of_torch(tmp_path):
+    write(tmp_path / "script.py", "import torch.distributed\ntorch.distributed.reduce_op\nleft = open('left', 'w')")
+    done, _ = bootstrap(tmp_path, "script.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+SLOW_AT_EXIT = """
+import atexit, sys, time
+sys.modules["distributed.launch.node.exit.leaving"]._EXIT_FUNCTIONS_S = 0.2
+table = open("table.csv", "w")
+table.write("1")
+print("done")
+
+def never_ends():
+    time.sleep(600)
+
+atexit.register(never_ends)
+"""
+
+
+def test_exit_function_that_never_ends_is_named(tmp_path):
+    write(tmp_path / "script.py", SLOW_AT_EXIT)
+    done, _ = bootstrap(tmp_path, "script.py")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert "functions registered with atexit, or a __del__, still run" in done.stderr
+    assert "in never_ends" in done.stderr
+
+
+@pytest.mark.parametrize("stream", ["None", "Tee(sys.stderr)", "io.StringIO()", "open('log.txt', 'w')"])
+def test_program_that_replaces_its_streams_ends_as_python_does(tmp_path, stream):
+    text = (
+        "import atexit, io, sys\nclass Tee:\n    def __init__(self, to): self.write, self.flush = to.write, to.flush\n"
+    )
+    text += f"sys.stdout = Tee(sys.stdout)\nsys.stderr = {stream}\natexit.register(print, 'at exit')\n"
+    write(tmp_path / "script.py", text + "left = open('left.txt', 'w')\nleft.write('text')\nprint('done')")
+    done, record = bootstrap(tmp_path, "script.py")
+    assert (done.returncode, done.stdout, done.stderr, record) == (0, "done\nat exit\n", "", None)
+    assert (tmp_path / "left.txt").read_text() == "text"
+
+
+def test_failure_beside_a_stream_without_flush_is_recorded(tmp_path):
+    text = "import sys\nclass Words:\n    def write(self, text): pass\nsys.stdout = Words()\n"
+    write(tmp_path / "script.py", text + "left = open('left.txt', 'w')\nleft.write('text')\nraise ValueError('boom')")
+    done, record = bootstrap(tmp_path, "script.py")
+    assert (done.returncode, record.message) == (1, "boom")
+    assert done.stderr.count("Traceback") == 1
+    assert (tmp_path / "left.txt").read_text() == "text"
 
 
 def test_a_module_runs_as_with_dash_m(tmp_path):

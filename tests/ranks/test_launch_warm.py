@@ -18,8 +18,10 @@ from distributed.core.env import CONTROL_FD, LAUNCHER_PID, WorkerEnv
 from distributed.core.errors import LaunchError
 from distributed.core.protocol.failure import FailureRecord
 from distributed.core.run_dir import RunDir
+from distributed.launch.node.command import rank_argv
+from distributed.launch.node.preloading import preloads
 from distributed.launch.node.processes import RankProcess, end_all
-from distributed.launch.node.warm_parent import WarmParent, preloads
+from distributed.launch.node.warm_parent import WarmParent
 from distributed.launch.request import ProcessSpec
 from tests.conftest import clean_environ
 
@@ -61,7 +63,7 @@ def spec_of(folder: Path, script: str, *args: str, rank: int = 0) -> tuple[Proce
     worker = WorkerEnv(rank=rank, world_size=4, local_world_size=4, master_port=1, run_dir=str(folder / "run"))
     attempt = RunDir(worker.run_dir).attempt(worker.attempt).path
     attempt.mkdir(parents=True, exist_ok=True)
-    argv = (sys.executable, "-m", "distributed.launch.node.rank", script, *args)
+    argv = rank_argv(sys.executable, (script, *args))
     spec = ProcessSpec(rank, argv, worker.to_environ(), str(attempt / f"rank-{rank}.log"))
     return spec, clean_environ(PYTHONUNBUFFERED="1", **worker.to_environ()) | {LAUNCHER_PID: str(os.getpid())}
 
@@ -134,6 +136,57 @@ def test_a_module_runs_as_with_dash_m(tmp_path, warm, monkeypatch):
     process = warm.start(*spec_of(tmp_path, "-m", "pack", "x"))
     assert ended(process) == 0, text_of(process)
     assert text_of(process) == "__main__ pack ['x']\n"
+
+
+WORLD_OF_SCRIPT = """
+import gc, json, locale, logging, os, signal, sys, threading, warnings
+frame, world = sys._getframe(), {}
+world["main"] = {name: str(value) for name, value in globals().items() if name not in ("__loader__", "world", "frame")}
+world["main"] = sorted(world["main"].items())[:20]
+world["flags"], world["argv"], world["words"] = str(sys.flags), sys.argv, sys.orig_argv[1:]
+world["path"], world["executable"] = sys.path, sys.executable
+world["limits"] = [sys.getrecursionlimit(), sys.getswitchinterval(), sys.get_int_max_str_digits()]
+world["filters"] = [str(found) for found in warnings.filters]
+world["handlers"] = [str(signal.getsignal(number)) for number in range(1, 32)]
+world["mask"] = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+world["umask"], world["locale"] = os.umask(0o22), locale.setlocale(locale.LC_ALL)
+world["threads"], world["logging"] = threading.active_count(), [str(logging.root.handlers), logging.root.level]
+world["gc"] = [gc.isenabled(), gc.get_threshold()]
+world["hooks"] = [sys.excepthook is sys.__excepthook__, sys.gettrace(), sys.getprofile(), len(sys.path_hooks)]
+json.dump(world, open("world.json", "w"), default=str)
+"""
+
+
+def test_world_of_script_is_that_of_plain_python(tmp_path, start, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ended(process := start(WORLD_OF_SCRIPT, "--a", "b")) == 0, text_of(process)
+    ours = json.loads((tmp_path / "world.json").read_text())
+    subprocess.run([sys.executable, str(tmp_path / "script.py"), "--a", "b"], env=clean_environ(), check=True)
+    assert ours == json.loads((tmp_path / "world.json").read_text())
+
+
+def test_ps_shows_the_script_and_not_our_bootstrap(tmp_path, start):
+    process = start(SLEEP, "--rate", "0.1")
+    until(lambda: text_of(process) == "up\n")
+    words = Path(f"/proc/{process.pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    assert [word.decode() for word in words] == [sys.executable, str(tmp_path / "script.py"), "--rate", "0.1"]
+
+
+@pytest.mark.parametrize("place", ["beside", "in the working directory", "on PYTHONPATH"])
+@pytest.mark.parametrize("program", ["print(distributed.mine)", "raise ValueError(distributed.mine)"])
+def test_users_own_distributed_py_hides_nothing_of_ours(tmp_path, start, monkeypatch, place, program):
+    cwd, folder = tmp_path / "cwd", tmp_path / "folder"
+    for path in (cwd, folder):
+        path.mkdir()
+    monkeypatch.chdir(cwd)
+    where = {"beside": tmp_path, "in the working directory": cwd, "on PYTHONPATH": folder}[place]
+    (where / "distributed.py").write_text("mine = 7")
+    is_found = place == "beside"  # the other two are not on the path of these processes
+    process = start(f"import distributed\n{program}" if is_found else "from distributed import DistributedConfig as C")
+    fails = is_found and program.startswith("raise")
+    assert ended(process) == fails, text_of(process)
+    if is_found:
+        assert ("ValueError: 7" if fails else "7\n") in text_of(process)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +386,7 @@ def test_forked_ranks_share_torch_but_not_random_state(tmp_path):
         "torch.nn.functional.mse_loss(torch.nn.Linear(9, 9)(torch.ones(4, 9)), torch.ones(4, 9)).backward()\n"
         "print(json.dumps([loaded, product, torch.get_num_threads(), numpy.random.random(), random.random()]))"
     )
-    parent = WarmParent(sys.executable, clean_environ(OMP_NUM_THREADS="3"), preloads(tmp_path / "script.py"))
+    parent = WarmParent(sys.executable, clean_environ(OMP_NUM_THREADS="3"), preloads(tmp_path / "script.py").modules)
     ranks = []
     for rank in range(4):
         spec, environ = spec_of(tmp_path, str(tmp_path / "script.py"), rank=rank)
@@ -350,13 +403,75 @@ def test_forked_ranks_share_torch_but_not_random_state(tmp_path):
 
 
 def test_only_safe_imports_of_the_script_are_preloaded(tmp_path):
-    always = preloads(None)
+    always = preloads(None).modules
     assert "torch" in always
     (tmp_path / "script.py").write_text(
         "import numpy as np, mine.part\nfrom sklearn.datasets import load_digits\nfrom . import x\nimport deepspeed\n"
         "def later():\n    import scipy\n"
     )
-    assert preloads(tmp_path / "script.py") == (*always, "sklearn.datasets")
+    assert preloads(tmp_path / "script.py").modules == (*always, "sklearn.datasets")
     (tmp_path / "script.py").write_text("import (")
-    assert preloads(tmp_path / "script.py") == always
-    assert preloads(tmp_path / "none.py") == always
+    assert preloads(tmp_path / "script.py").modules == always
+    assert preloads(tmp_path / "none.py").modules == always
+
+
+@pytest.mark.parametrize(
+    ("program", "is_forked", "left_out"),
+    [
+        ("import torch\nos.environ['OMP_NUM_THREADS'] = '4'\nimport numpy", True, ()),
+        ("os.environ['OMP_NUM_THREADS'] = '4'\nimport torch", False, ("torch", "numpy")),
+        ("os.environ.setdefault('TORCH_LOGS', 'dynamo')\nfrom mine import model", False, ("torch", "numpy")),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '1'\nimport torch", True, ()),
+        ("os.environ.update(HF_HOME='/hf')\nimport torch, datasets, yaml", True, ("datasets", "yaml")),
+        (
+            "os.environ |= chosen\nimport torch, matplotlib.pyplot",
+            False,
+            ("torch", "numpy", "matplotlib"),
+        ),
+        ("os.environ['MPLBACKEND'] = 'Agg'\nimport torch, matplotlib.pyplot", True, ("matplotlib",)),
+        ("def prepare():\n    os.putenv(name, value)\nprepare()\nimport torch", False, ("torch", "numpy")),
+        ("from dotenv import load_dotenv\nload_dotenv()\nimport torch", False, ("torch", "numpy")),
+        ("exec(open('settings.txt').read())\nimport torch", False, ("torch", "numpy")),
+        ("import torch, transformers\nexec(open('configurator.py').read())\nimport mine", True, ()),
+        ("import torchvision\ndel os.environ['A']\nimport pandas", True, ("pandas",)),
+        ("from mine import model\nos.environ['A'] = 'late'", True, ()),
+        ("print(os.environ['A'], os.environ.get('B'))\nimport torch", True, ()),
+        ("from os import environ as env\nenv['MPLBACKEND'] = 'Agg'\nimport torch, matplotlib", True, ("matplotlib",)),
+        ("env = os.environ\nenv['TORCH_LOGS'] = 'dynamo'\nimport torch", False, ("torch", "numpy")),
+    ],
+)
+def test_package_is_not_preloaded_before_its_variables_are_set(tmp_path, program, is_forked, left_out):
+    (tmp_path / "script.py").write_text(f"import os\n{program}")
+    found = preloads(tmp_path / "script.py")
+    assert bool(found.modules) == is_forked
+    assert found.left_out == left_out
+    assert ("script.py:" in found.why) == bool(left_out)
+
+
+@pytest.mark.parametrize(
+    ("program", "left_out", "why"),
+    [
+        ("import settings\nimport torch", ("torch", "numpy"), "settings.py:2 sets OMP_NUM_THREADS before"),
+        ("from settings import N\nimport torch", ("torch", "numpy"), "settings.py:2 sets OMP_NUM_THREADS before"),
+        ("from pack.inner import f\nimport torch, yaml", ("yaml",), "base.py:2 sets HF_HOME before"),
+        ("import torch\nimport settings", (), ""),
+        ("import late\nimport yaml", (), ""),
+        ("if False:\n    import torch\nimport settings, torch", ("torch", "numpy"), "settings.py:2 sets"),
+    ],
+)
+def test_variables_are_looked_for_in_the_programs_own_modules(tmp_path, program, left_out, why):
+    (tmp_path / "pack").mkdir()
+    files = {
+        "script.py": program,
+        "settings.py": "import os\nos.environ['OMP_NUM_THREADS'] = '3'\nN = 1",
+        "late.py": "import os, torch, yaml\nos.environ['A'] = 'late'\nimport pack.inner",
+        "pack/__init__.py": "",
+        "pack/inner.py": "from . import base\nimport script\nf = 1",
+        "pack/base.py": "import os\nos.environ['HF_HOME'] = '/hf'",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = preloads(tmp_path / "script.py")
+    assert found.left_out == left_out
+    assert found.why.startswith(why)
+    assert bool(found.why) == bool(why)

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from distributed.checkpoint.restore.reading import load
-from distributed.cli.checkpoint_transfers import export_adapter
+from distributed.cli.checkpoint.transfers import export_adapter
 from tests.meshes import EPOCHS, GLOBAL_BATCH, MESHES, Case, Trained, TrainedCases, train
 
 STEPS = 6

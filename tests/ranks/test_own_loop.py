@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,15 +59,17 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, kind: str) -> to
     return F.cross_entropy(model(x), y)
 
 
-def by_hand(kind: str, parts: int, clip: float | None) -> tuple[torch.Tensor, list[Metrics]]:
+def by_hand(
+    kind: str, parts: int, clip: float | None, global_batch: int = GLOBAL_BATCH
+) -> tuple[torch.Tensor, list[Metrics]]:
     """One process, with `parts` micro-batches a step."""
     model, data = Net(), problem()
     optimizer, found = optimizer_of(model), []
     for epoch in range(EPOCHS):
         order = distributed_order(epoch)
-        for start in range(0, SAMPLES, GLOBAL_BATCH):
-            rows = order[start : start + GLOBAL_BATCH]
-            cuts = [rows[at : at + GLOBAL_BATCH // parts] for at in range(0, len(rows), GLOBAL_BATCH // parts)]
+        for start in range(0, SAMPLES, global_batch):
+            rows = order[start : start + global_batch]
+            cuts = [rows[at : at + global_batch // parts] for at in range(0, len(rows), global_batch // parts)]
             whole = weights_of(data[rows][1]).sum() if kind == "weighted" else len(rows)
             for cut in cuts:
                 x, y = data[cut]
@@ -97,12 +100,14 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([value.double().flatten() for value in model.state_dict().values()])
 
 
-def train(kind: str, run_dir: str, **settings: Any) -> tuple[torch.Tensor, list[Metrics], list[str]]:
+def train(
+    kind: str, run_dir: str, global_batch: int = GLOBAL_BATCH, **settings: Any
+) -> tuple[torch.Tensor, list[Metrics], list[str]]:
     """The same by a run; on rank 0 the model is whole afterwards."""
     data = problem()
     accumulation = settings.get("gradient_accumulation_steps", 1)
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    size = GLOBAL_BATCH // accumulation // (ranks // settings.get("tensor_parallel", 1))
+    size = global_batch // accumulation // (ranks // settings.get("tensor_parallel", 1))
     run = distributed.start(
         batch_size=size, epochs=EPOCHS, progress=False, run_dir=run_dir, log_every_n_steps=1, **settings
     )
@@ -126,9 +131,10 @@ def train(kind: str, run_dir: str, **settings: Any) -> tuple[torch.Tensor, list[
                 run.log(val_loss=F.cross_entropy(out, y), val_hits=(out.argmax(1) == y).double().mean())
         found.append(dict(run.metrics))
     assert run.history is not None
-    assert run.history.steps == taken == EPOCHS * -(-SAMPLES // GLOBAL_BATCH)
+    assert run.history.steps == taken == EPOCHS * -(-SAMPLES // global_batch)
     last = run.history.epochs[-1].metrics
-    assert last["twice"] == pytest.approx(2 * last["loss"])
+    if kind != "weighted":  # what is logged counts by its weight, and the loss of an epoch by samples
+        assert last["twice"] == pytest.approx(2 * last["loss"])
     assert last["val_loss"] == found[-1]["val_loss"]
     return flat(model) if run.is_main else torch.empty(0), found, sorted(last)
 
@@ -154,11 +160,19 @@ def train_all(folder: str, cases: dict[str, Any]) -> dict[str, Any]:
     return {name: train(kind, f"{folder}/{name}", **settings) for name, (kind, settings) in cases.items()}
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+# Each way of a loop is trained by three ranks, some by one, and two train the meshes.
+WORLDS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    1: {name: CASES[name] for name in ("weighted", "accumulated")},
+    2: MESHES | {"accumulated": CASES["accumulated"]},
+    3: CASES,
+}
+
+
+@pytest.fixture(scope="module", params=WORLDS)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 of each world has trained."""
     folder = str(tmp_path_factory.mktemp("own-loop"))
-    cases = CASES | (MESHES if request.param == 2 else {})
+    cases = WORLDS[request.param]
     if request.param == 1:
         return train_all(folder, cases)
     return run_ranks(train_all, request.param, folder, cases)[0]
@@ -174,10 +188,10 @@ def test_own_loop_trains_what_one_process_does(trained: dict[str, Any]) -> None:
         assert names == ["loss", "twice", "val_hits", "val_loss"], name
 
 
-def one_rank(run_dir: Path, **settings: Any) -> tuple[Any, Any, Any, Any]:
+def one_rank(run_dir: Path, *more: Any, **settings: Any) -> tuple[Any, ...]:
     run = distributed.start(num_gpus=1, batch_size=5, progress=False, run_dir=str(run_dir), **settings)
     model = Net()
-    return run, *run.prepare(model, optimizer_of(model), DataLoader(problem(), batch_size=5))
+    return run, *run.prepare(model, optimizer_of(model), DataLoader(problem(), batch_size=5), *more)
 
 
 def test_broken_off_epoch_is_followed_by_the_next(tmp_path: Path) -> None:
@@ -193,6 +207,100 @@ def test_broken_off_epoch_is_followed_by_the_next(tmp_path: Path) -> None:
     assert [record.samples for record in run.history.epochs] == [10, 10, 10]
 
 
+@pytest.mark.parametrize(
+    ("settings", "lengths"),
+    [
+        ({"gradient_accumulation_steps": 2}, [11, 11]),  # of six steps, the last with one
+        ({"gradient_accumulation_steps": {0: 4, 1: 1}, "limit_train_batches": 2}, [8, 2]),
+    ],
+)
+def test_length_is_that_of_the_pass(settings: dict[str, Any], lengths: list[int], tmp_path: Path) -> None:
+    run, model, optimizer, loader = one_rank(tmp_path / "run", epochs=2, **settings)
+    found = []
+    for _ in run.epochs():
+        found.append(len(loader))
+        taken = 0
+        for x, y in loader:
+            run.backward(F.cross_entropy(model(x), y))
+            run.step(optimizer)
+            taken += 1
+        assert taken == found[-1]
+    assert found == lengths
+
+
+def test_step_before_a_break_is_counted_and_saved(tmp_path: Path) -> None:
+    run, model, optimizer, loader = one_rank(tmp_path / "run", epochs=2, log_every_n_steps=1)
+    losses = []
+    for _ in run.epochs():
+        for x, y in itertools.islice(loader, 2):  # which leaves the pass after its second step
+            losses.append(F.cross_entropy(model(x), y))
+            run.backward(losses[-1])
+            run.step(optimizer)
+        for x, y in loader:  # goes on in the same epoch, behind them
+            run.backward(F.cross_entropy(model(x), y))
+            run.step(optimizer)
+            if len(losses) == 4:
+                break
+    assert [record.samples for record in run.history.epochs] == [SAMPLES, 15]
+    assert (run.history.steps, Path(run.history.checkpoint).name) == (14, "step-000014")
+
+
+def test_evaluation_within_a_pass_is_measured_by_itself(tmp_path: Path) -> None:
+    run = distributed.start(num_gpus=1, epochs=1, progress=False, run_dir=str(tmp_path / "run"), log_every_n_steps=1)
+    model, loader = Net(), DataLoader(problem(), batch_size=5)
+    model, optimizer, loader, same = run.prepare(model, optimizer_of(model), loader, loader)
+    found = []
+    for _ in run.epochs():
+        for number, (x, y) in enumerate(loader):
+            run.backward(F.cross_entropy(model(x), y))
+            run.step(optimizer)
+            if number in (3, 6):
+                for _, y in same:
+                    run.log(mean=y.double().mean(), rows=1.0 * len(y))
+                found.append(run.metrics)
+            run.log(number=number)
+        run.log(outside=run.rank + 2.0)
+    rows = [5.0] * 10 + [3.0]
+    expected = problem().tensors[1].double().mean().item(), sum(size * size for size in rows) / SAMPLES
+    assert [(one["mean"], one["rows"]) for one in found] == [pytest.approx(expected)] * 2
+    metrics = run.history.epochs[-1].metrics
+    assert metrics["outside"] == 2.0
+    assert metrics["number"] == pytest.approx(sum(at * size for at, size in enumerate(rows)) / SAMPLES)
+
+
+def test_tracked_objects_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    def train(epochs: int, **tracked: Any) -> None:
+        run = distributed.start(
+            batch_size=20, epochs=epochs, progress=False, run_dir=str(tmp_path / "run"), resume_from_checkpoint=True
+        )
+        run.track(**tracked)
+        model, optimizer, loader = run.prepare(model := Net(), optimizer_of(model), DataLoader(problem()))
+        for _ in run.epochs():
+            for x, y in loader:
+                run.backward(F.cross_entropy(model(x), y))
+                run.step(optimizer)
+
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer_of(Net()), 2)
+    train(1, before=schedule)
+    with pytest.warns(UserWarning, match="no state of after"), pytest.warns(UserWarning, match="state of before"):
+        train(2, after=schedule)
+
+
+def test_means_of_a_pass_that_is_broken_off_come_with_the_epoch(tmp_path: Path) -> None:
+    run, model, optimizer, loader, val = one_rank(tmp_path / "run", DataLoader(problem(), batch_size=7), epochs=2)
+    for epoch in run.epochs():
+        for x, y in loader:
+            run.backward(F.cross_entropy(model(x), y))
+            run.step(optimizer)
+        for taken, _ in enumerate(val):
+            run.log(taken=taken)
+            if epoch and taken == 2:
+                break
+        run.log(weight=2.0, sums=3.0)
+        assert run.metrics.get("taken") == (None if epoch else pytest.approx((7 * sum(range(7)) + 4 * 7) / 53))
+    assert (run.history["taken"][1], run.history["sums"]) == (1.0, [3.0, 3.0])
+
+
 def test_loop_that_is_left_saves_when_it_is_finished(tmp_path: Path) -> None:
     with distributed.start(num_gpus=1, batch_size=5, epochs=9, progress=False, run_dir=str(tmp_path / "run")) as run:
         model = Net()
@@ -204,6 +312,10 @@ def test_loop_that_is_left_saves_when_it_is_finished(tmp_path: Path) -> None:
             if epoch == 1:
                 break
     assert (run.history.steps, Path(run.history.checkpoint).name) == (22, "step-000022")
+    with one_rank(tmp_path / "other")[0] as run:  # which only evaluates, for example
+        with pytest.raises(TaskError, match=r"run\.finish"):
+            run.finish()
+    assert run.history is None
 
 
 def test_one_rank_stops_and_saves_for_all(tmp_path: Path) -> None:
@@ -261,7 +373,6 @@ def test_run_refuses_what_it_cannot_prepare(tmp_path: Path) -> None:
 
     for objects, message in [
         ((Net(), loader, "text"), "got a str"),
-        ((Net(), Net(), loader), "got 2 models"),
         ((Net(),), "no DataLoader"),
         ((loader,), "no model"),
     ]:
@@ -269,5 +380,7 @@ def test_run_refuses_what_it_cannot_prepare(tmp_path: Path) -> None:
             prepare(*objects)
     with pytest.raises(PlanError, match="bitwise"):
         prepare(Net(), loader, reproducible="bitwise")
+    with pytest.raises(PlanError, match="sanity_val_steps"):
+        prepare(Net(), loader, loader, sanity_val_steps=3)
     with pytest.raises(TaskError, match=r"run\.prepare"):
         distributed.start(num_gpus=1, progress=False).step()

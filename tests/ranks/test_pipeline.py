@@ -201,7 +201,7 @@ def train(name: str, schedule: str, microbatches: int, group: Any = None, wrap: 
                 compare(found.loss, run(alone, batch).loss)
     here = [key for key, _ in alone.named_parameters(remove_duplicate=False) if layout.is_here(key)]
     assert sorted(here) == sorted(key for key, _ in model.named_parameters(remove_duplicate=False))
-    stored = [key for key in here if layout.portion(key, whole[key]).stores]
+    stored = [key for key in here if layout.shard(key, whole[key]).stores]
     return {"worst": worst, "stored": stored, "all": list(whole), "shared": pipeline.shared}
 
 

@@ -134,8 +134,8 @@ def nbytes(tensors: list[Any]) -> int:
 
 
 def pieces(model: nn.Module, layout: Layout) -> dict[str, Any]:
-    portions = {name: layout.portion(name, p.detach()) for name, p in model.named_parameters()}
-    return {n: (p.stores, [(box, piece.clone()) for box, piece in p.pieces]) for n, p in portions.items()}
+    shards = {name: layout.shard(name, p.detach()) for name, p in model.named_parameters()}
+    return {n: (p.stores, [(box, piece.clone()) for box, piece in p.pieces]) for n, p in shards.items()}
 
 
 def train_in_ranks(case: Case) -> dict[str, Any]:

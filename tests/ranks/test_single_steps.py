@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distributed import HorovodTrainer, PyTorchDDPTrainer
+from distributed import HorovodTrainer, OptimizerSetup, PyTorchDDPTrainer, callbacks
 from distributed.core.errors import DataError, PlanError, TaskError
 from distributed.testing import run_ranks
 
@@ -66,6 +66,36 @@ def test_steps_of_ranks_match_one_process(tmp_path: Path) -> None:
             assert torch.allclose(found, weights, rtol=0, atol=1e-10), name
 
 
+def unfrozen_within(folder: str, ranks: int) -> torch.Tensor:
+    """The batches of both ranks, taken by two ranks or by one."""
+    trained = model()
+    trained[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    trainer = PyTorchDDPTrainer(trained, num_gpus=ranks, optimizer=optimizer, run_dir=f"{folder}/{ranks}")
+    rank = torch.distributed.get_rank() if ranks == 2 else 0
+    for step in range(STEPS):
+        trained[0].requires_grad_(step in (2, 3))
+        torch.manual_seed(step)
+        whole = [torch.cat(column) for column in zip(batch(step, 0), batch(step, 1), strict=True)]
+        trainer.train_step(*(column.chunk(ranks)[rank] for column in whole))
+    return torch.cat([p.detach().flatten() for p in trained.parameters()])
+
+
+def test_unfreezing_between_single_steps_is_that_of_one_process(tmp_path: Path) -> None:
+    trained = model()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    for step in range(STEPS):
+        trained[0].requires_grad_(step in (2, 3))
+        torch.manual_seed(step)
+        data, target = (torch.cat(column) for column in zip(batch(step, 0), batch(step, 1), strict=True))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(trained(data), target).backward()
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in trained.parameters()])
+    found = [unfrozen_within(str(tmp_path), 1), *run_ranks(unfrozen_within, 2, str(tmp_path), 2)]
+    assert all(torch.allclose(one, expected, rtol=0, atol=1e-12) for one in found)
+
+
 def test_train_step_refuses_what_it_cannot_synchronize(tmp_path: Path) -> None:
     data, target = torch.randn(4, 4), torch.randint(0, 3, (4,))
     with pytest.raises(TaskError, match="distributed train --script"):
@@ -74,3 +104,25 @@ def test_train_step_refuses_what_it_cannot_synchronize(tmp_path: Path) -> None:
         PyTorchDDPTrainer(model().float(), num_gpus=1).train_step(data, target[:3])
     with pytest.raises(PlanError, match="bitwise"):
         PyTorchDDPTrainer(model().float(), num_gpus=1, reproducible="bitwise").train_step(data, target)
+
+
+def test_train_step_refuses_what_no_single_step_does() -> None:
+    """What would leave the numbers other than those that were asked for, and say nothing."""
+
+    def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def configured(module: nn.Module) -> OptimizerSetup:
+        return OptimizerSetup(torch.optim.SGD(module.parameters(), lr=0.1), scheduler=decaying)
+
+    data, target = torch.randn(4, 4), torch.randint(0, 3, (4,))
+    for match, given in (
+        ("the trainer has EMA", {"callbacks": [callbacks.EMA(0.9)]}),
+        ("learning-rate schedule", {"lr_schedule": "cosine", "max_steps": 10}),
+        ("learning-rate schedule", {"warmup_steps": 2}),
+        ("a scheduler is given", {"optimizer": "sgd", "scheduler": decaying}),
+        ("a scheduler is given", {"configure_optimizers": configured}),
+        ("4 micro-batches", {"gradient_accumulation_steps": 4}),
+    ):
+        with pytest.raises(TaskError, match=match):
+            PyTorchDDPTrainer(model().float(), num_gpus=1, **given).train_step(data, target)

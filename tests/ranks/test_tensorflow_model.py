@@ -201,6 +201,39 @@ found["steps"], found["calls"] = history.steps, len(calls)
 found["decisions"] = json.loads(open("subclassed/events.jsonl").readline())["decisions"]
 
 
+class Gate(tf_keras.layers.Layer):
+    def call(self, inputs):
+        if tf.reduce_sum(inputs) > 1e9:
+            inputs = inputs * 0
+        return inputs
+
+
+def conditional(targets, predicted):
+    error = tf.reduce_mean((targets - predicted) ** 2, -1)
+    if tf.reduce_sum(error) > 1e9:
+        error = error * 0
+    return error
+
+
+def with_conditions():
+    layers, sgd = tf_keras.layers, tf_keras.optimizers.SGD(0.01)
+    compiled = {"loss": conditional, "metrics": [conditional], "optimizer": sgd}
+    return model_of(Gate(), layers.Dense(1), library=tf_keras, **compiled)
+
+
+in_one_and_two("conditions of tensors", with_conditions, (x, y))
+weights_of_samples = np.linspace(0.5, 2, len(x)).astype("float32")
+three = (x, y, weights_of_samples)
+forms = {"arrays": (x, y), "weighted": three, "dataset": tf.data.Dataset.from_tensor_slices(three).batch(4)}
+for form, data in forms.items():
+    model = model_of(dense(), loss="mse", metrics=["mae"], **sgd)
+    metrics = trainer(model, form, num_gpus=1, epochs=1, batch_size=4).fit((x, y), validation_data=data)
+    evaluated = model.evaluate(x, y, sample_weight=None if form == "arrays" else weights_of_samples, verbose=0)
+    found[f"evaluated {form}"] = [[metrics.epochs[-1].metrics[name] for name in ("val_loss", "val_mae")], evaluated]
+refusal("both validations", lambda: trainer(model, "bad").fit((x, y), (x, y), validation_data=(x, y)))
+refusal("two arrays", lambda: trainer(model, "bad").fit(x, y))
+
+
 def order(made, epoch):
     return np.concatenate(list(made.epoch(epoch).as_numpy_iterator())).tolist()
 
@@ -251,13 +284,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("case", ["scalar", "sum", "convolution", "own losses"])
+@pytest.mark.parametrize("case", ["scalar", "sum", "convolution", "own losses", "conditions of tensors"])
 def test_two_replicas_reach_the_weights_of_one(case: str, found: dict[str, Any]) -> None:
     """A loss function that returns one number; a sum; legacy BatchNorm of images; losses that only layers add, of a
-    dataset of dicts. The last batch leaves a replica without a sample."""
+    dataset of dicts; legacy code that AutoGraph has to rewrite. The last batch leaves a replica without a sample."""
     one, two = found[case]
     for alone, shared in zip(one, two, strict=True):
         np.testing.assert_allclose(shared, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["arrays", "weighted", "dataset"])
+def test_validation_data_is_evaluated_as_keras_does(form: str, found: dict[str, Any]) -> None:
+    ours, by_keras = found[f"evaluated {form}"]
+    assert ours == pytest.approx(by_keras, abs=1e-5)
 
 
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
@@ -279,9 +318,11 @@ def test_loss_without_config_keeps_its_parameters(found: dict[str, Any]) -> None
         ("activity", ("TaskError", "adds a loss of its own", "multi_worker", "sync_batchnorm=False")),
         ("changed", ("TaskError", "dense/bias", "untrained")),
         ("nan", ("NonFiniteLossError", "step 2")),
+        ("both validations", ("ConfigError", "validation and validation_data are both given")),
+        ("two arrays", ("DataError", "fit((x, y), validation_data=")),
     ],
 )
-def test_state_that_cannot_be_sent_is_refused_with_a_remedy(
+def test_what_cannot_be_trained_is_refused_with_a_remedy(
     case: str, words: tuple[str, ...], found: dict[str, Any]
 ) -> None:
     for word in words:

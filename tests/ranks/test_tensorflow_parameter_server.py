@@ -9,7 +9,7 @@ from tests.warm_scripts import warm_tensorflow
 
 SCRIPT = """
 import tensorflow as tf
-from distributed.engines.tensorflow.parameter_server import RemoteStepper
+from distributed.engines.tensorflow.world.parameter_server import RemoteStepper
 
 
 class Coordinator:

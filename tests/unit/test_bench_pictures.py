@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks.suite import pictures
 from benchmarks.suite.__main__ import app as suite
-from distributed.bench.collectives.benchmark import OPERATIONS, Collectives, summarize
+from distributed.bench.collectives.benchmark import OPERATIONS, CollectiveTimes, summarize
 from distributed.cli import bench
 from distributed.core import registry
 from distributed.core.errors import ConfigError, MissingExtraError
@@ -44,7 +44,7 @@ def sent(missing: dict[str, str] | None = None) -> Record:
         for size in SIZES
         if operation not in (missing or {})
     )
-    return Collectives(
+    return CollectiveTimes(
         rows, backend="gloo", processes=2, rounds=2, missing=missing or {}, load_before=0.5, load_after=1.0
     ).to_dict()
 

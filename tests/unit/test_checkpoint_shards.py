@@ -87,7 +87,7 @@ def random_cuts(numbers: random.Random, box: Box, most: int) -> list[Box]:
 
 
 def split(whole: torch.Tensor, owners: Sequence[Sequence[Box]], stores: bool = True) -> list[TensorShard]:
-    """A portion for each rank; the pieces are views, most of them not contiguous."""
+    """A shard for each rank; the pieces are views, most of them not contiguous."""
     shape = tuple(whole.shape)
     return [
         TensorShard(shape, whole.dtype, tuple((box, part_of(whole, box)) for box in boxes), stores) for boxes in owners
@@ -110,7 +110,7 @@ def save_as(root: Path, trees: Sequence[dict[str, Any]], step: int = 1) -> Manif
         stored = []
         for chunk, content in copy_chunks(plan, tensors, HostBuffer(pinned=False)):
             found, _ = chunks.put(content)
-            blocks = [digest_bytes(content[s.offset : s.offset + s.length]) for s in chunk.stretches]
+            blocks = [digest_bytes(content[s.offset : s.offset + s.length]) for s in chunk.ranges]
             stored.append(StoredChunk(found, tuple(blocks)))
         return stored
 
@@ -158,8 +158,8 @@ def test_saved_shards_load_as_any_other_shards(tmp_path: Path, seed: int, dtype:
     trees: list[dict[str, Any]] = [{"model": {"plain": filled((11, 3), dtype, 99)}} for _ in range(ranks)]
     for name, tensor in whole.items():
         cuts = random_cuts(numbers, whole_box(tuple(tensor.shape)), 9)
-        for tree, portion in zip(trees, split(tensor, deal(numbers, cuts, ranks)), strict=True):
-            tree["model"][name] = portion
+        for tree, shard in zip(trees, split(tensor, deal(numbers, cuts, ranks)), strict=True):
+            tree["model"][name] = shard
     manifest = save_as(tmp_path, trees)
     assert manifest.shared.tensors["model/plain"].placement == "replicate"
     path = str(tmp_path / "step-000001")
@@ -172,10 +172,10 @@ def test_saved_shards_load_as_any_other_shards(tmp_path: Path, seed: int, dtype:
     wanted |= {name: boxes[: numbers.randint(0, len(boxes))] for name, boxes in wanted.items()}
     restored = read_as(tmp_path, lambda name, shape: tuple(wanted[name.removeprefix("model/")]))
     for name, tensor in whole.items():
-        portion = restored.shared["model"][name]
-        assert (portion.shape, portion.dtype) == (tuple(tensor.shape), tensor.dtype)
-        assert [box for box, _ in portion.pieces] == wanted[name]
-        for box, piece in portion.pieces:
+        shard = restored.shared["model"][name]
+        assert (shard.shape, shard.dtype) == (tuple(tensor.shape), tensor.dtype)
+        assert [box for box, _ in shard.pieces] == wanted[name]
+        for box, piece in shard.pieces:
             assert piece.is_contiguous()
             assert (tuple(piece.shape), piece.dtype) == (box_shape(box), tensor.dtype)
             assert raw(piece) == raw(part_of(tensor, box)), (name, box)
@@ -244,8 +244,8 @@ def test_saver_copies_shards_before_it_returns(tmp_path: Path) -> None:
     whole = filled((64, 3000), torch.float32, 0)
     state = whole.clone()
     left, right = ((0, 64), (0, 1700)), ((0, 64), (1700, 3000))
-    portion = split(state, [[right, left]])[0]
-    shared = {"model": {"w": portion, "tied": portion, "plain": torch.ones(3)}}
+    shard = split(state, [[right, left]])[0]
+    shared = {"model": {"w": shard, "tied": shard, "plain": torch.ones(3)}}
     own = {"rng": {"words": split(torch.arange(4), [[((0, 4),)]])[0]}}
     saver = Saver(str(tmp_path), alone(), TensorStaging())
     saver.prepare(shared, own)
@@ -283,7 +283,7 @@ BAD_CUTS: dict[str, list[list[Box]]] = {
 @pytest.mark.parametrize("name", BAD_CUTS)
 def test_shards_that_do_not_cover_the_tensor_are_refused(tmp_path: Path, name: str) -> None:
     whole = torch.arange(24).reshape(4, 6)
-    trees = [{"model": {"good": torch.ones(2), "w": portion}} for portion in split(whole, BAD_CUTS[name])]
+    trees = [{"model": {"good": torch.ones(2), "w": shard}} for shard in split(whole, BAD_CUTS[name])]
     with pytest.raises(CheckpointError, match="model/w"):
         save_as(tmp_path, trees)
     assert not (tmp_path / "step-000001").exists()
@@ -291,8 +291,8 @@ def test_shards_that_do_not_cover_the_tensor_are_refused(tmp_path: Path, name: s
 
 def test_replica_that_is_not_stored_does_no_harm(tmp_path: Path) -> None:
     whole = torch.arange(24).reshape(4, 6)
-    portions = [*split(whole, [[whole_box((4, 6))]]), *split(whole * 0, [[whole_box((4, 6))]], stores=False)]
-    save_as(tmp_path, [{"model": {"w": portion}} for portion in portions])
+    shards = [*split(whole, [[whole_box((4, 6))]]), *split(whole * 0, [[whole_box((4, 6))]], stores=False)]
+    save_as(tmp_path, [{"model": {"w": shard}} for shard in shards])
     assert torch.equal(load(str(tmp_path / "step-000001")).shared["model"]["w"], whole)
 
 
@@ -315,7 +315,7 @@ def test_signature_depends_on_shape_and_dtype_not_on_ranges() -> None:
 
 
 @pytest.mark.parametrize(
-    "portion",
+    "shard",
     [
         TensorShard((4, 6), torch.float32, ((((0, 2), (0, 6)), torch.zeros(2, 5)),)),
         TensorShard((4, 6), torch.float32, ((((3, 5), (0, 6)), torch.zeros(2, 6)),)),
@@ -324,9 +324,9 @@ def test_signature_depends_on_shape_and_dtype_not_on_ranges() -> None:
         TensorShard((4, 6), torch.quint8),
     ],
 )
-def test_inconsistent_shard_is_refused_by_name(tmp_path: Path, portion: TensorShard) -> None:
+def test_inconsistent_shard_is_refused_by_name(tmp_path: Path, shard: TensorShard) -> None:
     with pytest.raises(CheckpointError, match="model/w"):
-        Saver(str(tmp_path), alone(), TensorStaging()).save(1, {"model": {"w": portion}}, {})
+        Saver(str(tmp_path), alone(), TensorStaging()).save(1, {"model": {"w": shard}}, {})
 
 
 def test_range_outside_the_stored_tensor_is_refused_by_name(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_shard_ranges_are_refused(tmp_path: Path, name: str) -> None:
     cut = [[((0, 2), (0, 6))], [((2, 4), (0, 6))]]
-    trees = [{"model": {"w": portion}} for portion in split(torch.arange(24.0).reshape(4, 6), cut)]
+    trees = [{"model": {"w": shard}} for shard in split(torch.arange(24.0).reshape(4, 6), cut)]
     manifest = replace(save_as(tmp_path, trees), world_size=1, own=(Part({}, {}),))
     path = tmp_path / "step-000001" / "manifest.json"
     path.write_bytes(render(manifest))
@@ -407,7 +407,7 @@ def test_forged_shard_ranges_are_refused(tmp_path: Path, name: str) -> None:
 def test_damage_in_a_shard_is_found_and_named(tmp_path: Path) -> None:
     whole = filled((2048, 512), torch.float32, 3)
     cuts = [[((0, 2048), (start, start + 128))] for start in range(0, 512, 128)]
-    manifest = save_as(tmp_path, [{"model": {"w": portion}} for portion in split(whole, cuts)])
+    manifest = save_as(tmp_path, [{"model": {"w": shard}} for shard in split(whole, cuts)])
     victim = tmp_path / chunk_name(manifest.shared.tensors["model/w"].pieces[2].refs[0].chunk)
     victim.write_bytes(victim.read_bytes()[:-1] + b"\0")
     path = str(tmp_path / "step-000001")
@@ -433,10 +433,10 @@ def test_diff_compares_content_across_shardings(tmp_path: Path) -> None:
             else [((0, t.shape[0]), (0, 2)), ((0, t.shape[0]), (2, t.shape[1]))]
             for name, t in first.items()
         }
-        portions = {name: split(t, [[box] for box in boxes[name]]) for name, t in first.items()}
+        shards = {name: split(t, [[box] for box in boxes[name]]) for name, t in first.items()}
         save_as(
             tmp_path / folder,
-            [{"model": {n: p[rank] for n, p in portions.items()} | {"same": whole["same"]}} for rank in range(2)],
+            [{"model": {n: p[rank] for n, p in shards.items()} | {"same": whole["same"]}} for rank in range(2)],
         )
         return str(tmp_path / folder / "step-000001")
 
@@ -459,10 +459,10 @@ def test_exports_of_shards_hold_whole_tensors(tmp_path: Path, monkeypatch: pytes
         "b": torch.randn(7),
         "cube": filled((3, 50, 70), torch.int16, 2),
     }
-    portions = {
+    shards = {
         n: split(t, deal(numbers, random_cuts(numbers, whole_box(tuple(t.shape)), 12), 3)) for n, t in whole.items()
     }
-    save_as(tmp_path, [{"model": {name: parts[rank] for name, parts in portions.items()}} for rank in range(3)])
+    save_as(tmp_path, [{"model": {name: parts[rank] for name, parts in shards.items()}} for rank in range(3)])
     opened = open_one(str(tmp_path))
     monkeypatch.setattr("distributed.checkpoint.exchange.named_tensors._RUN_BYTES", 10_000)
     out = safetensors.torch.load_file(export_checkpoint(opened, str(tmp_path / "m.safetensors")).files[0])
@@ -517,7 +517,7 @@ watcher.start()
 restored = restore(sys.argv[1], True, session, boxes=quarter)
 done = True
 watcher.join()
-held = sum(portion.nbytes for portion in restored.shared["model"].values())
+held = sum(shard.nbytes for shard in restored.shared["model"].values())
 print(held, peak - before)
 """
 
@@ -526,8 +526,8 @@ def test_loading_a_quarter_never_holds_the_whole_in_memory(tmp_path: Path) -> No
     """8 tensors of 24 MB, cut by rows, are read by columns: every chunk is needed, and few are in memory at a time."""
     whole = {f"w{i}": filled((3000, 2000), torch.float32, i) for i in range(8)}
     cuts: list[list[Box]] = [[((start, start + 750), (0, 2000))] for start in range(0, 3000, 750)]
-    portions = {name: split(tensor, cuts) for name, tensor in whole.items()}
-    save_as(tmp_path, [{"model": {name: parts[rank] for name, parts in portions.items()}} for rank in range(4)])
+    shards = {name: split(tensor, cuts) for name, tensor in whole.items()}
+    save_as(tmp_path, [{"model": {name: parts[rank] for name, parts in shards.items()}} for rank in range(4)])
     script = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEMORY), str(tmp_path)], capture_output=True, text=True, timeout=120
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry as loaded_file_systems
 
 from distributed.checkpoint.restore.reading import load
 from distributed.checkpoint.restore.restoring import restore
@@ -21,7 +23,7 @@ from distributed.checkpoint.save.staging import TensorStaging
 from distributed.checkpoint.storage.remote import RemoteStorage
 from distributed.checkpoint.storage.urls import LocalStorage, NotThere, Storage, check_writable, open_storage
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import CheckpointError
+from distributed.core.errors import CheckpointError, MissingExtraError
 from distributed.runtime.session import Session
 
 
@@ -107,6 +109,25 @@ def test_transient_storage_failures_are_retried_up_to_a_limit() -> None:
         storage.write("a", b"2")
     Flaky.failures = 0
     assert storage.read("a") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package", "extra"),
+    [
+        ("s3", "s3fs", "s3"),
+        ("gs", "gcsfs", "gs"),
+        ("gcs", "gcsfs", "gs"),
+        ("abfs", "adlfs", "abfs"),
+        ("az", "adlfs", "abfs"),
+    ],
+)
+def test_missing_library_of_a_cloud_names_its_extra(
+    scheme: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    monkeypatch.delitem(loaded_file_systems, scheme, raising=False)  # and nothing has used it before
+    with pytest.raises(MissingExtraError, match=rf'pip install "distributed-training\[{extra}\]"'):
+        open_storage(f"{scheme}://bucket/run")
 
 
 def test_unwritable_or_full_storage_is_refused_before_the_run(tmp_path: Path) -> None:

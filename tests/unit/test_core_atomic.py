@@ -26,8 +26,8 @@ from distributed.core.atomic import (
     write_sealed,
 )
 from distributed.core.errors import LaunchError
+from distributed.train.job_reading import load_job
 from distributed.trainers.payload import write_payload
-from distributed.worker import load_job
 
 
 class Trap:

@@ -12,10 +12,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from distributed.core.config import DistributedConfig
+from distributed.core.documents.run_config import CONFIG_VERSION, RunConfig
 from distributed.core.engines.engine import ENGINES
 from distributed.core.errors import ConfigError
 from distributed.core.plan import PLAN_VERSION, Decision, Plan
-from distributed.core.run_config import CONFIG_VERSION, RunConfig
 from distributed.planner.hardware import Gpu, Hardware
 from distributed.planner.planning import JobProfile, make_plan
 
@@ -32,10 +32,10 @@ MESHES: list[dict[str, Any]] = [
     {"lora": {"rank": 4, "targets": ["q", "v"]}, "save_adapters_only": True},
     {"activation_checkpointing": 2, "compile": "max-autotune", "mixed_precision": "fp16"},
     {"mlflow_experiment": "e", "checkpoint_dir": "c", "checkpoint_frequency": "1.5 minutes", "keep_last": 3},
-    {"keep_best": "val_loss", "checkpoint_dir": "c", "timeline": None, "warmup_epochs": 1},
+    {"keep_best": "val_loss", "keep_best_k": 2, "keep_last": 1, "checkpoint_dir": "c", "warmup_epochs": 1},
     {"allow_change": "seed, data", "resume_from_checkpoint": True, "num_workers": "auto", "gradient_clipping": 1},
 ]
-FIELDS = {Plan: (1, "8f41fa52859e"), RunConfig: (1, "0a5d3ef82f78")}  # version, and digest of what it stands for
+FIELDS = {Plan: (3, "740dce38fbea"), RunConfig: (1, "0a5d3ef82f78")}  # version, and digest of what it stands for
 GPUS = Hardware(cpu_cores=8, gpus=(Gpu("GPU", compute_capability=9.0),) * 8)
 PROFILE = JobProfile(loader_batch_size=32, samples=4096, parameters=10**6, has_blocks=True)
 
@@ -66,7 +66,7 @@ def test_plan_of_any_engine_is_read_back(engine: str) -> None:
 
 def test_plan_of_another_version_is_refused() -> None:
     content = json.loads(plan().to_json())
-    with pytest.raises(ConfigError, match="schema version 99, and this release reads 1") as refused:
+    with pytest.raises(ConfigError, match="schema version 99, and this release reads 3") as refused:
         Plan.from_json(json.dumps(content | {"schema_version": 99}))
     assert "the release that wrote it" in refused.value.problems[0].do
     del content["schema_version"]

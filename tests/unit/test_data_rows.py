@@ -21,7 +21,7 @@ from distributed.data.loading.transfer import to_device
 from distributed.data.loading.virtual_rank_loader import VirtualRankLoader
 from distributed.data.source import Source, read_source
 from distributed.runtime.session import Session
-from distributed.train.loaders import open_evaluation, open_training, state_to_come
+from distributed.train.loaders import open_evaluations, open_training, state_to_come
 
 CPU = torch.device("cpu")
 LENGTH = 37
@@ -198,8 +198,9 @@ def test_loader_kind_follows_data_and_plan() -> None:
         type(open_training(source, p, session).loader) for source, p in ((rows, plan), (pairs, plan), (rows, bitwise))
     ]
     assert kinds == [RowLoader, TrainLoader, VirtualRankLoader]
-    evaluations = [open_evaluation(source, plan, session, None, lockstep=False) for source in (rows, pairs, None)]
-    assert [type(found.loader) for found in evaluations] == [RowEvalLoader, EvalLoader, type(None)]
+    evaluation = open_evaluations({"a": rows, "b": pairs}, plan, session, lockstep=False)
+    assert {name: type(loader) for name, loader in evaluation.loaders.items()} == {"a": RowEvalLoader, "b": EvalLoader}
+    assert open_evaluations({}, plan, session, lockstep=False).loaders == {}
 
 
 def test_row_batch_is_gathered_when_moved_to_the_device() -> None:

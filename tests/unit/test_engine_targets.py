@@ -87,7 +87,7 @@ def test_engine_target_exists() -> None:
 
 def test_module_started_with_dash_m_can_be_run() -> None:
     found = programs()
-    assert "distributed.launch.node.rank" in found
+    assert "distributed.worker" in found
     for module in found:
         path = file_of(f"{module}.__main__") or file_of(module)
         assert path is not None, module

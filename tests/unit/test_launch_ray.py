@@ -84,9 +84,7 @@ def test_dry_run_describes_the_ray_placement() -> None:
         "run directory run",
         "32 ranks on the Ray cluster at auto, with 1 CPU and 1 GPU each, placed by PACK",
     )
-    assert rendered.commands == (
-        "[each rank] OMP_NUM_THREADS=4 LEVEL='a b' HF_TOKEN='***' python -m distributed.launch.node.rank train.py",
-    )
+    assert rendered.commands == ("[each rank] OMP_NUM_THREADS=4 LEVEL='a b' HF_TOKEN='***' python train.py",)
 
 
 def test_node_without_the_script_names_file_and_host(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from distributed.launch.local import LocalLauncher
+from distributed.launch.node.command import ENTRY
 from distributed.launch.request import LaunchRequest, Rendered
 from distributed.launch.supervise.supervisor import RestartLimits
 
@@ -18,12 +20,15 @@ def rendered(**changes: Any) -> Rendered:
 
 def test_rendered_run_of_one_node_is_the_exact_commands() -> None:
     text = rendered(threads_per_rank=3, env={"GREETING": "good day", "HF_TOKEN": "hf_123"})
+    errors = Path("runs/1/attempts/0").absolute()
     rank = (
         "[r{0}] RANK={0} LOCAL_RANK={0} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1"
-        " MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 DISTRIBUTED_RUN_DIR=runs/1 DISTRIBUTED_ATTEMPT=0"
+        " MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ROLE_NAME=default ROLE_RANK={0} ROLE_WORLD_SIZE=2"
+        f" TORCHELASTIC_RUN_ID=1 TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_ERROR_FILE={errors}/error-{{0}}.json"
+        " DISTRIBUTED_RUN_DIR=runs/1 DISTRIBUTED_ATTEMPT=0"
         " DISTRIBUTED_RESTARTS=0 DISTRIBUTED_NOMINAL_RANKS=2 HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo"
         " PYTHONUNBUFFERED=1 TORCH_FR_BUFFER_SIZE=256 OMP_NUM_THREADS=3 CUDA_VISIBLE_DEVICES=''"
-        " GREETING='good day' HF_TOKEN='***' python -m distributed.launch.node.rank train.py --x 'a b'"
+        f" TORCHELASTIC_MAX_RESTARTS=0 GREETING='good day' HF_TOKEN='***' python {ENTRY} rank train.py --x 'a b'"
         " > runs/1/attempts/0/rank-{0}.log 2>&1"
     )
     assert text.notes == (

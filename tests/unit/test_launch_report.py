@@ -89,6 +89,22 @@ def test_run_without_a_step_has_no_goodput() -> None:
     assert report.goodput == 0.0
 
 
+def test_script_without_trainer_has_no_steps_and_no_goodput() -> None:
+    report = RunReport()
+    report.attempt_began(0, 0.0)
+    report.fault(10.0, fault(-1))
+    report.attempt_began(1, 10.5)
+    report.fault(20.0, fault(-1))
+    report.ended(30.0, "failed", 0, counts_steps=False)
+    text = str(report)
+    assert report.goodput is None
+    assert report.event(0.0).goodput is None
+    assert "step" not in text
+    assert "goodput" not in text
+    assert "the script was started again after 0.5 s" in text
+    assert text.count("not recovered") == 1
+
+
 def test_run_without_counted_steps_has_goodput_by_time() -> None:
     report = RunReport()
     report.attempt_began(0, 0.0)

@@ -12,7 +12,7 @@ import pytest
 
 from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, RankFailed, RankStalled, Recovered, RunReported, Warned
-from distributed.core.protocol.rank_protocol import Broke, Close, Closed, Joined, Leave, World
+from distributed.core.protocol.rank_protocol import Broke, Close, Closed, Joined, Leave, Slow, World
 from distributed.core.run_dir import RunDir
 from distributed.launch.clock import Timings
 from distributed.launch.node.stop_signals import Stopped
@@ -31,6 +31,7 @@ from distributed.launch.supervise.states import (
     Starting,
     follow,
 )
+from distributed.launch.supervise.watch import Asked
 from tests.fake_ranks import STEP_S, FakeNodes, FakeRank, FakeRun, on
 
 STEPS = 6
@@ -58,7 +59,7 @@ def disturbed(
 
 def one_of_each(watch: Any = None, fault: Any = None) -> list[Any]:
     between = (fault, None, 0.0)
-    going = [Starting(watch), Running(watch), Draining(watch), Leaving(watch)]
+    going = [Starting(watch), Running(watch), Draining(watch, Asked("")), Leaving(watch)]
     return [*going, Restarting(*between), Resizing(*between), Done(), GivenUp(ValueError())]
 
 
@@ -633,6 +634,82 @@ def test_illegal_world_size_falls_to_the_next_lower(tmp_path: Path) -> None:
     assert run.of_kind(Recovered)[0].world_size == 2
 
 
+# A slow rank that asks to be replaced
+
+
+def is_slow(rank: FakeRank) -> None:
+    rank.say(Slow(rank.attempt, "its compute takes 3.0 times the median"))
+
+
+def slow(number: int, *, attempts: int = 1, **joins: Any) -> Callable[[FakeRank], None]:
+    """One rank is slow in the first worlds, whichever process it is."""
+
+    def behave(rank: FakeRank) -> None:
+        rank.trains(30, **joins)
+        if rank.rank == number and rank.attempt < attempts:
+            rank.after(5.5 * STEP_S, is_slow, rank)
+
+    return behave
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_slow_rank_leaves_in_order_and_is_replaced(tmp_path: Path, number: int) -> None:
+    run = FakeRun(tmp_path, slow(number))
+    run.run()
+    assert run.states == ["Starting", "Running", "Draining", "Starting", "Running"]
+    assert [rank.born_as for rank in run.ranks] == [0, 1, number]
+    assert run.ranks[number].code == -signal.SIGKILL
+    assert [type(message) for message in run.ranks[1 - number].heard] == [Leave, Leave, World]
+    (ended,) = run.of_kind(AttemptEnded)
+    assert (ended.cause, ended.rank) == ("slow", number)
+    assert "3.0 times the median" in ended.message
+    (back,) = run.of_kind(Recovered)
+    assert (back.lost_steps, back.world_size) == (0, 2)
+    assert run.of_kind(RunReported)[0].faults == {"slow": 1}
+
+
+def test_place_of_a_slow_rank_gets_one_new_process(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, slow(1, attempts=2))
+    run.run()
+    assert len(run.ranks) == 3
+    (warned,) = run.of_kind(Warned)
+    assert "its device or its machine is slow" in warned.message
+
+
+def test_slow_rank_stays_when_ranks_cannot_regroup(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, slow(1, regroups=False))
+    run.run()
+    assert (len(run.ranks), run.states) == (2, ["Starting", "Running"])
+    (warned,) = run.of_kind(Warned)
+    assert "cannot hand over their state" in warned.message
+
+
+def test_slow_rank_that_alone_holds_the_state_stays(tmp_path: Path) -> None:
+    """As rank 0 does where buffers differ between the ranks."""
+
+    def behave(rank: FakeRank) -> None:
+        slow(0)(rank)
+        rank.holds = rank.rank == 0
+
+    run = FakeRun(tmp_path, behave)
+    run.run()
+    assert len(run.ranks) == 2
+    assert all(rank.code == 0 for rank in run.ranks)
+    (warned,) = run.of_kind(Warned)
+    assert "no other rank of this node holds the state" in warned.message
+
+
+def test_slow_rank_of_an_earlier_world_is_not_replaced(tmp_path: Path) -> None:
+    def behave(rank: FakeRank) -> None:
+        disturbed(0, 3, FakeRank.dies)(rank)
+        if on(rank, 1, 1):
+            rank.say(Slow(0, "in the world before"))
+
+    run = FakeRun(tmp_path, behave)
+    run.run()
+    assert [rank.born_as for rank in run.ranks] == [0, 1, 0]
+
+
 # Stopped from outside
 
 
@@ -871,6 +948,32 @@ def test_waiting_node_is_admitted_by_a_regroup(tmp_path: Path) -> None:
     run.run()
     assert run.states[:4] == ["Starting", "Running", "Draining", "Starting"]
     assert [(news.kind, news.cause) for news in run.nodes.told] == [("regroup", "resize")]
+
+
+def test_slow_rank_is_replaced_among_several_nodes(tmp_path: Path) -> None:
+    """Its node tells the others why they leave; rank 0, on one of them, holds the state."""
+
+    def behave(rank: FakeRank) -> None:
+        long(rank)
+        rank.holds = False
+        if on(rank, 3):
+            rank.after(5.5 * STEP_S, is_slow, rank)
+
+    run = two_nodes(tmp_path, behave, node_rank=1)
+    run.run()
+    (news,) = run.nodes.told
+    assert (news.kind, news.cause, news.rank) == ("regroup", "slow", 3)
+    assert [rank.born_as for rank in run.ranks] == [2, 3, 3]
+
+
+def test_slow_rank_of_another_node_is_reported(tmp_path: Path) -> None:
+    run = two_nodes(tmp_path, long)
+    news = News(kind="regroup", message="rank 3 is slow", rank=3, cause="slow", **OTHER)
+    run.nodes.say(news, after_s=0.5)
+    run.run()
+    (ended,) = run.of_kind(AttemptEnded)
+    assert (ended.cause, ended.rank, ended.host, ended.message) == ("slow", 3, OTHER["host"], "rank 3 is slow")
+    assert len(run.ranks) == 2
 
 
 def test_resize_of_another_node_is_followed_while_starting(tmp_path: Path) -> None:

@@ -93,12 +93,13 @@ def test_mlflow_run_has_params_metrics_and_model(mlflow: Any, uri: str, tmp_path
         "device": "cpu",
         "backend": "pytorch-ddp",
         "world_size": "2",
+        "num_gpus": "2",
         "global_batch": "64",
     }
     assert [(m.step, m.value) for m in client.get_metric_history(observer.run_id, "loss")] == [(5, 0.5), (10, 0.25)]
     assert [m.value for m in client.get_metric_history(observer.run_id, "val_accuracy")] == [0.875]
     assert run.data.metrics["epoch_loss"] == 0.6
-    assert run.data.metrics["average_samples_per_second"] == 70
+    assert run.data.metrics["throughput"] == 70
     assert run.data.metrics["recall_5"] == 0.25
     assert run.data.tags["distributed.status"] == "done"
     assert [file.path for file in client.list_artifacts(observer.run_id, "model")] == ["model/weights"]

@@ -104,14 +104,28 @@ def test_horovod_without_nccl_refuses_gpus() -> None:
     assert "without NCCL" in told
 
 
-def test_unknown_horovod_compression_is_refused() -> None:
-    with pytest.raises(ConfigError, match="compression='int8'"):
-        DistributedConfig(compression="int8")
+def test_unknown_compression_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compression='int7'"):
+        DistributedConfig(compression="int7")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "topk", "randomk", "powersgd", "int8", "onebit"])
+def test_compression_that_horovod_lacks_names_another_engine(kind: str) -> None:
+    assert "backend='pytorch-ddp'" in refusal(compression=kind)
+    assert plan(backend="pytorch-ddp", compression=kind).replicate.compression.kind == kind
+
+
+def test_compression_on_gpus_is_sent_to_an_engine_that_has_it() -> None:
+    machine = Hardware(gpus=(Gpu("H200"), Gpu("H200")), cpu_cores=2)
+    assert "backend='pytorch-ddp'" in refusal(compression="fp16", hardware=machine)
+    for backend in ("pytorch-ddp", "auto"):
+        found = plan(backend=backend, compression="fp16", hardware=machine)
+        assert (found.strategy, found.replicate.compression.kind) == ("pytorch-ddp", "fp16")
 
 
 @pytest.mark.parametrize(
     "setting",
-    [{"timeline": "t.json"}, {"cycle_time_ms": 1.0}, {"compression": "fp16"}, {"communication_backend": "mpi"}],
+    [{"timeline": "t.json"}, {"cycle_time_ms": 1.0}, {"communication_backend": "mpi"}],
 )
 def test_horovod_settings_are_refused_under_other_engines(setting: dict[str, Any]) -> None:
     assert "horovod" in refusal(backend="pytorch-ddp", **setting)

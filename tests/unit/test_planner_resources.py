@@ -53,6 +53,6 @@ def test_device_setting_of_a_script_overrides_the_hardware() -> None:
 
 def test_rank_refuses_a_node_with_fewer_gpus_than_ranks() -> None:
     _, _, problems = read_resources(DistributedConfig(), GPU, world(2, launcher="torchrun"))
-    assert [one.why == "asked by torchrun" for one in problems] == [True]
+    assert [one.why.startswith("torchrun asked for ") for one in problems] == [True]
     read, _, problems = read_resources(DistributedConfig(share_gpus=True), GPU, world(2, launcher="torchrun"))
     assert (read.shares_gpus, problems) == (True, [])

@@ -67,6 +67,8 @@ def test_plan_for_fewer_processes_keeps_the_global_batch() -> None:
         ({"num_gpus": 2, "parameter_servers": 2}, "parameter_servers=2, but tensorflow_strategy='mirrored'"),
         ({"num_gpus": 2, "communication_backend": "gloo"}, "communication_backend='gloo'"),
         ({"num_gpus": 2, "bucket_cap_mb": 5}, "bucket_cap_mb is set, but would have no effect"),
+        ({"num_gpus": 2, "num_workers": 2}, "num_workers is set, but would have no effect"),
+        ({"num_gpus": 2, "whole_model_on": "all"}, "whole_model_on is set, but would have no effect"),
         (
             {"num_gpus": 4, "num_nodes": 2, "master_addr": "a", "tensorflow_strategy": "mirrored"},
             "'mirrored' with num_nodes=2",

@@ -22,9 +22,10 @@ ALLOWED = {  # by the beginning of a path
     "": dict.fromkeys(("_fields", "_replace"), NAMEDTUPLE)
     | dict.fromkeys(("_parameters", "_buffers", "_modules"), MODULE)
     | {"_exit": "public: os._exit", "_version": "a tensor's count of writes, read per parameter and step"},
+    "adapters/lightning/module_log.py": {"_forward_cache": "torchmetrics has no public name for a call's own value"},
     "core/protocol/gpu_memory.py": {"_dump_snapshot": "core imports no torch; without it, a picture is not written"},
     "core/settings/step.py": {"_param_dict": "DeepSpeed's own config object, which a user passes"},
-    "core/typed_json.py": {"_typeshed": "for type checkers alone"},
+    "core/documents/typed_json.py": {"_typeshed": "for type checkers alone"},
     "data/loading/dali.py": {"_auto_reset": "DALI's iterator says nowhere else whether it is reset"},
     "engines/deepspeed/flats.py": dict.fromkeys(
         (
@@ -49,6 +50,8 @@ ALLOWED = {  # by the beginning of a path
             "_built",
             "_compile_loss",
             "_compile_metrics",
+            "_distribute_strategy",
+            "_distribution_strategy",
             "_flatten_layers",
             "_get_own_losses",
             "_is_compiled",
@@ -65,7 +68,12 @@ ALLOWED = {  # by the beginning of a path
         KERAS,
     ),
     "engines/tensorflow/step.py": {"_all_reduce_sum_gradients": KERAS},
-    "launch/node/rank.py": dict.fromkeys(("_run_exitfuncs", "_shutdown"), "CPython's end of a process, in a fork"),
+    "launch/node/exit/gloo_threads.py": {"_pg_map": "without it a script may hang at its end"},
+    "launch/node/exit/leaving.py": dict.fromkeys(("_run_exitfuncs", "_shutdown"), "CPython's end of a fork"),
+    "train/whole_set/torch_metrics.py": {
+        "_reductions": "torchmetrics has no public name for how states are merged",
+        "_update_count": "nor for a metric that goes on with a state",
+    },
 }
 ONE_PLACE = ("runtime/torch_compat.py", "runtime/torch_module_compat.py")
 

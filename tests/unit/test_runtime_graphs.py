@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from distributed.runtime.nccl import Graphs
+from distributed.runtime.abort.nccl import Graphs
 
 
 class Graph:
@@ -58,7 +58,7 @@ def test_close_waits_for_a_capture_and_destroys_its_graph() -> None:
 
 def test_graph_is_destroyed_after_the_launch_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a device that the abort alone frees, so that the first call does not wait for it for long."""
-    monkeypatch.setattr("distributed.runtime.nccl._LAUNCH_S", 0.05)
+    monkeypatch.setattr("distributed.runtime.abort.nccl._LAUNCH_S", 0.05)
     freed = threading.Event()
     graphs, graph = Graphs(), Graph(freed)
     with graphs.making(graph):

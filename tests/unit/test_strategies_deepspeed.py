@@ -20,7 +20,7 @@ from distributed.core.env import WorkerEnv
 from distributed.core.errors import CheckpointError, PlanError, TaskError
 from distributed.core.plan import Plan
 from distributed.engines.deepspeed.engine import DeepSpeedEngine
-from distributed.engines.deepspeed.flat_ranges import fill_range, range_boxes, range_portion
+from distributed.engines.deepspeed.flat_ranges import fill_range, range_boxes, range_shard
 from distributed.engines.deepspeed.ops import check_ops, needed_ops, ops_folder
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import TensorShard, box_size
@@ -48,7 +48,7 @@ def test_flat_ranges_round_trip_through_any_sharding() -> None:
         whole = torch.randn(shape)
         size = whole.numel()
         cuts = sorted({0, size, *(random.randint(0, size) for _ in range(3))})
-        parts = [range_portion(shape, a, whole.reshape(-1)[a:b]) for a, b in itertools.pairwise(cuts)]
+        parts = [range_shard(shape, a, whole.reshape(-1)[a:b]) for a, b in itertools.pairwise(cuts)]
         together = TensorShard(shape, whole.dtype, tuple(piece for part in parts for piece in part.pieces))
         start = random.randint(0, size)
         for value in (whole, together):
@@ -58,7 +58,7 @@ def test_flat_ranges_round_trip_through_any_sharding() -> None:
 
 
 def test_filling_a_range_from_incomplete_shards_raises() -> None:
-    half = range_portion((4,), 0, torch.zeros(2))
+    half = range_shard((4,), 0, torch.zeros(2))
     with pytest.raises(AssertionError, match="2 of 4"):
         fill_range(torch.empty(4), 0, half)
 
@@ -86,6 +86,10 @@ def test_missing_libaio_headers_are_named(tmp_path: Path) -> None:
 
 
 def test_loading_an_op_waits_for_its_builder_not_a_stale_lock(tmp_path: Path) -> None:
+    try:
+        check_ops(("async_io",))
+    except PlanError:
+        pytest.skip("the operator async_io needs g++ and libaio")
     folder = ops_folder(os.environ)
     left = folder / "async_io" / "lock"  # as a compiler that was killed leaves it
     left.parent.mkdir(parents=True, exist_ok=True)

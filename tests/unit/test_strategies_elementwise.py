@@ -97,10 +97,10 @@ def hooked(parameters: Any) -> torch.optim.Optimizer:
         ({"num_gpus": 2, "tensor_parallel": 2}, torch.optim.Adafactor, "Adafactor cannot be trained with tensor"),
         ({"num_gpus": 2, "tensor_parallel": 2}, hooked, "AdamW has step hooks, with tensor_parallel=2"),
         ({"num_gpus": 2, "backend": "deepspeed"}, hooked, "AdamW has step hooks, with backend='deepspeed'"),
-        ({"num_gpus": 1}, torch.optim.LBFGS, "its step needs a closure"),
-        ({"num_gpus": 2}, torch.optim.LBFGS, "its step needs a closure"),
+        ({"num_gpus": 2, "zero_stage": 3}, torch.optim.LBFGS, "LBFGS, which calls the model by a closure, with shar"),
+        ({"num_gpus": 1, "gradient_clipping": 1.0}, torch.optim.LBFGS, "by a closure, with gradient_clipping=1"),
     ],
-    ids=["fsdp", "tensor", "hooks", "hooks_deepspeed", "closure", "closure_ranks"],
+    ids=["fsdp", "tensor", "hooks", "hooks_deepspeed", "closure", "closure_clipped"],
 )
 def test_optimizer_that_cannot_be_sharded_is_refused_at_start(
     settings: dict[str, Any], optimizer: Any, told: str, tmp_path: Path

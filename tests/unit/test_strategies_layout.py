@@ -58,14 +58,14 @@ def test_shards_of_any_layout_cover_the_tensor_once(shape: tuple[int, ...], cutt
         low, high = rows_of(mine.shape[0], data_rank, data_ranks)
         layout.shard_rows("w", (low, high))
         held = mine[low:high].clone()
-        portion = layout.portion("w", held)
-        assert [box for box, _ in portion.pieces] == list(layout.boxes("w"))
-        for box, piece in portion.pieces:
+        own = layout.shard("w", held)
+        assert [box for box, _ in own.pieces] == list(layout.boxes("w"))
+        for box, piece in own.pieces:
             where = tuple(slice(*pair) for pair in box)
             found[where] = piece
             times[where] += 1
         back = torch.zeros_like(held)
-        layout.take_portion("w", portion, back)
+        layout.take_shard("w", own, back)
         assert torch.equal(back, held)
     assert torch.equal(found, whole)
     assert (times == 1).all()
@@ -82,7 +82,7 @@ def test_tensor_of_another_rank_has_no_shard_here() -> None:
     layout = Layout(nn.Linear(2, 2))
     layout.leave_out("weight")
     assert not layout.is_here("weight")
-    assert layout.portion("weight", None).pieces == ()
+    assert layout.shard("weight", None).pieces == ()
     assert layout.is_whole("bias")
 
 

@@ -156,7 +156,7 @@ def test_rank_keeps_its_stage_and_each_tensor_is_stored_once(device: str) -> Non
     assert first.head.weight.is_meta
     assert len(first.layers) == len(last.layers) == 4
     for name in names:
-        stored = [layout for layout in layouts if layout.is_here(name) and layout.portion(name, tensors[name]).stores]
+        stored = [layout for layout in layouts if layout.is_here(name) and layout.shard(name, tensors[name]).stores]
         assert len(stored) == 1, name
     assert last.shift.device.type == device
     assert layouts[1].is_here("shift")

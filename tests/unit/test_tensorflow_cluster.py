@@ -14,8 +14,8 @@ from distributed.core.errors import ConfigError, PlanError
 from distributed.core.mesh import MeshSpec
 from distributed.core.plan import BatchPlan, Plan
 from distributed.core.protocol.failure import is_collateral
-from distributed.engines.tensorflow.cluster import announce_in_world
 from distributed.engines.tensorflow.plan import check_world, lay_out
+from distributed.engines.tensorflow.world.cluster import announce_in_world
 from distributed.launch.local import LocalLauncher
 from distributed.launch.rendezvous.seating import NodeOffer, arrange
 from distributed.launch.request import LaunchRequest, NodePlace

@@ -14,8 +14,10 @@ from distributed.data.loading.rows import RowBatch
 from distributed.strategies.base import StepOutput
 from distributed.train.capture.captured import NotCapturable, shape_of
 from distributed.train.capture.checks import TensorUpdate, differs, hooks_of
+from distributed.train.capture.places import Places
 from distributed.train.capture.proofs import FACTOR, FIRST, Proofs, about_unseen, frozen
 from distributed.train.capture.rates import Rates
+from distributed.train.checks.reachable import changes, look
 
 CPU = torch.device("cpu")
 
@@ -158,6 +160,7 @@ class Own(torch.optim.SGD):
         (Own([nn.Parameter(torch.ones(1))], lr=0.1), "Own may keep numbers in Python"),
         (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), "SGD reads its rate on the host"),
         (adam(lr=torch.tensor(0.1)), "its learning rate is a tensor"),
+        (torch.optim.Adam([nn.Parameter(torch.ones(1).double())]), "its parameters have 64 bits"),
     ],
 )
 def test_uncapturable_optimizers_are_left_unchanged(optimizer: Any, why: str) -> None:
@@ -180,3 +183,37 @@ def test_steps_of_equal_shapes_share_a_graph() -> None:
     assert hash(shape_of(plain)) == hash(shape_of([Microbatch({"a": torch.ones(2), "b": (1, "x", None)}, 1.0, 2)]))
     with pytest.raises(NotCapturable, match="hold a set"):
         shape_of([Microbatch({"a": {1, 2}}, 1.0, 2)])
+
+
+def replace_data(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data.clone()
+
+
+def replace_buffer(layer: nn.Linear) -> None:
+    layer.scale = torch.ones(2)
+
+
+def write_in_place(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(torch.zeros(2, 2))
+        layer.scale.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(replace_data, "weight"), (replace_buffer, "scale"), (write_in_place, "")]
+)
+def test_tensor_put_elsewhere_by_a_callback_is_found(change: Callable[[nn.Linear], None], name: str) -> None:
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("scale", torch.ones(2))
+    places = Places(layer)
+    change(layer)
+    assert places.moved() == name
+
+
+def test_frozen_parameter_of_the_state_is_a_change() -> None:
+    """A graph would go on to step it: what a step is known to change is looked at for this alone."""
+    layer = nn.Linear(2, 2)
+    own = [*layer.parameters()]
+    before = look({"model": layer}, own)
+    layer.bias.requires_grad_(False)
+    assert changes(before, look({"model": layer}, own)) == ["it changes whether model.bias requires a gradient"]

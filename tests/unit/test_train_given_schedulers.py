@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR, ReduceLROnPlateau,
 
 from distributed.core.errors import TaskError
 from distributed.core.plan import SchedulePlan
+from distributed.train.given.tasks import check_task
 from distributed.train.schedule import make_schedule
-from distributed.train.task import Task, check_task
+from distributed.train.task import Task
 
 
 def check(scheduler: Any) -> None:

@@ -17,6 +17,7 @@ from distributed.strategies.base import LossTrial, Outcome
 from distributed.train.loss.probe import know_by_value, try_function
 from distributed.train.loss.rules import Rule, rules_for
 from distributed.train.loss.torch_losses import adds_up, entropy_of, is_even
+from distributed.train.loss.weights import LossWeights
 from distributed.train.metrics import class_hits
 from distributed.train.task import Task
 
@@ -166,6 +167,21 @@ def test_weighting_of_a_models_own_loss_is_found_by_value(kind: str, dtype: torc
     other = know_by_value(Outcome(1.01 * loss, {"logits": logits}, labels, is_own=True), RULES)
     assert other is not None
     assert all(other.refuted)
+
+
+@pytest.mark.parametrize("weighting", ["auto", "targets"])
+def test_validation_loss_shows_its_weight_by_a_later_batch(weighting: str) -> None:
+    """Not by logits that are all the same, as at the beginning, nor by a batch in which no target counts."""
+    labels = AIMED.clone()
+    labels[:, 4:] = -100
+    weights, counted = LossWeights(None, weighting), []
+    for logits, target in ((SEQUENCE, torch.full_like(AIMED, -100)), (SEQUENCE * 0, labels), (SEQUENCE, labels)):
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+        with torch.no_grad():
+            outcome = weights.learn(Outcome(loss, {"logits": logits}, target, is_own=True))
+        weights.check_evaluated(outcome)
+        counted.append(outcome.weight)
+    assert counted == [0, 4 * len(AIMED), 4 * len(AIMED)]
 
 
 def alone(matters: bool = True) -> LossTrial:
@@ -357,9 +373,83 @@ def test_accuracy_uses_the_class_dim_of_the_loss() -> None:
     last = F.one_hot(y, 10).double()  # as many classes as positions
     assert measured(last.mT, y, nn.CrossEntropyLoss()) == 1.0
     assert measured(last.mT, y, functools.partial(F.cross_entropy, label_smoothing=0.1)) == 1.0
-    assert measured({"logits": last}, y, is_own=True) == 1.0
     assert measured(last, y, lambda outputs, target: 0.0) is None  # nobody knows
-    assert measured(last[..., :9], y, lambda outputs, target: 0.0) is not None
+    images = F.one_hot(y[:, :, None].expand(-1, -1, 3), 10).double()
+    assert measured({"logits": images}, y[:, :, None].expand(-1, -1, 3), is_own=True) == 1.0
+
+
+class Language(nn.Module):
+    """Returns its loss: of the next token or of this one, perhaps with something added."""
+
+    def __init__(self, *, shifts: bool, more: float = 0.0) -> None:
+        super().__init__()
+        self.shifts, self.more = shifts, more
+
+    def forward(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = F.one_hot(labels.roll(-1, 1) if self.shifts else labels, 11).double()
+        given, wanted = (logits[:, :-1], labels[:, 1:]) if self.shifts else (logits, labels)
+        return {"loss": F.cross_entropy(given.flatten(0, 1), wanted.flatten()) + self.more, "logits": logits}
+
+
+@pytest.mark.parametrize("matters", [True, False])
+@pytest.mark.parametrize("shifts", [True, False])
+def test_accuracy_is_of_what_the_loss_is_of(shifts: bool, matters: bool) -> None:
+    def of(task: Task, batch: Any) -> float | None:
+        outcome = task.settle(task.run(task.model, batch), batch, 8, alone(matters=matters))
+        assert outcome is not None
+        found = task.measure(outcome, 8)
+        return float(found["accuracy"].total / found["accuracy"].weight) if "accuracy" in found else None
+
+    assert of(Task(Language(shifts=shifts)), {"labels": AIMED}) == 1.0
+    if not matters:  # with several ranks, such a loss is refused
+        assert of(Task(Language(shifts=shifts, more=0.5)), {"labels": AIMED}) is None
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        given, wanted = (outputs[:, :-1], target[:, 1:]) if shifts else (outputs, target)
+        return F.cross_entropy(given.flatten(0, 1), wanted.flatten())
+
+    outputs = F.one_hot(AIMED.roll(-1, 1) if shifts else AIMED, 11) + 0.1 * random(8, 6, 11)
+    assert of(Task(nn.Identity(), loss_fn), (outputs, AIMED)) == 1.0
+
+
+def test_sum_of_a_function_is_known_on_one_rank() -> None:
+    task = Task(nn.Identity(), lambda outputs, target: (outputs - target).square().sum())
+    outcome = task.settle(task.run(task.model, (VALUES, WANTED)), (VALUES, WANTED), 8, alone(matters=False))
+    assert outcome is not None
+    assert outcome.is_sum
+    assert task.sums_loss
+
+
+class Judged(nn.Module):
+    """A classifier with a loss of its own."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": F.cross_entropy(logits, labels, reduction=self.reduction), "logits": logits}
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_sum_of_a_model_is_told_from_a_mean(reduction: str, samples: int) -> None:
+    """One sample alone has the same of both."""
+    batch = {"logits": FEW[:samples], "labels": KINDS[:samples]}
+    task = Task(Judged(reduction))
+    run = alone()._replace(run=lambda given: task.run(task.model, given))
+    outcome = task.settle(task.run(task.model, batch), batch, samples, run)
+    assert outcome is not None
+    assert outcome.is_sum == (reduction == "sum")
+    assert task.sums_loss == outcome.is_sum
+
+
+def test_sum_of_a_model_is_known_on_one_rank() -> None:
+    batch = {"logits": FEW, "labels": KINDS}
+    task = Task(Judged("sum"))
+    outcome = task.settle(task.run(task.model, batch), batch, 8, alone(matters=False))
+    assert outcome is not None
+    assert outcome.is_sum
 
 
 def test_accuracy_skips_targets_the_loss_ignores() -> None:

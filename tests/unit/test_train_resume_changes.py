@@ -94,6 +94,14 @@ def test_change_that_makes_another_run_is_reported(name: str, now: dict[str, Any
     assert found(meta(), meta(**now)) == {name: Effect.DIFFERS}
 
 
+def test_epoch_ended_by_a_short_batch_resumes_with_any_batch() -> None:
+    """Its evaluation is still due, and no samples are."""
+    end = {"samples_in_epoch": 61, "steps_in_epoch": 8}
+    assert found(meta(samples=61), meta(samples=61), end) == {}
+    assert found(meta(samples=61), meta(samples=61, batch=BatchPlan(16)), end) == {"batch": Effect.DIFFERS}
+    assert found(meta(), meta(), end)["batch"] is Effect.BREAKS
+
+
 def test_seed_without_shuffle_and_more_steps_under_decay_differ() -> None:
     assert found(meta(shuffle=False), meta(shuffle=False, seed=1)) == {"seed": Effect.DIFFERS}
     assert found(meta(), meta(total_steps=80, epochs=10, settings={"epochs": 10, "log_every_n_steps": 1})) == {}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from distributed.core.errors import TaskError
 from distributed.core.plan import SchedulePlan
 from distributed.train.schedule import make_schedule
 
@@ -59,7 +60,29 @@ def test_users_scheduler_is_stepped_once_per_interval(interval: str, counts: lis
 def test_plateau_scheduler_gets_the_validation_loss(epochs: list[dict[str, float]], lowered: bool) -> None:
     made = optimizer()
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=0)
-    schedule = make_schedule(scheduler, SchedulePlan(), made, 1, 2)
+    schedule = make_schedule(scheduler, SchedulePlan(), made, 1, 2, sets=[""] if "val_loss" in epochs[0] else [])
     for metrics in epochs:
         schedule.epoch_ended(metrics)
     assert (made.param_groups[0]["lr"] < 1.0) is lowered
+
+
+def test_plateau_scheduler_waits_for_epochs_with_its_metric() -> None:
+    made = optimizer()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(made, patience=0)
+    schedule = make_schedule(scheduler, SchedulePlan(metric="val_b_loss"), made, 1, 2, sets=["a", "b"])
+    for metrics in (
+        {"loss": 1.0, "val_b_loss": 1.0},
+        {"loss": 2.0},
+        {"loss": 3.0, "val_a_loss": 2.0, "val_b_loss": 0.5},
+    ):
+        schedule.epoch_ended(metrics)
+    assert made.param_groups[0]["lr"] == 1.0
+    with pytest.raises(TaskError, match="scheduler_metric names 'val_b_loss', which is not measured"):
+        schedule.epoch_ended({"loss": 1.0, "val_a_loss": 1.0})
+
+
+def test_plateau_scheduler_of_several_sets_must_name_a_metric() -> None:
+    made = optimizer()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(made)
+    with pytest.raises(TaskError, match="there are 2 validation sets"):
+        make_schedule(scheduler, SchedulePlan(), made, 1, 2, sets=["a", "b"])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from distributed.core.events import RankSlow
+from distributed.train.stragglers.delay import Delay
 from distributed.train.stragglers.pace import RankPace
 from distributed.train.stragglers.stragglers import Stragglers
 
@@ -121,3 +122,34 @@ def test_compute_straggler_is_not_blamed_on_its_links() -> None:
     paces = linked([0.02, 0.02, 0.0005])
     paces[1] = paces[1]._replace(compute_s=0.5)
     assert [event.cause for event in looks([paces] * 5)] == ["compute"]
+
+
+SLOW = RankPace(0.010, 0.290)  # the others wait 0.2 s in each step
+
+
+def asks(readings: Iterable[Sequence[RankPace]], *, rank: int = 2, wait_s: float = 30.0, every: int = 20) -> list[int]:
+    """The readings after which a rank asks to be replaced."""
+    delay = Delay(rank, wait_s)
+    reasons = [delay.look(paces, step=number * every, step_s=0.4) for number, paces in enumerate(readings, 1)]
+    return [number for number, reason in enumerate(reasons, 1) if reason]
+
+
+def test_slow_rank_asks_once_when_it_has_cost_enough() -> None:
+    assert asks([world(SLOW)] * 30, wait_s=30.0) == [10]  # of at least so many readings
+    assert asks([world(SLOW)] * 30, wait_s=60.0) == [16]  # 15 × 20 steps × 0.2 s
+    assert asks([world(SLOW)] * 30, wait_s=120.0) == []
+    assert asks([world(SLOW)] * 30, rank=1) == []
+
+
+def test_moment_without_delay_begins_the_count_again() -> None:
+    assert asks([world(SLOW)] * 9 + [[USUAL] * 4] + [world(SLOW)] * 9) == []
+    assert asks([world(SLOW)] * 9 + [[USUAL] * 4] + [world(SLOW)] * 10) == [20]
+
+
+def test_steps_before_the_first_slow_reading_are_not_counted() -> None:
+    assert asks([[USUAL] * 4] * 50 + [world(SLOW)] * 20, wait_s=60.0) == [66]
+
+
+def test_slow_link_and_lone_rank_ask_for_nothing() -> None:
+    assert asks([linked([0.01, 0.2, 0.2, 0.01])] * 40) == []
+    assert asks([[SLOW]] * 40, rank=0) == []

@@ -16,12 +16,12 @@ from distributed.tune.results.pictures import draw, write_picture
 from distributed.tune.results.reading import ReadCheck
 from distributed.tune.results.results import Board, best_config, to_csv
 from distributed.tune.runner import Exploit, Report, TrialResult, TrialSchedule, TrialSpec, TuneRequest
-from distributed.tune.schedulers import GoOn, Halving, MedianStopping, Population, Stop, Take, Yield, perturbed
+from distributed.tune.schedulers import Continue, Halving, MedianStopping, Population, Stop, Take, Yield, perturbed
 from distributed.tune.search import make_search
 from distributed.tune.search_dir import SearchDir
 from distributed.tune.space import Choice, Constant, Float, Grid, Int, Space
 from distributed.tune.trials.lifecycle import TrialLifecycle
-from distributed.tune.trials.placement import obstacles, place
+from distributed.tune.trials.placement import decisions, obstacles, place
 from distributed.tune.tuner import DistributedTuner
 
 SPACE = Space(
@@ -81,7 +81,7 @@ def test_worst_of_population_takes_the_best_with_new_parameters():
     for trial in ("a", "b", "c", "d"):
         population.began(trial, params | {"lr": 0.01 if trial == "a" else 0.5})
     losses = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
-    assert all(isinstance(population.decide(report(trial, 1, loss)), GoOn) for trial, loss in losses.items())
+    assert all(isinstance(population.decide(report(trial, 1, loss)), Continue) for trial, loss in losses.items())
     decisions = {trial: population.decide(report(trial, 2, loss)) for trial, loss in losses.items()}
     assert isinstance(decisions["a"], Yield)
     take = decisions["d"]
@@ -159,16 +159,32 @@ CORES = Hardware(cpu_cores=2)
     ("asked", "hardware", "part"),
     [
         ({"num_gpus": 8}, GPUS, "this machine has 4 GPUs"),
-        ({"num_gpus": 32}, CORES, "2 CPU cores"),
         ({"num_gpus": 2, "gpus_per_trial": 4}, GPUS, "gpus_per_trial=4, but num_gpus=2"),
-        ({"num_gpus": 4, "trials_per_gpu": 8}, GPUS, "32 trials at a time"),
-        ({"num_gpus": 2, "trials_per_gpu": 2}, CORES, "4 trials at a time"),
+        ({"num_gpus": 2, "gpus_per_trial": 4}, CORES, "gpus_per_trial=4, but num_gpus=2"),
     ],
 )
 def test_unplaceable_trials_are_refused_with_resources(asked, hardware, part):
     problems = obstacles(request(**asked), hardware)
     assert part in problems[0].what
     assert problems[0].do
+
+
+@pytest.mark.parametrize(
+    ("asked", "hardware", "slots", "told"),
+    [
+        ({"num_gpus": 32}, CORES, 32, "32 processes share 2 cores [num_gpus, trials_per_gpu]"),
+        ({"num_gpus": 2, "trials_per_gpu": 2}, CORES, 4, "4 processes share 2 cores [num_gpus, trials_per_gpu]"),
+        ({"gpus_per_trial": 4}, CORES, 1, "4 processes share 2 cores [num_gpus, gpus_per_trial]"),
+        ({"num_gpus": 4, "trials_per_gpu": 8}, GPUS, 32, "32 processes share 16 cores [num_gpus, trials_per_gpu]"),
+        ({"num_gpus": 2}, CORES, 2, "2 CPU processes: this machine has no CUDA device"),
+    ],
+)
+def test_more_trials_than_cores_run_and_are_reported(asked, hardware, slots, told):
+    """As more ranks of a Trainer than cores do; more than there are GPUs are refused, as they are there."""
+    assert not obstacles(request(**asked), hardware)
+    assert place(request(**asked), hardware).slots == slots
+    assert told in str(decisions(request(**asked), hardware)[-1])
+    assert decisions(request(), hardware) == []
 
 
 def test_trials_get_separate_or_shared_devices():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -135,7 +137,7 @@ def train(
     session = opened(open_session(made, env, line))
     try:
         history = run_rank(
-            RankJob(made, Task(model, nn.CrossEntropyLoss()), Source(data, shuffle=True), None),
+            RankJob(made, Task(model, nn.CrossEntropyLoss()), Source(data, shuffle=True), {}),
             session,
             shows_progress=False,
             line=line,
@@ -179,7 +181,7 @@ def test_rank_reports_where_it_starts_and_that_it_is_done(tmp_path: Path, whole:
 @pytest.mark.parametrize("at_call", [1, 5, STEPS // EPOCHS, STEPS])
 def test_world_lost_in_a_step_resumes_from_memory_at_that_step(tmp_path: Path, whole: Ended, at_call: int) -> None:
     found = train(tmp_path, raises(RuntimeError(BROKEN)), at_call=at_call, line=Line())
-    assert [message for message in found.told if isinstance(message, Lost)] == [Lost(0, BROKEN)]
+    assert [message for message in found.told if isinstance(message, Lost)] == [Lost(0, BROKEN, holds=True)]
     assert found.told[-2:] == [Resumed(1, at_call - 1, "memory of rank 0"), Joined(False, is_done=True)]
     assert found.calls == STEPS + 1, "only the step that broke is taken again"
     assert same(found, whole)
@@ -255,7 +257,7 @@ def test_rank_with_a_gate_aborts_only_when_told_to_leave(tmp_path: Path, whole_f
     assert gated.looks == [(0, True)] * 4, "its own gate is closed at once"
     assert gated.aborts
     lost = [message for message in found.told if isinstance(message, Broke | Lost)]
-    assert lost == [Broke(0, BROKEN), Lost(0, BROKEN)]
+    assert lost == [Broke(0, BROKEN), Lost(0, BROKEN, holds=True)]
     assert found.told[-2:] == [Resumed(1, 4, "memory of rank 0"), Joined(False, is_done=True)]
     assert same(found, whole_fused)
 
@@ -371,8 +373,11 @@ def away(folder: Path) -> Callable[[], None]:
     """Nothing can be written to the checkpoints from here on."""
 
     def act() -> None:
-        (folder / "checkpoints").rename(folder / "moved")
-        (folder / "checkpoints").write_text("in the way")
+        for attempt in itertools.count():  # a save that is under way makes its folder again
+            (folder / "checkpoints").rename(folder / f"moved-{attempt}")
+            with contextlib.suppress(IsADirectoryError):
+                (folder / "checkpoints").write_text("in the way")
+                return
 
     return act
 
