@@ -112,6 +112,6 @@ clean:
 
 .venv/installed-all: pyproject.toml $(CONSTRAINTS) | .venv/bin/python
 	@echo "installing what tests, checks and benchmarks need into .venv"
-	$(PIP) --editable ".[dev,examples,tensorboard,mlflow,notebook,peers,pictures,lora,deepspeed,ray,tune]" tensorflow-cpu
+	$(PIP) --editable ".[dev,examples,tensorboard,mlflow,notebook,peers,pictures,lora,deepspeed,ray,tune,onnx]" tensorflow-cpu
 	$(PIP) --no-deps tf-keras  # legacy Keras; it names tensorflow, which tensorflow-cpu is not called
 	@touch $@ .venv/installed-train
