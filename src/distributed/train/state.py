@@ -16,7 +16,7 @@ from distributed.checkpoint.save.publishing import Saved
 from distributed.checkpoint.save.saver import Saver
 from distributed.checkpoint.save.staging import TensorStaging
 from distributed.checkpoint.storage.ownership import FolderTakenError
-from distributed.core.errors import CheckpointError, first_of
+from distributed.core.errors import CheckpointError
 from distributed.core.history import EpochRecord, EvaluationRecord
 from distributed.core.plan import Plan
 from distributed.core.protocol.failure import is_collateral
@@ -32,7 +32,7 @@ from distributed.train.resume.checkpoint_folder import CheckpointFolder, record_
 from distributed.train.resume.facts import Facts
 from distributed.train.resume.proven import Proven
 from distributed.train.resume.rates import OwnRates
-from distributed.train.resume.resuming import Resuming, resume_from
+from distributed.train.resume.resuming import Resuming, refuse_other_model, resume_from
 from distributed.train.resume.survivor_state import HandedOver, SurvivorState
 from distributed.train.schedule import Schedule
 
@@ -168,7 +168,7 @@ class RunState:
         return LOSS in found or TASK in found or callbacks.follows_steps or bool(callbacks.state())
 
     def _load(self, restored: Restored) -> None:
-        self._check(restored)
+        refuse_other_model(restored)
         self._saved_at = self._published_at = restored.step
         self.path = restored.path
         if (
@@ -247,21 +247,6 @@ class RunState:
         self._meter.load_state({"epoch": shared.get("totals", {}), "losses": [], "samples": []})
         if "meter" in shared:  # of survivor state; each rank's own in a checkpoint
             self._meter.load_state(shared["meter"])
-
-    def _check(self, restored: Restored) -> None:
-        """That it is of this model."""
-        report = restored.report
-        of_model = [
-            *(f"{name} is only in this model" for name in report.missing if name.startswith("model/")),
-            *(f"{name} is only in the checkpoint" for name in report.unexpected if name.startswith("model/")),
-            *(text for text in report.mismatched if text.startswith("model/")),
-        ]
-        if of_model:
-            raise CheckpointError(
-                f"the checkpoint {restored.path} is of another model",
-                why=first_of(of_model, between="; "),
-                do="pass the model that was trained, or another checkpoint_dir",
-            )
 
     def save(self, metrics: dict[str, float] | None = None, *, wait: bool = False) -> None:
         """The state after this step; nothing when it is saved already, except to wait for it."""

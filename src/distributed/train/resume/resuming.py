@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributed.core.errors import CheckpointError
+from distributed.checkpoint.restore.restoring import Restored
+from distributed.core.errors import CheckpointError, first_of
 from distributed.train.resume.changes import Change, Effect, Meta, changes, unknown
 from distributed.train.resume.groups import (
     decays,
@@ -128,3 +129,19 @@ def _notes(before: Meta, allowed: Sequence[str], found: Sequence[Change]) -> lis
     if idle := [name for name in allowed if name not in {change.name for change in found}]:
         notes.append(f"allow_change={','.join(idle)} has no effect: it has not changed since the checkpoint")
     return notes
+
+
+def refuse_other_model(restored: Restored) -> None:
+    """Raise if a checkpoint is of another model than this run's."""
+    report = restored.report
+    of_model = [
+        *(f"{name} is only in this model" for name in report.missing if name.startswith("model/")),
+        *(f"{name} is only in the checkpoint" for name in report.unexpected if name.startswith("model/")),
+        *(text for text in report.mismatched if text.startswith("model/")),
+    ]
+    if of_model:
+        raise CheckpointError(
+            f"the checkpoint {restored.path} is of another model",
+            why=first_of(of_model, between="; "),
+            do="pass the model that was trained, or another checkpoint_dir",
+        )
