@@ -191,6 +191,8 @@ def test_node_cut_off_then_killed_shrinks_and_regrows_run(
     (tmp_path / "hurry").touch()
     first.wait(), third.wait()
     assert [event["lost_steps"] for event in events(tmp_path, "Recovered")[before:]] == [0, 0]
+    ended = [event["attempt"] for event in events(tmp_path, "AttemptEnded")]
+    assert len(set(ended)) == len(ended), "a node that was cut off and the one that was left have both written it"
     check(tmp_path, undisturbed)
 
 

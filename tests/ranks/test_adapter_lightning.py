@@ -134,7 +134,7 @@ class Normalized(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)]
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7), "frequency": 2}]
 
 
 CASES: Mapping[str, tuple[type[lightning.LightningModule], Numbers, Numbers]] = {  # settings of each trainer

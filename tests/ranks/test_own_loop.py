@@ -122,6 +122,7 @@ def train(
     )
     found, taken = [], 0
     for _ in run.epochs():
+        seen = 0
         for x, y in loader:
             loss = loss_of(model, x, y, kind)
             weight = weights_of(y).sum().item() if kind == "weighted" else None
@@ -131,9 +132,10 @@ def train(
         model.eval()
         with torch.no_grad():
             for x, y in val:
-                out = model(x)
+                out, seen = model(x), seen + len(y)
                 run.log(val_loss=F.cross_entropy(out, y), val_hits=(out.argmax(1) == y).double().mean())
         found.append(dict(run.metrics))
+        assert run.mean(seen) * ranks / settings.get("tensor_parallel", 1) == pytest.approx(EVALUATED)
     assert run.history is not None
     assert run.history.steps == taken == EPOCHS * -(-TRAINED // global_batch)
     last = run.history.epochs[-1].metrics
