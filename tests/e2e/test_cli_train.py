@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from distributed.core.documents.run_config import GivenSetting, RunConfig
+from distributed.launch.diagnose.diagnosis import diagnose
 from tests.conftest import clean_environ
 from tests.e2e.survival import launching_python, wait_until
 
@@ -238,6 +239,11 @@ def test_only_the_first_failed_ranks_traceback_is_shown(tmp_path):
     assert "the data is bad" in log.read_text()
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [(event["event"], event["rank"]) for event in events] == [("RankFailed", 1)]
+    first = diagnose(tmp_path / "run").first
+    assert first is not None
+    assert first.line.rank == 1
+    assert "the data is bad" in first.message
+    assert first.where.startswith(str(tmp_path / "train.py"))
 
 
 def test_exit_code_is_that_of_the_ranks_error(tmp_path):
