@@ -389,6 +389,7 @@ class FakeNodes:
         self.late: list[News] = []  # what is said while this node waits at its end
         self.waits = False  # a newcomer
         self.stays_away = False  # nobody comes to the next meeting
+        self.lost: set[int] = set()  # nodes of the last round
         self._said: list[News] = []
         self._restarts = 0
 
@@ -428,8 +429,15 @@ class FakeNodes:
     def news(self) -> News | None:
         return self._said.pop(0) if self._said else None
 
+    def all_come(self, *, node_rank: int) -> None:
+        """To the meeting at which this node waits."""
+        self.node_rank, self.stays_away, self.lost = node_rank, False, set()
+
     def newcomer(self) -> bool:
         return self.waits
+
+    def is_first(self) -> bool:
+        return self.lost.issuperset(range(self.node_rank))
 
     def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
         self.left.append(ok)

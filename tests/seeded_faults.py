@@ -788,6 +788,13 @@ _TRAIN = [
         _ranks("validation", "leaves_no_trace"),
     ),
     Fault(
+        "a metric of the whole set keeps the samples of the set before",
+        "train/evaluation.py",
+        "        self._whole_set.reset()\n        for batch, size in batches:\n",
+        "        for batch, size in batches:\n",
+        _ranks("validation"),
+    ),
+    Fault(
         "predictions are joined in the order in which they came",
         "train/predictions/pieces.py",
         "for piece in sorted(pieces, key=lambda piece: piece.first)]",
@@ -993,6 +1000,20 @@ _LAUNCH = [
         "key=lambda number: number)",
         _unit("launch_nodes"),
     ),
+    Fault(
+        "the end of a world is written again by the next node",
+        "launch/supervise/end_report.py",
+        "not self._is_written and not self._was_written_elsewhere()",
+        "not self._is_written",
+        _unit("launch_supervisor", "that_nobody_did"),
+    ),
+    Fault(
+        "a node that is lost still counts as the first one",
+        "launch/rendezvous/membership.py",
+        "line.talk.alive().isdisjoint(self._agents[: self._agents.index(line.agent)])",
+        "self._agents.index(line.agent) == 0",
+        _unit("launch_nodes", "first_that_is_left"),
+    ),
 ]
 
 _CORE = [
@@ -1165,6 +1186,48 @@ _COMM = [
         "            foreach_add_(missing, 0)\n",
         "            pass\n",
         _ranks("comm_tree"),
+    ),
+    Fault(
+        "what other ranks have not sent is added up where there are fewer",
+        "comm/compression/feedback.py",
+        "rows.mean(0, dtype=torch.float32)",
+        "rows.sum(0, dtype=torch.float32)",
+        _unit("comm_compression", "mean_residual"),
+    ),
+    Fault(
+        "the residual of a step that is not taken is kept",
+        "comm/compression/feedback.py",
+        "        self._next_left, self._next_basis = {}, {}\n\n    def take_step",
+        "        self._next_basis = {}\n\n    def take_step",
+        _unit("comm_compression", "not_taken"),
+    ),
+    Fault(
+        "the largest numbers are sent, and no negative ones",
+        "comm/compression/sparse.py",
+        "torch.topk(flat.abs(), count",
+        "torch.topk(flat, count",
+        _unit("comm_compression"),
+    ),
+    Fault(
+        "every node is taken to have as many ranks as the first",
+        "comm/algorithms/two_level.py",
+        "owners = min(map(len, nodes))",
+        "owners = len(nodes[0])",
+        _ranks("comm_algorithms", "exact_results"),
+    ),
+    Fault(
+        "a rank above a power of two is not added",
+        "comm/algorithms/doubling.py",
+        "        combine(flat, scratch, flat)\n",
+        "        pass\n",
+        _ranks("comm_algorithms", "exact_results"),
+    ),
+    Fault(
+        "ranks that call a collective with other shapes are let through",
+        "comm/groups/agreement.py",
+        "        if theirs != mine:\n",
+        "        if theirs.split()[0] != mine.split()[0]:\n",
+        _ranks("comm_collectives", "differ_are_named"),
     ),
 ]
 
@@ -1465,6 +1528,13 @@ _TRAINERS = [
         "1.0, size",
         _ranks("single_steps", "match_one_process"),
     ),
+    Fault(
+        "a rank evaluates the stand-in of an empty share in a loop of one's own",
+        "trainers/own_loop/batches.py",
+        "yield moved if size else _without_samples(moved)",
+        "yield moved",
+        _ranks("own_loop", "trains_what_one_process"),
+    ),
 ]
 
 _ADAPTERS = [
@@ -1488,6 +1558,20 @@ _ADAPTERS = [
         "[part[: shape[0]] for part, shape in",
         "[part for part, shape in",
         _ranks("adapter_accelerate", "numbers_of_accelerate"),
+    ),
+    Fault(
+        "a rate of Lightning's is stepped an epoch late",
+        "adapters/lightning/optimizers.py",
+        "(self._epoch() + 1) % rate.frequency",
+        "self._epoch() % rate.frequency",
+        _ranks("adapter_lightning"),
+    ),
+    Fault(
+        "a loss of transformers counts batches alike, whatever their targets",
+        "adapters/transformers/evaluation.py",
+        "total + float(outcome.loss) * counted, weight + counted",
+        "total + float(outcome.loss), weight + 1",
+        _ranks("adapter_transformers"),
     ),
 ]
 

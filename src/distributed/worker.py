@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from distributed.core.atomic import write_private
-from distributed.core.engines.engine import ENGINES, load_strategy
+from distributed.core.engines.engine import load_strategy
 from distributed.core.env import WorkerEnv, ticket_in_env, worker_env
 from distributed.core.errors import CannotGoOnError
 from distributed.core.history import History
@@ -23,19 +19,17 @@ from distributed.core.plan import Plan
 from distributed.core.protocol.failure import is_collateral
 from distributed.core.protocol.heartbeat import Phase
 from distributed.core.protocol.process_owner import ProcessOwner, process_owner_of
-from distributed.core.protocol.rank_protocol import Broke, Joined, LauncherLink, Lost, Resumed
+from distributed.core.protocol.rank_protocol import Broke, Joined, LauncherLink, Resumed
 from distributed.core.protocol.ticket import Ticket
 from distributed.core.run_dir import RunDir
-from distributed.observe.live import RunScreen, Ticker
-from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
-from distributed.runtime.abort.sockets import CAN_SHUT_DOWN
+from distributed.observe.watchers import Watchers
 from distributed.runtime.agent_line import launcher_line
 from distributed.runtime.heartbeat import Heartbeat
-from distributed.runtime.rendezvous import Rendezvous, find_rendezvous
+from distributed.runtime.rendezvous import line_for, next_world, open_session
 from distributed.runtime.session import Session
 from distributed.runtime.shutdown import defer_signals_to_launcher
-from distributed.runtime.world import CollectiveError, abandon_world, leave_world
+from distributed.runtime.world import leave_world
 from distributed.strategies.base import Strategy
 from distributed.train.checks.given_objects import GivenObjects
 from distributed.train.checks.user_state import take_over
@@ -49,60 +43,6 @@ from distributed.train.stragglers.delay import replacer
 _LEAVE_S = 60.0  # for the launcher of a rank whose world broke to have all ranks leave it
 _TOGETHER_S = 30.0  # for all ranks that leave at the same step to end it
 _LOOK_EVERY_S = 0.01
-
-
-def meet(env: WorkerEnv, run_dir: str, timeout_s: float) -> Rendezvous:
-    """Where the ranks of this world meet, and what rank 0 says there of the run."""
-    return Rendezvous(env) if dist.is_initialized() else find_rendezvous(env, run_dir, timeout_s)
-
-
-def open_session(
-    plan: Plan, env: WorkerEnv, line: LauncherLink | None = None, meeting: Rendezvous | None = None
-) -> Session:
-    """Join the world. With a line to the launcher: or the one after it, should it break while the ranks meet.
-
-    `meeting` is that of this world, where it was asked for already.
-    """
-    while True:
-        try:
-            meeting = meeting or meet(env, plan.run_dir, plan.collective_timeout_s)
-            env = meeting.env
-            return _join(plan, env, line, meeting.listener)
-        except Exception as failed:
-            if line is None or not line.regroups or not is_collateral(failed):
-                raise
-            if not env.restarts and not line.is_cut_off(env.attempt):  # a first rendezvous that failed is not retried
-                raise
-            env, meeting = next_world(line, env.attempt, str(failed)), None
-
-
-def _join(plan: Plan, env: WorkerEnv, line: LauncherLink | None, listener: socket.socket | None) -> Session:
-    """The launcher can end the wait for the others, and later any collective."""
-    how: dict[str, Any] = {"device": plan.device, "collectives": plan.collectives, "listener": listener}
-    how["shares_gpus"] = plan.shares_gpus
-    is_coordinated = plan.collectives != "nccl" or env.num_nodes == 1  # a launcher closes the gates of its node only
-    how["regroups"] = line is not None and line.regroups and is_coordinated
-    if line is not None:
-        how["opening"] = line.on_cut_off
-        how["is_over"] = lambda: line.is_cut_off(env.attempt)
-    session = Session.open(env, timeout_s=plan.collective_timeout_s, **how)
-    if line is not None:
-        line.on_close(env.attempt, session.close_gate)
-        line.on_cut_off(session.cut_off)
-        if line.is_cut_off(env.attempt):  # the message came during the rendezvous
-            session.cut_off()
-    return session
-
-
-def next_world(line: LauncherLink, attempt: int, message: str, *, holds: bool = False) -> WorkerEnv:
-    """Leave the world that broke, and wait for the next one, of survivors and new ranks."""
-    line.cut_off()
-    abandon_world()
-    line.tell(Lost(attempt, message, holds))
-    env = line.next_world(attempt)
-    if env is None:
-        raise CollectiveError("the launcher of this rank is gone")
-    return env
 
 
 def run_rank(
@@ -202,7 +142,7 @@ def _run_world(
             strategy,
             heartbeat=heartbeat,
             host=host,
-            observer=lambda plan: watchers.observer(plan, session),
+            observer=lambda plan: watchers.observer(plan, session.env),
             utilization=UtilizationSampler(session.device.type, session.device.index or 0).percent,
             on_resumed=_teller(line, host, session),
             on_paces=replacer(plan, session, line),
@@ -305,49 +245,6 @@ def _teller(line: LauncherLink | None, host: ProcessOwner, session: Session) -> 
         return host.resumed
     attempt, is_furthest = session.env.attempt, session.gate is not None and session.begins_alike
     return lambda step, source: line.tell(Resumed(attempt, step, source, is_furthest))
-
-
-class Watchers:
-    """Rank 0's observers, which live as long as its process: a world that breaks is part of one and the same run."""
-
-    def __init__(self, shows_progress: bool) -> None:
-        self._shows_progress = shows_progress
-        self._observer: Observers | None = None
-        self._ticker: Ticker | None = None
-
-    def observer(self, plan: Plan, session: Session) -> Observers | None:
-        if not session.is_main:
-            return None
-        if self._observer is None:
-            self._observer = Observers(observers_for(plan))
-            if self._shows_progress:
-                self._ticker = Ticker(RunScreen(plan.run_dir, session.env.attempt))
-        return self._observer
-
-    def close(self) -> None:
-        if self._observer is not None:
-            self._observer.close()
-        if self._ticker is not None:
-            self._ticker.close()
-
-
-def line_for(plan: Plan, *, is_first: bool = True) -> LauncherLink | None:
-    """The link to the launcher, to which it is reported whether this rank can continue in another world.
-
-    In a second `fit` it cannot: a replacement runs the script from its beginning, and would join the first `fit`.
-    """
-    line = launcher_line()
-    if line is not None:
-        is_alone = is_first and not dist.is_initialized()
-        is_plain = plan.precision.kind != "fp16" and plan.speed.parameters == "fp32"  # see `OneRankStep._gate_steps`
-        env = worker_env()
-        can_be_gated = is_plain and line.closes_gates and (env is None or env.num_nodes == 1)
-        can_be_cut = plan.collectives == "gloo" or (plan.collectives == "nccl" and can_be_gated)
-        can_regroup = can_be_cut and plan.is_held_by_each and CAN_SHUT_DOWN
-        regroups = can_regroup and is_alone and "regroup" in ENGINES.entries[plan.strategy].can
-        has_gate = regroups and plan.collectives == "nccl"
-        line.tell(Joined(regroups, plan.legal_sizes, in_run=True, has_gate=has_gate))
-    return line
 
 
 def _evaluate(job: EvaluationJob, env: WorkerEnv) -> None:

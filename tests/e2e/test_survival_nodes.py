@@ -20,6 +20,7 @@ import torch
 
 from distributed.chaos.hosts import Hosts
 from distributed.checkpoint.restore.reading import load
+from distributed.core.env import JOIN_TOKEN
 from distributed.data.checks.ledger import check_ledgers
 
 REASON = Hosts.available()
@@ -193,11 +194,16 @@ def test_node_cut_off_then_killed_shrinks_and_regrows_run(
     check(tmp_path, undisturbed)
 
 
+@pytest.mark.parametrize("node_0", [0, 1])
 def test_ranks_and_agent_of_a_run_of_fixed_size_are_killed(
-    tmp_path: Path, hosts: Hosts, start, undisturbed: str
+    tmp_path: Path, hosts: Hosts, start, undisturbed: str, monkeypatch: pytest.MonkeyPatch, node_0: int
 ) -> None:
-    """A rank of each node; then an agent, which is started again: nothing is trained without it."""
-    first, second = start(0), start(1)
+    """A rank of each node; then an agent, also that of node 0, which is started again: nothing is trained without it.
+
+    Host 0 has the store in any case. The other one can be node 0 if it joins first, or asks for it, as here.
+    """
+    monkeypatch.setenv(JOIN_TOKEN, "one token, which no node has to generate")
+    first, second = (start(number, *["--node-rank", "0"] * (number == node_0)) for number in range(2))
     for count, node in enumerate((first, second), 1):
         reach(tmp_path, 10, first)
         agent = psutil.Process(node.process.pid)
@@ -208,10 +214,11 @@ def test_ranks_and_agent_of_a_run_of_fixed_size_are_killed(
     reach(tmp_path, 10, first)
     ended = len(events(tmp_path, "AttemptEnded"))
     second.kill()
-    until(lambda: len(events(tmp_path, "AttemptEnded")) > ended, first)
+    until(lambda: len(events(tmp_path, "AttemptEnded")) > ended, first)  # not only when another one has come
     second = start(1)
     recovered(tmp_path, 3, 2, first)
     (tmp_path / "hurry").touch()
     first.wait(), second.wait()
+    assert [event["attempt"] for event in events(tmp_path, "AttemptEnded")] == [0, 1, 2]
     assert {event["world_size"] for event in events(tmp_path, "RunStarted")} == {2}
     check(tmp_path, undisturbed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from distributed.core.errors import PlanError, TaskError
 from distributed.testing import run_ranks
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 53, 12, 2
+TRAINED, EVALUATED = 50, 43  # the last of three ranks has none of the last step, and the second of two none at the end
 Metrics = dict[str, float]
 
 
-def problem() -> TensorDataset:
+def problem(samples: int = SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, (x[:, :4].argmax(1)))
+    return TensorDataset(x[:samples], (x[:samples, :4].argmax(1)))
 
 
 class Net(nn.Module):
@@ -42,7 +44,8 @@ class Net(nn.Module):
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02)
+    """Its steps are as long as the gradients."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def weights_of(y: torch.Tensor) -> torch.Tensor:
@@ -63,29 +66,30 @@ def by_hand(
     kind: str, parts: int, clip: float | None, global_batch: int = GLOBAL_BATCH
 ) -> tuple[torch.Tensor, list[Metrics]]:
     """One process, with `parts` micro-batches a step."""
-    model, data = Net(), problem()
+    model, data, held_out = Net(), problem(TRAINED), problem(EVALUATED)
     optimizer, found = optimizer_of(model), []
     for epoch in range(EPOCHS):
-        order = distributed_order(epoch)
-        for start in range(0, SAMPLES, global_batch):
+        order, epoch_loss = distributed_order(epoch), 0.0
+        for start in range(0, TRAINED, global_batch):
             rows = order[start : start + global_batch]
             cuts = [rows[at : at + global_batch // parts] for at in range(0, len(rows), global_batch // parts)]
             whole = weights_of(data[rows][1]).sum() if kind == "weighted" else len(rows)
             for cut in cuts:
                 x, y = data[cut]
                 part = weights_of(y).sum() if kind == "weighted" else len(cut)
-                (loss_of(model, x, y, kind) * part / whole).backward()
+                loss = loss_of(model, x, y, kind) * part / whole
+                loss.backward()
+                epoch_loss += loss.item() * len(rows) / TRAINED
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            x, y = data[:]
+            x, y = held_out[:]
             out = model(x)
-            found.append(
-                {"val_loss": F.cross_entropy(out, y).item(), "val_hits": (out.argmax(1) == y).double().mean().item()}
-            )
+            hits = (out.argmax(1) == y).double().mean().item()
+            found.append({"loss": epoch_loss, "val_loss": F.cross_entropy(out, y).item(), "val_hits": hits})
         model.train()
     return flat(model), found
 
@@ -93,7 +97,7 @@ def by_hand(
 def distributed_order(epoch: int) -> list[int]:
     from distributed.data.order import shuffled_order
 
-    return list(shuffled_order(SAMPLES, 0, epoch))
+    return list(shuffled_order(TRAINED, 0, epoch))
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -104,7 +108,7 @@ def train(
     kind: str, run_dir: str, global_batch: int = GLOBAL_BATCH, **settings: Any
 ) -> tuple[torch.Tensor, list[Metrics], list[str]]:
     """The same by a run; on rank 0 the model is whole afterwards."""
-    data = problem()
+    data = problem(TRAINED)
     accumulation = settings.get("gradient_accumulation_steps", 1)
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     size = global_batch // accumulation // (ranks // settings.get("tensor_parallel", 1))
@@ -114,7 +118,7 @@ def train(
     model = Net()
     optimizer = optimizer_of(model)
     model, optimizer, loader, val = run.prepare(
-        model, optimizer, DataLoader(data, batch_size=size, shuffle=True), DataLoader(data, batch_size=7)
+        model, optimizer, DataLoader(data, batch_size=size, shuffle=True), DataLoader(problem(EVALUATED), batch_size=7)
     )
     found, taken = [], 0
     for _ in run.epochs():
@@ -131,11 +135,13 @@ def train(
                 run.log(val_loss=F.cross_entropy(out, y), val_hits=(out.argmax(1) == y).double().mean())
         found.append(dict(run.metrics))
     assert run.history is not None
-    assert run.history.steps == taken == EPOCHS * -(-SAMPLES // global_batch)
+    assert run.history.steps == taken == EPOCHS * -(-TRAINED // global_batch)
     last = run.history.epochs[-1].metrics
     if kind != "weighted":  # what is logged counts by its weight, and the loss of an epoch by samples
         assert last["twice"] == pytest.approx(2 * last["loss"])
     assert last["val_loss"] == found[-1]["val_loss"]
+    for one, record in zip(found, run.history.epochs, strict=True):
+        one["loss"] = record.metrics["loss"]
     return flat(model) if run.is_main else torch.empty(0), found, sorted(last)
 
 
@@ -319,10 +325,11 @@ def test_loop_that_is_left_saves_when_it_is_finished(tmp_path: Path) -> None:
 
 
 def test_one_rank_stops_and_saves_for_all(tmp_path: Path) -> None:
-    assert run_ranks(stopped_by_last_rank, 2, str(tmp_path / "run")) == [(5, 4), (5, 4)]
+    """And what each rank gives to a mean counts by its weight, or not at all."""
+    assert run_ranks(stopped_by_last_rank, 2, str(tmp_path / "run")) == [(5, 4, [2.5, 1.0])] * 2
 
 
-def stopped_by_last_rank(run_dir: str) -> tuple[int, int]:
+def stopped_by_last_rank(run_dir: str) -> tuple[int, int, list[float]]:
     run = distributed.start(batch_size=4, epochs=3, progress=False, run_dir=run_dir, log_every_n_steps=1)
     model = Net()
     model, optimizer, loader = run.prepare(model, optimizer_of(model), DataLoader(problem(), batch_size=4))
@@ -330,12 +337,18 @@ def stopped_by_last_rank(run_dir: str) -> tuple[int, int]:
         for number, (x, y) in enumerate(loader, 1):
             run.backward(F.cross_entropy(model(x), y))
             run.step(optimizer)
+            if number == 3:
+                means = [run.mean(1.0 + 2 * run.rank, weight=1 + 2 * run.rank), mean_of_first(run)]
             if run.rank == 1 and number == 4:
                 run.save()
             if run.rank == 1 and number == 5:
                 run.stop("enough")
     saved = sorted(Path(run.run_dir, "checkpoints").glob("step-*"))
-    return run.history.steps, int(saved[0].name.partition("-")[2])
+    return run.history.steps, int(saved[0].name.partition("-")[2]), means
+
+
+def mean_of_first(run: Any) -> float:
+    return run.mean(math.nan if run.rank else 1.0, weight=0 if run.rank else 1)
 
 
 def misuse(run: Any, model: Any, optimizer: Any, loader: Any, call: Callable[..., Any]) -> None:

@@ -209,10 +209,17 @@ def test_failing_validation_step_is_found_before_training(tmp_path: Path) -> Non
     assert model.steps == 0
 
 
+class AlwaysNoisy(nn.Module):
+    """Draws random numbers in validation too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.3, training=True)
+
+
 def test_sanity_check_leaves_no_trace(tmp_path: Path) -> None:
     def losses(name: str, **settings: Any) -> list[float]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), AlwaysNoisy(), nn.Linear(8, 2)).double()
         options = {"num_gpus": 1, "batch_size": 4, "progress": False, "run_dir": tmp_path / name, "device": "cpu"}
         return Trainer(model, **options | settings).fit(make_data(TRAINED, 1), make_data(CLEAN, 2))["val_loss"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from distributed.core.env import StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.core.protocol.store_client import StoreClient
 from distributed.core.protocol.store_wire import StoreLostError
@@ -226,6 +227,51 @@ def test_late_connection_is_closed_and_does_not_join(tmp_path):
     assert node.gather(1, is_stopped=lambda: time.monotonic() > deadline).attempt == 1
     node.leave(ok=False)
     node.close()
+
+
+class CuttableEndpoint:
+    """The connections of one node to a store that no node keeps."""
+
+    address, has_given_token = "127.0.0.1", True
+
+    def __init__(self, connect: Callable[[], StoreClient]) -> None:
+        self._connect = connect
+        self._made: list[StoreClient] = []
+
+    def connect(self, *, may_keep_store: bool) -> StoreClient:
+        self._made.append(self._connect())
+        return self._made[-1]
+
+    def keeps_store(self) -> bool:
+        return False
+
+    def door(self) -> StoreDoor:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        for store in self._made:
+            store.cut()
+
+
+def test_first_node_of_a_round_is_the_first_that_is_left(connect):
+    endpoints = [CuttableEndpoint(connect) for _ in range(3)]
+    request = replace(REQUEST, num_nodes=3)
+    nodes = [
+        Membership(replace(request, node_rank=rank), endpoint, lost_after_s=0.5)
+        for rank, endpoint in enumerate(endpoints)
+    ]
+    assert not any(node.is_first() for node in nodes), "there was no round yet"
+    with ThreadPoolExecutor(3) as pool:
+        rounds = list(pool.map(lambda node: node.gather(0), nodes))
+    assert [round_.place.node_rank for round_ in rounds] == [0, 1, 2]
+    assert [node.is_first() for node in nodes] == [True, False, False]
+    nodes[0].close()
+    assert wait_for(nodes[0].news).kind == "cut off"
+    assert wait_for(nodes[1].news).node_rank == wait_for(nodes[2].news).node_rank == 0
+    assert [node.is_first() for node in nodes] == [False, True, False]
+    nodes[1].leave(ok=False)
+    wait_for(nodes[2].is_first)
+    nodes[2].leave(ok=False)
 
 
 def test_unreachable_rendezvous_error_names_its_address():

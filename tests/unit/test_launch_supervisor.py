@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from distributed.core.atomic import append_line
 from distributed.core.errors import RankFailedError
 from distributed.core.events import AttemptEnded, RankFailed, RankStalled, Recovered, RunReported, Warned
 from distributed.core.protocol.rank_protocol import Broke, Close, Closed, Joined, Leave, Slow, World
 from distributed.core.run_dir import RunDir
 from distributed.launch.clock import Timings
+from distributed.launch.node import log_mirror
+from distributed.launch.node.log_mirror import LogMirror
 from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.rendezvous.nodes import News, RunOver
-from distributed.launch.request import Role
+from distributed.launch.request import LaunchRequest, Role
 from distributed.launch.supervise.resize_request import ask_for_ranks
 from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.launch.supervise.states import (
@@ -32,7 +35,8 @@ from distributed.launch.supervise.states import (
     follow,
 )
 from distributed.launch.supervise.watch import Asked
-from tests.fake_ranks import STEP_S, FakeNodes, FakeRank, FakeRun, on
+from distributed.observe.live import RunScreen
+from tests.fake_ranks import STEP_S, FakeClock, FakeNodes, FakeRank, FakeRun, on
 
 STEPS = 6
 
@@ -900,6 +904,85 @@ def test_only_node_0_reports_the_end_of_an_attempt(tmp_path: Path) -> None:
     assert len(run.ranks) == 3
     assert run.of_kind(AttemptEnded) == []
     assert run.of_kind(RunReported) == []
+
+
+def loses(folder: Path, *numbers: int, node_rank: int) -> FakeRun:
+    """A run of four nodes: the first loss ends the world, the others are known later, and nobody comes meanwhile."""
+
+    def nodes(clock: FakeClock, request: LaunchRequest) -> FakeNodes:
+        return FakeNodes(clock, request, node_rank=node_rank, num_nodes=4)
+
+    run = FakeRun(folder, long, num_nodes=4, nodes=nodes)
+
+    def lose(number: int) -> None:
+        run.nodes.lost.add(number)
+        run.nodes.stays_away = True
+
+    for place, number in enumerate(numbers):
+        run.clock.after(0.4 + 10.0 * place, lambda number=number: lose(number))
+    run.nodes.say(News(numbers[0], f"n{numbers[0]}", "lost", "no heartbeat for 5 s"), after_s=0.5)
+    return run
+
+
+@pytest.mark.parametrize(("numbers", "node_rank"), [((0,), 1), ((0, 1), 2), ((1, 0), 2)])
+def test_first_node_left_reports_the_end_while_it_waits(
+    tmp_path: Path, numbers: tuple[int, ...], node_rank: int
+) -> None:
+    """Also where it learns of the second loss only then."""
+    run = loses(tmp_path, *numbers, node_rank=node_rank)
+    seen = []
+    run.clock.after(20.0, lambda: seen.extend(run.of_kind(AttemptEnded)))
+    run.clock.after(30.0, lambda: run.nodes.all_come(node_rank=0))
+    run.run()
+    assert [(event.attempt, event.host) for event in seen] == [(0, f"n{numbers[0]}")]
+    assert run.of_kind(AttemptEnded) == seen
+
+
+@pytest.mark.parametrize("node_rank", [1, 2])
+def test_end_of_an_attempt_is_shown_while_the_node_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], node_rank: int
+) -> None:
+    """Also on a node that does not write it: the console follows the run's events."""
+    monkeypatch.setattr(log_mirror, "_REFRESH_S", 0.0)  # of the machine's clock
+    run = loses(tmp_path, 0, node_rank=node_rank)
+    run.supervisor.mirror = LogMirror(RunScreen(str(tmp_path)))
+    ended = AttemptEnded(time=0.0, attempt=0, cause="machine", message="no heartbeat for 5 s")
+    if node_rank == 2:
+        run.clock.after(5.0, lambda: append_line(RunDir(tmp_path).events, ended.to_json()))
+    shown: list[str] = []
+    run.clock.after(20.0, lambda: shown.extend(capsys.readouterr()))
+    run.clock.after(30.0, lambda: run.nodes.all_come(node_rank=node_rank - 1))
+    run.run()
+    assert "attempt 0 ended" in "".join(shown)
+
+
+def test_node_behind_another_leaves_the_end_to_it(tmp_path: Path) -> None:
+    run = loses(tmp_path, 0, node_rank=2)
+    run.clock.after(30.0, lambda: run.nodes.all_come(node_rank=1))
+    run.run()
+    assert run.of_kind(AttemptEnded) == []
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_next_node_0_reports_an_end_that_nobody_did(tmp_path: Path, is_written: bool) -> None:
+    """Node 1 was lost as well: right after it had written the end, or before."""
+    run = loses(tmp_path, 0, node_rank=2)
+    ended = AttemptEnded(time=0.0, attempt=0, cause="machine", message="of node 1")
+    if is_written:
+        run.clock.after(5.0, lambda: append_line(RunDir(tmp_path).events, ended.to_json()))
+    run.clock.after(30.0, lambda: run.nodes.all_come(node_rank=0))
+    run.run()
+    (found,) = run.of_kind(AttemptEnded)
+    assert (found.message == "of node 1") is is_written
+
+
+def test_end_of_a_later_attempt_is_not_taken_for_written(tmp_path: Path) -> None:
+    """A run in the folder of an earlier one: its attempts have the same numbers."""
+    before = AttemptEnded(time=0.0, attempt=0, cause="machine", message="of the run before")
+    append_line(RunDir(tmp_path).events, before.to_json())
+    run = two_nodes(tmp_path, disturbed(1, 3, FakeRank.dies))
+    run.run()
+    assert [event.message == before.message for event in run.of_kind(AttemptEnded)] == [True, False]
 
 
 def test_late_failure_of_another_node_ends_a_finished_node(tmp_path: Path) -> None:

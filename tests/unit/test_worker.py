@@ -24,11 +24,12 @@ from distributed.core.plan import BatchPlan, CheckpointPlan, ObservePlan, Optimi
 from distributed.core.protocol.rank_protocol import Broke, Joined, Lost, Message, Resumed
 from distributed.core.run_dir import RunDir
 from distributed.data.source import Source
+from distributed.runtime.rendezvous import line_for, open_session
 from distributed.runtime.session import Session
 from distributed.runtime.world import CollectiveError
 from distributed.train.rank_job import RankJob
 from distributed.train.task import Task
-from distributed.worker import line_for, open_session, run_rank
+from distributed.worker import run_rank
 
 SAMPLES, BATCH, EPOCHS = 14, 2, 2
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -313,7 +314,7 @@ def test_rank_says_whether_it_can_regroup(
         monkeypatch.setenv(name, value)
     line = Line()
     line.closes_gates = closes_gates
-    monkeypatch.setattr("distributed.worker.launcher_line", lambda: line)
+    monkeypatch.setattr("distributed.runtime.rendezvous.launcher_line", lambda: line)
     line_for(Plan("", BatchPlan(BATCH, 2), collectives=collectives))
     (joined,) = line.told
     assert isinstance(joined, Joined)

@@ -223,9 +223,9 @@ class EventTail:
         self._path = path
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
-    def read(self) -> list[Event]:
-        """Those of the complete lines that are new. One that is torn or of another version is skipped:
-        following a run must not end it."""
+    def read(self, kind: type[Event] | None = None) -> list[Event]:
+        """Those of the complete lines that are new, or those of one kind, which is quick. A line that is torn or of
+        another version is skipped: following a run must not end it."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -234,8 +234,9 @@ class EventTail:
             return []
         complete = new[: new.rfind(b"\n") + 1]
         self._offset += len(complete)
-        events = (_sound_event(line) for line in complete.splitlines())
-        return [event for event in events if event is not None]
+        name = kind.__name__.encode() if kind is not None else b""
+        events = (_sound_event(line) for line in complete.splitlines() if name in line)
+        return [event for event in events if isinstance(event, kind or Event)]
 
 
 def _sound_event(line: bytes) -> Event | None:

@@ -23,16 +23,17 @@ from distributed.train.given.modules import as_module
 from distributed.train.given.optimizers import OptimizerFactory, by_factory, by_plan, configured, taken_over
 from distributed.train.given.step_results import check_number, logged_value, read_result, sum_of_phases, takes_optimizer
 from distributed.train.loss.accuracy import accuracy_of, logits_or_all
-from distributed.train.loss.state import LossState, holder_of, load_loss, loss_name, state_of
+from distributed.train.loss.state import loss_name
 from distributed.train.loss.weights import LossWeights
 from distributed.train.metrics import Metric, sum_logged, sum_metrics
+from distributed.train.task_modules import TaskModules
 from distributed.train.whole_set.metrics import WholeSetMetrics, is_whole_set
 
 Step = Callable[..., Any]  # of (model, batch); a training step of several optimizers also takes the name of one
 
 
 @dataclass
-class Task:
+class Task(TaskModules):
     """What is trained: a model with its loss, optimizer and metrics, or a subclass with steps of its own.
 
     Without a step of its own, a batch is read by these rules:
@@ -239,44 +240,6 @@ class Task:
         """The objects with code of the user's that runs in a step, beside the model, the loss and the metrics."""
         kinds = [kind for kind in type(self).__mro__ if kind not in Task.__mro__]
         return {"task": self.own_attributes(), "class of the task": kinds} if kinds else {}
-
-    def modules_beside(self) -> dict[str, nn.Module]:
-        """Modules that are no part of the model and are not trained, by attribute: a teacher, say."""
-        own = {id(module) for module in self.model.modules()}
-        found = {name: value for name, value in self.own_attributes().items() if isinstance(value, nn.Module)}
-        return {name: module for name, module in found.items() if id(module) not in own}
-
-    def move_to(self, device: torch.device) -> None:
-        """The model, if it is made, and all modules beside it."""
-        if not any(p.is_meta for p in self.model.parameters()):
-            self.model.to(device)
-        self.move_loss_to(device)
-
-    def move_loss_to(self, device: torch.device) -> None:
-        """A loss that has tensors of its own (class weights), and modules of the task."""
-        if self.loss_module is not None:
-            self.loss_module.to(device)
-        for module in self.modules_beside().values():
-            module.to(device)
-
-    @property
-    def loss_module(self) -> nn.Module | None:
-        """The loss, where it is a module and no part of the model."""
-        holder = holder_of(self.loss_fn, self.model)
-        return holder if isinstance(holder, nn.Module) else None
-
-    def loss_state(self) -> dict[str, Any]:
-        """What the loss has, by name: its `state_dict()` without what is the model's; {}: nothing."""
-        holder = holder_of(self.loss_fn, self.model)
-        return {} if holder is None else state_of(holder, self.model)
-
-    def watch_loss(self) -> LossState:
-        return LossState(holder_of(self.loss_fn, self.model), self.model)
-
-    def load_loss_state(self, state: dict[str, Any]) -> None:
-        holder = holder_of(self.loss_fn, self.model)
-        if holder is not None:
-            load_loss(holder, state)
 
     def run(self, model: nn.Module, batch: Any) -> Outcome:
         if self._watch is not None and torch.is_grad_enabled():

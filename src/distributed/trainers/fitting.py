@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,21 +15,20 @@ from torch import nn
 from distributed.core.config import DistributedConfig
 from distributed.core.engines.engine import engine_of, load_strategy, stages_of
 from distributed.core.env import WorkerEnv
-from distributed.core.errors import ConfigError, PlanError, TaskError
+from distributed.core.errors import PlanError, TaskError
 from distributed.core.history import History
 from distributed.core.plan import Decision, Plan
 from distributed.core.protocol.rank_protocol import LauncherLink
 from distributed.core.run_dir import RunDir
 from distributed.data.named_sources import NamedSources
 from distributed.data.source import Source
-from distributed.launch.preflight import check_port, check_resume, check_run_dir, run_dir_of
+from distributed.launch.preflight import check_port, check_resume, run_dir_of
 from distributed.launch.request import LaunchRequest
-from distributed.launch.run_lock import owned
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import Gpu, Hardware, probe_for, probe_hardware
 from distributed.planner.memory import ModelSize
 from distributed.planner.planning import JobProfile, make_plan
-from distributed.runtime.launch_id import launch_id
+from distributed.runtime.rendezvous import line_for, meet, open_session
 from distributed.runtime.session import Session
 from distributed.strategies.data_parallel.batchnorm import has_batchnorm
 from distributed.strategies.model.blocks import find_blocks
@@ -47,11 +45,12 @@ from distributed.trainers.launching import (
     launch_job,
     next_attempt_in,
     record_run,
-    refuse,
+    recorded_in_world,
+    refuse_several_nodes,
 )
 from distributed.trainers.payload import write_payload
 from distributed.trainers.trained.model import UntrainedTask, load_trained_state
-from distributed.worker import line_for, meet, open_session, run_rank
+from distributed.worker import run_rank
 
 _JOINED = itertools.count(1)  # fits of this process in a launcher's world; each after the first has its own folder
 
@@ -154,14 +153,7 @@ def join_world(
         check_alike(plan, session)
     check_extras(plan)
     followed = world.is_followed and number == 1  # our launcher shows the progress
-    with ExitStack() as held:
-        if session.is_main:
-            if not world.run_dir:  # else our launcher holds it
-                resumes = bool(plan.checkpoint.resume)
-                refuse(check_run_dir(run_dir, resumes))
-                token = launch_id(run_dir, session.env) if session.env.restarts else ""
-                held.enter_context(owned(run_dir, resume=resumes, token=token))
-            record_run(plan, request.config)
+    with recorded_in_world(plan, request.config, session.env, is_held=bool(world.run_dir)):
         yield JoinedWorld(session, plan, line, plan.observe.progress and not followed)
 
 
@@ -214,17 +206,6 @@ def fit_alone(request: FitRequest) -> History:
         if untrained is not None:
             untrained.restore_alone(history.checkpoint)
         return history
-
-
-def refuse_several_nodes(config: DistributedConfig) -> None:
-    """Raise where a process that was started alone would have to start ranks on other machines."""
-    if config.num_nodes > 1 and not engine_of(config).spans:
-        raise ConfigError(
-            f"num_nodes={config.num_nodes}, but this process was started alone",
-            why="a script can start processes on its own machine only",
-            do=f"on every node: distributed train --script {sys.argv[0] or 'train.py'} --num-nodes {config.num_nodes} "
-            "--gpus-per-node … --master-addr HOST_OF_NODE_0",
-        )
 
 
 def launch_of(config: DistributedConfig, plan: Plan, run_dir: str) -> LaunchRequest:

@@ -6,7 +6,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from distributed.checkpoint.storage.urls import open_storage
 from distributed.core.atomic import Sealed, make_private, write_private
 from distributed.core.config import DistributedConfig
 from distributed.core.documents.run_config import RunConfig
-from distributed.core.engines.engine import ENGINES, Engine
-from distributed.core.env import TICKET
-from distributed.core.errors import LaunchError, Problem, RankFailedError
+from distributed.core.engines.engine import ENGINES, Engine, engine_of
+from distributed.core.env import TICKET, WorkerEnv
+from distributed.core.errors import ConfigError, LaunchError, Problem, RankFailedError
 from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.protocol.ticket import Ticket
@@ -29,6 +29,7 @@ from distributed.launch.request import LaunchRequest
 from distributed.launch.run_lock import owned
 from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.observe.live import RunScreen
+from distributed.runtime.launch_id import launch_id
 
 
 def launch_job(
@@ -110,6 +111,20 @@ def next_attempt_in(run_dir: str, problems: list[Problem], *, resumes: bool) -> 
         yield next_attempt(run_dir)
 
 
+@contextmanager
+def recorded_in_world(plan: Plan, config: DistributedConfig, env: WorkerEnv, *, is_held: bool) -> Iterator[None]:
+    """Rank 0 of a launcher's world records the run, and holds its directory meanwhile, unless the launcher does."""
+    with ExitStack() as held:
+        if env.is_main:
+            if not is_held:
+                resumes = bool(plan.checkpoint.resume)
+                refuse(check_run_dir(plan.run_dir, resumes))
+                token = launch_id(plan.run_dir, env) if env.restarts else ""
+                held.enter_context(owned(plan.run_dir, resume=resumes, token=token))
+            record_run(plan, config)
+        yield
+
+
 def _unmasked(path: str, plan: Plan) -> str:
     """A path in a URL with a password, as this process knows it: what ranks write down has none."""
     places = [plan.checkpoint.dir, *([plan.checkpoint.resume] if isinstance(plan.checkpoint.resume, str) else [])]
@@ -128,6 +143,17 @@ def record_run(plan: Plan, config: DistributedConfig) -> None:
 def check_checkpoint_dir(plan: Plan) -> list[Problem]:
     """Problems if a run that does not resume would write among another run's checkpoints."""
     return [] if plan.checkpoint.resume else check_unused(open_storage(plan.checkpoint.dir))
+
+
+def refuse_several_nodes(config: DistributedConfig) -> None:
+    """Raise where a process that was started alone would have to start ranks on other machines."""
+    if config.num_nodes > 1 and not engine_of(config).spans:
+        raise ConfigError(
+            f"num_nodes={config.num_nodes}, but this process was started alone",
+            why="a script can start processes on its own machine only",
+            do=f"on every node: distributed train --script {sys.argv[0] or 'train.py'} --backend {config.backend} "
+            f"--num-nodes {config.num_nodes} --gpus-per-node … --master-addr HOST_OF_NODE_0",
+        )
 
 
 def refuse(problems: list[Problem]) -> None:

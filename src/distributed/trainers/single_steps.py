@@ -17,6 +17,7 @@ from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.launch.preflight import new_run_dir
 from distributed.observe.observers import check_extras
+from distributed.runtime.rendezvous import open_session
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import tree_flatten
 from distributed.strategies.joint_optimizer import JointOptimizer
@@ -25,7 +26,6 @@ from distributed.train.callbacks.trained import TrainedParameters
 from distributed.train.checks.anomalies import AnomalyWatch
 from distributed.train.task import Task
 from distributed.trainers.fitting import FitRequest, join_world
-from distributed.worker import open_session
 
 
 class UnknownData(IterableDataset[Any]):

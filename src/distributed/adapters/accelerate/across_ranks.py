@@ -18,9 +18,9 @@ from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.planner.hardware import probe_for
 from distributed.planner.resources import read_resources
+from distributed.runtime.rendezvous import open_session
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import tree_map
-from distributed.worker import open_session
 
 
 class AcrossRanks:

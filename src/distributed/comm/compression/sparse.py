@@ -34,12 +34,8 @@ def drawn(numbers: int, count: int, generator: torch.Generator) -> torch.Tensor:
     return torch.minimum(edges[:-1] + (shares * edges.diff()).long(), edges[1:] - 1)
 
 
-class TopK:
-    """The largest numbers of each tensor, as values and indices, gathered from all ranks.
-
-    Ranks choose different places, so their sums have no common form to be reduced in: each rank gets all payloads,
-    (ranks - 1) x 8 bytes for each number sent, and adds them in the order of ranks.
-    """
+class SparseCompressor:
+    """Sends `ratio` of each tensor's numbers, in one exchange."""
 
     requests = 1
 
@@ -48,6 +44,14 @@ class TopK:
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         return True
+
+
+class TopK(SparseCompressor):
+    """The largest numbers of each tensor, as values and indices, gathered from all ranks.
+
+    Ranks choose different places, so their sums have no common form to be reduced in: each rank gets all payloads,
+    (ranks - 1) x 8 bytes for each number sent, and adds them in the order of ranks.
+    """
 
     def exchange(self, pieces: Sequence[GradientPiece], place: ExchangePlace) -> Exchange:
         counts = [count_sent(piece.value.numel(), self._ratio) for piece in pieces]
@@ -71,16 +75,8 @@ class TopK:
         ]
 
 
-class RandomK:
+class RandomK(SparseCompressor):
     """Numbers at random places, which all ranks draw alike, so that only values travel and are summed on the way."""
-
-    requests = 1
-
-    def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        return True
 
     def exchange(self, pieces: Sequence[GradientPiece], place: ExchangePlace) -> Exchange:
         counts = [count_sent(piece.value.numel(), self._ratio) for piece in pieces]

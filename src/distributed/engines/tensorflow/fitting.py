@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,21 +50,20 @@ from distributed.engines.tensorflow.world.user_strategy import (
     users_world,
     why_there,
 )
-from distributed.launch.preflight import check_port, check_resume, check_run_dir, run_dir_of
+from distributed.launch.preflight import check_port, check_resume, run_dir_of
 from distributed.launch.request import LaunchRequest
-from distributed.launch.run_lock import owned
 from distributed.observe.observers import check_extras
 from distributed.planner.hardware import probe_for, probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.planner.resources import plan_resources
-from distributed.runtime.launch_id import launch_id
 from distributed.trainers.launching import (
     active_mlflow_run,
     check_checkpoint_dir,
     launch_job,
     next_attempt_in,
     record_run,
-    refuse,
+    recorded_in_world,
+    refuse_several_nodes,
 )
 
 
@@ -113,13 +110,8 @@ class Fit:
     def alone(self) -> History:
         """Start the processes from this one; a single replica trains right here, where a debugger sees it."""
         config, placing = self._config, self._placing
-        if config.num_nodes > 1 and placing is None:
-            raise ConfigError(
-                f"num_nodes={config.num_nodes}, but this process was started alone",
-                why="a script can start processes on its own machine only",
-                do=f"on every node: distributed train --script {sys.argv[0] or 'train.py'} --backend tensorflow "
-                f"--num-nodes {config.num_nodes} --gpus-per-node … --master-addr <host of one of them>",
-            )
+        if placing is None:
+            refuse_several_nodes(config)
         run_dir = run_dir_of(config)
         plan = self._plan(run_dir, None)
         check_extras(plan)
@@ -160,14 +152,7 @@ class Fit:
         check_world(plan, world)
         check_extras(plan)
         followed = world.is_followed and number == 1  # our launcher shows the progress
-        with ExitStack() as held:
-            if world.is_main:
-                if not world.run_dir:  # else our launcher holds it
-                    resumes = bool(plan.checkpoint.resume)
-                    refuse(check_run_dir(run_dir, resumes))
-                    token = launch_id(run_dir, world) if world.restarts else ""
-                    held.enter_context(owned(run_dir, resume=resumes, token=token))
-                record_run(plan, self._config)
+        with recorded_in_world(plan, self._config, world, is_held=bool(world.run_dir)):
             return self._here(plan, world, plan.observe.progress and not followed)
 
     def _here(self, plan: Plan, env: WorkerEnv, shows_progress: bool) -> History:

@@ -35,9 +35,8 @@ from distributed.engines.tensorflow.step import Stepper
 from distributed.engines.tensorflow.world.cluster import announce_in_world
 from distributed.engines.tensorflow.world.parameter_server import RemoteStepper, enter, has_servers, join_launcher
 from distributed.engines.tensorflow.world.strategy import KerasWorld, make_world
-from distributed.observe.live import RunScreen, Ticker
-from distributed.observe.observers import Observers, observers_for
 from distributed.observe.utilization import UtilizationSampler
+from distributed.observe.watchers import Watchers
 from distributed.runtime.agent_line import AgentLine, agent_line
 from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.signals import StopSignals
@@ -74,7 +73,7 @@ def run_process(
     heartbeat = Heartbeat(RunDir(plan.run_dir).attempt(env.attempt), env.rank)
     if has_servers(plan):
         join_launcher(plan.run_dir, env, in_run=True)
-    watchers, host = _Watchers(plan, env, shows_progress), process_owner_of(env)
+    watchers, host = Watchers(shows_progress), process_owner_of(env)
     try:
         with StopSignals(is_supervised=line is not None) as stop:
             host.on_stop(stop.request)
@@ -89,7 +88,7 @@ def run_process(
                 rate=rate,
                 stop=stop,
                 heartbeat=heartbeat,
-                observer=watchers.observer,
+                observer=watchers.observer(plan, env),
                 utilization=UtilizationSampler(plan.device).percent,
                 host=host,
             )
@@ -148,20 +147,6 @@ def _evaluation(job: KerasJob, world: KerasWorld) -> KerasEvalLoader | None:
     size = job.evaluation.batch_size or job.plan.batch.per_device
     most = functools.partial(most_evaluated, job.plan, own_size=job.evaluation.batch_size)
     return KerasEvalLoader(job.evaluation, size, world.size, world.replicas, job.plan.seed, most)
-
-
-class _Watchers:
-    """The main process's observers."""
-
-    def __init__(self, plan: Plan, env: WorkerEnv, shows_progress: bool) -> None:
-        self.observer = Observers(observers_for(plan)) if env.is_main else None
-        self._ticker = Ticker(RunScreen(plan.run_dir, env.attempt)) if env.is_main and shows_progress else None
-
-    def close(self) -> None:
-        if self.observer is not None:
-            self.observer.close()
-        if self._ticker is not None:
-            self._ticker.close()
 
 
 def main() -> None:

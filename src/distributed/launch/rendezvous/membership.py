@@ -103,6 +103,7 @@ class Membership:
         self._try_s = try_s
         self._rounds = Rounds(request, rendezvous, first_call_s=first_call_s, last_call_s=last_call_s)
         self._line: _Line | None = None
+        self._agents: tuple[int, ...] = ()  # of the last round that this node was in
         self._members = 0  # nodes of this node's round; 0: it is in none
 
     def gather(
@@ -146,6 +147,12 @@ class Membership:
     def newcomer(self) -> bool:
         return self._line is not None and 0 < self._members < self._request.most_nodes and self._line.talk.newcomer()
 
+    def is_first(self) -> bool:
+        line = self._line
+        if line is None or line.talk.is_cut or not line.talk.has_looked or line.agent not in self._agents:
+            return False
+        return line.talk.alive().isdisjoint(self._agents[: self._agents.index(line.agent)])
+
     def leave(self, ok: bool, is_stopped: Callable[[], bool] = lambda: False) -> News | None:
         return self._line.talk.leave(ok, is_stopped) if self._line is not None else None
 
@@ -174,7 +181,7 @@ class Membership:
             raise LaunchError(record.problems)
         active = [agent for agent, ranks in zip(record.agents, record.ranks, strict=True) if ranks]
         line.talk.enter(number, record.agents, record.hosts, active)
-        self._members = len(record.agents)
+        self._agents, self._members = record.agents, len(record.agents)
         if not self._run_dir_given:
             self._run_dir = record.run_dir
         return Round(record.attempt, record.restarts, record.place(line.agent), record.hosts, self._run_dir)

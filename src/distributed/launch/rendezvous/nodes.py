@@ -110,6 +110,9 @@ class Nodes(Peers, Protocol):
     def newcomer(self) -> bool:
         """Whether a node waits to join and may do so; never waits."""
 
+    def is_first(self) -> bool:
+        """Whether no node is left that stood before this one in the last round; never waits. False: not known."""
+
     def door(self) -> StoreDoor:
         """The store through which the ranks of all nodes rendezvous."""
 
@@ -152,6 +155,9 @@ class Alone:
 
     def newcomer(self) -> bool:
         return False
+
+    def is_first(self) -> bool:
+        return True
 
     def door(self) -> StoreDoor:
         self._store = self._store or LocalStore()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distributed.core.atomic import append_line
 from distributed.core.errors import RankFailedError
-from distributed.core.events import AttemptEnded, Event, RankFailed, Warned
+from distributed.core.events import Event, EventTail, RankFailed, Warned
 from distributed.core.protocol.rank_protocol import Leave
 from distributed.core.run_dir import RunDir
 from distributed.launch.clock import Clock, Timings
@@ -23,6 +23,7 @@ from distributed.launch.node.rank_group import RankGroup
 from distributed.launch.node.stop_signals import Stopped, Stops
 from distributed.launch.rendezvous.nodes import News, Nodes, Round, RunOver, StoppedWaiting
 from distributed.launch.request import LaunchRequest, NodeProcesses
+from distributed.launch.supervise.end_report import EndReport, end_of
 from distributed.launch.supervise.first_failure import failure_error
 from distributed.launch.supervise.policy import Fault, GiveUp, Shrink, decide
 from distributed.launch.supervise.report import RunReport
@@ -173,6 +174,7 @@ class Supervisor:
         rendered = self.render(round_, self._slots)
         self._round = round_
         self._worlds += 1
+        self._tail = EventTail(RunDir(round_.run_dir).events) if self.request.most_nodes > 1 else None
         self.report.attempt_began(round_.attempt, self.clock.monotonic())
         if round_.place.num_nodes > 1:
             self.rank_group.give_up_gated()
@@ -278,40 +280,29 @@ class Supervisor:
         if fault.kind == "resize":
             self._take_resize_request()
         self.rank_group.cut_off(attempt)
-        was_first = ended.round.place.node_rank == 0
-        if was_first:  # one node reports what all know, before it may have to wait for another
-            self._tell_end(fault, attempt)
+        end = EndReport(
+            event=end_of(attempt, fault, self.clock.time()), nodes=self.nodes, since=self._tail, emit=self._emit
+        )
+        end.write_if_first()  # before it may have to wait for another node
         try:
-            round_ = self._gather(attempt + 1)
+            round_ = self._gather(attempt + 1, end)
         except StoppedWaiting:
             number = self._stops.number
             return GivenUp(RunOver(News(-1, "", "done")) if number is None else Stopped(number))
-        if round_.place.node_rank == 0 and not was_first:  # the node that would have reported it is gone
-            self._tell_end(fault, attempt)
+        if round_.place.node_rank == 0:
+            end.write()
         return Starting(self._begin(round_, ended.broke_at))
 
-    def _gather(self, attempt: int) -> Round:
+    def _gather(self, attempt: int, end: EndReport) -> Round:
         """The next rendezvous; raises StoppedWaiting if the user stopped the run, or it ended on other nodes."""
         begun, outcome = self.clock.time(), RunDir(self._round.run_dir).history
 
         def is_over() -> bool:
+            end.write_if_first()
+            self.mirror.refresh()
             return self._stops.count > 0 or (self.request.most_nodes > 1 and _was_written_since(outcome, begun))
 
         return self.nodes.gather(attempt, self._sizes, ranks=len(self._slots), is_stopped=is_over)
-
-    def _tell_end(self, fault: Fault, attempt: int) -> None:
-        self._emit(
-            AttemptEnded(
-                time=self.clock.time(),
-                attempt=attempt,
-                cause=fault.kind,
-                message=fault.message,
-                rank=fault.rank,
-                host=fault.host,
-                step=fault.step,
-            )
-        )
-        self.mirror.refresh()
 
     def _failed(self, broken: Broken, reason: str) -> RankFailedError:
         """Report the failure as an event, and as the one error that the user sees."""

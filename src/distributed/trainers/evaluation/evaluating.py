@@ -28,6 +28,7 @@ from distributed.launch.run_lock import owned
 from distributed.planner.hardware import probe_for
 from distributed.planner.memory import ModelSize
 from distributed.planner.planning import JobProfile, make_plan
+from distributed.runtime.rendezvous import meet, open_session
 from distributed.runtime.session import Session
 from distributed.strategies.model.blocks import find_blocks
 from distributed.strategies.model.materialize import is_meta
@@ -36,10 +37,9 @@ from distributed.train.predictions.reader import Predictions
 from distributed.train.task import Task
 from distributed.trainers.agreement import check_alike
 from distributed.trainers.evaluation.models import model_in_world, task_for_evaluation, without_weights
-from distributed.trainers.fitting import launch_of, local_hardware, refuse_several_nodes
-from distributed.trainers.launching import launch_ranks
+from distributed.trainers.fitting import launch_of, local_hardware
+from distributed.trainers.launching import launch_ranks, refuse_several_nodes
 from distributed.trainers.payload import write_payload
-from distributed.worker import meet, open_session
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,15 @@ from distributed.launch.preflight import check_run_dir, next_attempt
 from distributed.launch.run_lock import owned
 from distributed.observe.observers import check_extras
 from distributed.observe.utilization import UtilizationSampler
+from distributed.observe.watchers import Watchers
+from distributed.runtime.rendezvous import open_session
 from distributed.runtime.session import Session
 from distributed.train.loop import Loop, Turns
 from distributed.train.rank_job import RankJob, open_loop
 from distributed.trainers.fitting import FitRequest, join_world, whole_afterwards
 from distributed.trainers.launching import check_checkpoint_dir, record_run, refuse
 from distributed.trainers.own_loop.refusals import refuse_for_loop
-from distributed.worker import Watchers, begin_heartbeat, open_session
+from distributed.worker import begin_heartbeat
 
 
 @dataclass
@@ -89,7 +91,7 @@ def open_run(request: FitRequest, world: WorkerEnv | None, run_dir: str, *, has_
             strategy,
             heartbeat=heartbeat,
             host=host,
-            observer=lambda plan: watchers.observer(plan, session),
+            observer=lambda plan: watchers.observer(plan, session.env),
             utilization=UtilizationSampler(session.device.type, session.device.index or 0).percent,
             on_resumed=host.resumed,
             is_supervised=line is not None,
