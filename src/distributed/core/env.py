@@ -35,6 +35,7 @@ STORE = "DISTRIBUTED_STORE"  # the address of the rendezvous store of our launch
 STORE_SECRET = "DISTRIBUTED_STORE_SECRET"  # what a rank shows there; others are refused
 JOIN_TOKEN = "DISTRIBUTED_JOIN_TOKEN"  # the secret of a run over several nodes, or @ and a file that holds it
 FIND = "DISTRIBUTED_FIND"  # what `fit` is to find by trials in place of training
+NETWORK = "DISTRIBUTED_NETWORK"  # variables of this environment that network_profile has set
 DRY_RUN = "DISTRIBUTED_DRY_RUN"  # ranks of a world that `fit` is to try out in this process alone
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
 
