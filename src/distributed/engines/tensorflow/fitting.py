@@ -56,6 +56,7 @@ from distributed.launch.preflight import check_port, check_resume, check_run_dir
 from distributed.launch.request import LaunchRequest
 from distributed.launch.run_lock import owned
 from distributed.observe.observers import check_extras
+from distributed.planner.decisions.network import announce_network, network_of
 from distributed.planner.hardware import probe_for, probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.planner.resources import plan_resources
@@ -133,6 +134,7 @@ class Fit:
             device=plan.device,
             warm=config.warm_start,
             address=config.address,
+            network=network_of(config, plan.num_nodes, plan.device),
         ).for_engine("tensorflow", config)
         resumes = bool(plan.checkpoint.resume)
         at = check_resume(plan.checkpoint.resume)
@@ -158,6 +160,7 @@ class Fit:
             run_dir = str(RunDir(world.run_dir).fit(number))
         plan = self._plan(run_dir, world)
         check_world(plan, world)
+        announce_network(self._config, plan.num_nodes, plan.device, world)
         check_extras(plan)
         followed = world.is_followed and number == 1  # our launcher shows the progress
         with ExitStack() as held:
