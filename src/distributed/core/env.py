@@ -130,7 +130,7 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
             found: WorkerEnv = load_target(launcher.reads_env)(env)
             return found
     if "RANK" in env and "WORLD_SIZE" in env:
-        return replace(read_torch_env(env), store=_take_door() if environ is None else _door_in(environ))
+        return replace(read_torch_env(env), store=take_door() if environ is None else _door_in(environ))
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _from_slurm(env)
     for rank, size, local_rank, local_size in _MPI_NAMES:
@@ -145,7 +145,7 @@ class _Taken:
     door: StoreDoor | None = None
 
 
-def _take_door() -> StoreDoor | None:
+def take_door() -> StoreDoor | None:
     if STORE in os.environ:
         _Taken.door = _door_in(os.environ)
         del os.environ[STORE], os.environ[STORE_SECRET]
