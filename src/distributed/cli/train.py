@@ -53,6 +53,7 @@ from distributed.launch.run_lock import owned
 from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.observe.live import RunScreen
 from distributed.planner.adoption import adopt
+from distributed.planner.decisions.network import network_here, network_of
 from distributed.planner.hardware import Hardware, probe_for, probe_hardware
 from distributed.planner.parallel import plan_parallel
 from distributed.planner.resources import plan_resources
@@ -195,6 +196,8 @@ def _prepare(
     # A run that cannot be had is refused before it starts. Only the engine is taken: the script's `fit` has settings of
     # its own, and plans how its ranks share the work.
     chosen = plan_parallel(whole, ranks, nodes, device=resources.device, decisions=decisions, problems=obstacles).engine
+    network = network_here(config, resources, hardware, chosen)
+    obstacles += network.problems
     target = os.path.abspath(run_dir_of(config))
     request = LaunchRequest(
         command=command,
@@ -214,6 +217,7 @@ def _prepare(
         warm=config.warm_start,
         address=config.address,
         has_input=has_input(),
+        network=network_of(config, nodes, resources.device),
     ).for_engine(chosen, config)
     request = replace(request, threads_per_rank=_threads(hardware, request.ranks_per_node))
     request = replace(request, join_token=_join_token(join_token, request, problems))
@@ -227,7 +231,7 @@ def _prepare(
     _refuse(problems, obstacles, launch_problems)
     ENGINES.require(chosen)
     preloads = [] if engine.spans else about_preloads(request)
-    return TrainJob(config, request, (*decisions, *preloads), engine)
+    return TrainJob(config, request, (*decisions, *network.decisions, *preloads), engine)
 
 
 def _join_token(option: str | None, request: LaunchRequest, problems: list[Problem]) -> str:
@@ -360,7 +364,8 @@ def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
     if dry_run:
         typer.echo(shlex.join(mask_arguments(command)))
         return
-    os.execve(command[0], command, inherited_environ() | dict(job.request.env))
+    network = network_of(job.config, world.num_nodes, job.request.device, world)(inherited_environ())
+    os.execve(command[0], command, inherited_environ() | dict(job.request.env) | network)
 
 
 def _join_rendezvous(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:

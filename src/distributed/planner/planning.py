@@ -34,6 +34,7 @@ from distributed.planner.decisions.accumulation import first_accumulation, plan_
 from distributed.planner.decisions.compression import plan_compression
 from distributed.planner.decisions.dev_run import as_dev_run
 from distributed.planner.decisions.limits import plan_limits
+from distributed.planner.decisions.network import plan_network
 from distributed.planner.decisions.precision import plan_precision
 from distributed.planner.decisions.reproducible import plan_virtual_ranks
 from distributed.planner.decisions.slow_rank import slow_rank_problems
@@ -121,6 +122,16 @@ def make_plan(
         )
     problems += slow_rank_problems(config, plan, has_batchnorm=profile.has_batchnorm, world=world)
     plan_compression(config, plan, profile.task, decisions, problems)
+    network = plan_network(
+        config,
+        resources,
+        hardware=hardware,
+        environ=inherited_environ(),
+        world=world,
+        engine=plan.strategy,
+    )
+    problems += network.problems
+    decisions += network.decisions
     problems += too_little_memory(plan, profile.size, not profile.owns_optimizer, hardware)
     engine = ENGINES.entries[plan.strategy]
     if engine.plans:

@@ -25,6 +25,7 @@ from distributed.data.source import Source
 from distributed.launch.preflight import check_port, check_resume, run_dir_of
 from distributed.launch.request import LaunchRequest
 from distributed.observe.observers import check_extras
+from distributed.planner.decisions.network import announce_network, network_of
 from distributed.planner.hardware import Gpu, Hardware, probe_for, probe_hardware
 from distributed.planner.memory import ModelSize
 from distributed.planner.planning import JobProfile, make_plan
@@ -144,6 +145,7 @@ def join_world(
         run_dir = str(RunDir(world.run_dir).fit(number))
     rendezvous = meet(world, run_dir, request.config.collective_timeout_s)
     plan = request.plan(run_dir, rendezvous.env)
+    announce_network(request.config, plan.num_nodes, plan.device, rendezvous.env)
     line = line_for(plan, is_first=number == 1 and outlives_peers) if is_watched else None
     session = open_session(plan, world, line, rendezvous)
     if not world.run_dir:  # each rank has made up its own; some learn rank 0's where they meet
@@ -226,6 +228,7 @@ def launch_of(config: DistributedConfig, plan: Plan, run_dir: str) -> LaunchRequ
         gpus=torch.cuda.device_count() if plan.shares_gpus else 0,
         warm=config.warm_start,
         address=config.address,
+        network=network_of(config, plan.num_nodes, plan.device),
     )
 
 

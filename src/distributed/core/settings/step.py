@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from distributed.core.choices import Compression
+from distributed.core.choices import Compression, NetworkProfile
 from distributed.core.settings.section import SettingsSection
 
 
@@ -192,6 +192,11 @@ class CommunicationSettings(SettingsSection):
     find_unused_parameters: bool = Field(False, description="for models that leave parameters out in some steps")
     static_graph: bool = Field(False, description="DDP: every step uses the same parameters")
     bucket_cap_mb: float = Field(25, gt=0, description="size of DDP's gradient buckets")
+    network_profile: NetworkProfile = Field(
+        "none",
+        description="variables for NCCL and gloo, set on each node where the user has not set them: auto: what "
+        "`distributed doctor --network` proposes there; gcp, aws-efa, azure-ib: for the machines of these clouds",
+    )
     collective_timeout_s: float = Field(
         600, gt=0, description="after which a collective that a rank does not join is an error"
     )

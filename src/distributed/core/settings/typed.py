@@ -107,6 +107,7 @@ class TrainerSettings(TypedDict, total=False):
     find_unused_parameters: bool
     static_graph: bool
     bucket_cap_mb: float
+    network_profile: Literal["none", "auto", "gcp", "aws-efa", "azure-ib"]
     collective_timeout_s: float
     # Survival
     max_restarts: int | None
