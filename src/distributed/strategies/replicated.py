@@ -16,7 +16,7 @@ from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box
-from distributed.runtime.torch_module_compat import forget_unscaled, loss_scale_tensors
+from distributed.runtime.torch_module_compat import loss_scale_tensors
 from distributed.strategies.base import Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.checks.elementwise import needs_closure
 from distributed.strategies.checks.forward_changes import ForwardChanges
@@ -324,14 +324,6 @@ class Replicated(MeshStep):
     def _own_buffers(self) -> list[torch.Tensor]:
         """The buffers that may differ between ranks."""
         return list(own_buffers(self.module, self._normalizes))
-
-    def forget_step(self) -> None:
-        self._in_step = False
-        if self._low is not None:
-            self._low.forget()
-        self._forget_gradients()
-        if self._scaler is not None:
-            forget_unscaled(self._scaler)
 
     def parts(self) -> Mapping[str, Any]:
         given = {"loss": self._task.loss_fn, "metrics": self._task.step_metrics}

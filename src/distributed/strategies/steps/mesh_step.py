@@ -16,6 +16,7 @@ from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import foreach_mul_
+from distributed.runtime.torch_module_compat import forget_unscaled
 from distributed.strategies.base import NonFiniteLoss, Outcome, StepOutput, StepTask
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.parameter_hooks import ParameterHooks
@@ -155,6 +156,14 @@ class MeshStep(StepByHand):
             holds = False
         with super()._special_scope(micro, synchronizes), self._model.no_sync() if holds else nullcontext():  # type: ignore[operator]
             yield
+
+    def forget_step(self) -> None:
+        self._in_step = False
+        if self._low is not None:
+            self._low.forget()
+        self._forget_gradients()
+        if self._scaler is not None:
+            forget_unscaled(self._scaler)
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
         is_whole = passed.weight is None and self._low is None
