@@ -17,7 +17,7 @@ from pathlib import Path
 
 from distributed.launch.diagnose.causes import TIERS, UNKNOWN, Cause, cause_of_signal, causes_of
 from distributed.launch.diagnose.lines import Line
-from distributed.launch.diagnose.sources import RunRemains, Reported, gather
+from distributed.launch.diagnose.sources import Reported, RunRemains, gather
 from distributed.launch.diagnose.tracebacks import Traceback, tracebacks
 from distributed.launch.diagnose.watchdog import Waits, find_missing
 
