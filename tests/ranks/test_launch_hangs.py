@@ -18,7 +18,8 @@ from distributed.core.protocol.heartbeat import Phase, read_beat
 from distributed.core.run_dir import AttemptDir
 from distributed.launch.node.kernel import Kernel
 from distributed.launch.ports import free_port
-from distributed.launch.supervise.hangs import HangFinding, HangWatch, Watched, choose, deadline_s
+from distributed.launch.supervise.hangs import HangFinding, HangWatch, choose, deadline_s
+from distributed.launch.supervise.stack_query import Watched
 from distributed.launch.supervise.stacks import Whereabouts, data_line, parse_stacks, standing
 from distributed.runtime.heartbeat import Heartbeat
 

@@ -13,7 +13,9 @@ import pytest
 import distributed
 
 SOURCE = Path(distributed.__file__).parent
-TEXT = (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8").partition("## Five walks\n")[2]
+PAGE, _, TEXT = (
+    (Path(__file__).parents[2] / "docs/architecture.md").read_text(encoding="utf-8").partition("## Five walks\n")
+)
 WALKS = {
     title: re.findall(r"^(\d+)\. `([^`:]+):([^`]+)`: \S", body, re.MULTILINE)
     for title, body in re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", TEXT, re.DOTALL | re.MULTILINE)
@@ -38,6 +40,13 @@ def names_in(path: Path) -> set[str]:
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, kinds)}
     return found
+
+
+def test_page_says_where_what_is_looked_for_most_is() -> None:
+    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE)
+    assert len(named) > 12
+    missing = [f"{file}:{name}" for file, name in named if name not in names_in(SOURCE / file)]
+    assert not missing
 
 
 def test_each_of_five_walks_has_a_row_in_the_table() -> None:

@@ -14,7 +14,8 @@ import pytest
 from distributed.core.protocol.heartbeat import Phase
 from distributed.core.run_dir import AttemptDir
 from distributed.launch.supervise.flight_recorders import Recorders
-from distributed.launch.supervise.hangs import HangWatch, Stall, Watched
+from distributed.launch.supervise.hangs import HangWatch, Stall
+from distributed.launch.supervise.stack_query import Watched
 from distributed.launch.supervise.stacks import Whereabouts
 from distributed.launch.supervise.stuck_collectives import (
     Call,

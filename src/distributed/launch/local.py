@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from distributed.core.env import JOIN_TOKEN, WorkerEnv, gpu_names, inherited_environ
+from distributed.core.env import JOIN_TOKEN, LOCAL_PLACE, WorkerEnv, gpu_names, inherited_environ
 from distributed.core.run_dir import RunDir
 from distributed.launch.base import Launcher
 from distributed.launch.node.command import rank_argv
 from distributed.launch.node.log_mirror import LogMirror, MirrorScreen
 from distributed.launch.node.preloading import ALWAYS, Preloads, preloads
 from distributed.launch.node.rank_group import RankGroup
-from distributed.launch.node.shared_gpus import on_shared_gpu
 from distributed.launch.node.warm_parent import WarmParent
 from distributed.launch.program_file import program_file
 from distributed.launch.rendezvous.nodes import Alone, Nodes, Round
@@ -207,3 +207,22 @@ def preloads_of(request: LaunchRequest) -> Preloads | None:
     if not (request.warm and WarmParent.is_supported()):
         return None
     return preloads(program_file(request.command), request.preload or ALWAYS)
+
+
+def on_shared_gpu(worker: WorkerEnv, gpus: int) -> dict[str, str]:
+    """The variables that a rank on a shared GPU gets in place of those of a rank with its own GPU.
+
+    NCCL refuses two ranks of one host on one GPU, and uses sockets between hosts. LOCAL_RANK names the GPU, for which
+    scripts read it; this library reads the rank's place on its node from another variable.
+
+    >>> found = on_shared_gpu(WorkerEnv(rank=3, local_rank=3, world_size=4, local_world_size=4), gpus=1)
+    >>> found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"], found["DISTRIBUTED_LOCAL_PLACE"]
+    ('0', '1', '3/4')
+    """
+    return {
+        # A replacement rank in a later attempt is another host, also to the surviving ranks.
+        "NCCL_HOSTID": f"{socket.gethostname()}-{worker.attempt}-rank-{worker.rank}",
+        "LOCAL_RANK": str(worker.local_rank % max(1, gpus)),
+        "LOCAL_WORLD_SIZE": str(min(max(1, gpus), worker.local_world_size)),
+        LOCAL_PLACE: f"{worker.local_rank}/{worker.local_world_size}",
+    }

@@ -14,7 +14,7 @@ from distributed.core.run_dir import RunDir
 from distributed.data.checks.ledger import complete_ledgers, rewind_ledgers
 from distributed.data.shares import EpochSplit
 from distributed.strategies.base import NonFiniteLoss, StepOutput
-from distributed.train.loop_parts.explanations import explain_nonfinite
+from distributed.train.checks.anomalies import explain_nonfinite
 from distributed.train.loop_parts.parts import LoopParts
 from distributed.train.loop_parts.turns import Turn, Turns
 from distributed.train.meter import Reading

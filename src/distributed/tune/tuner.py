@@ -7,12 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from distributed.core.errors import ConfigError, PlanError, Problem
-from distributed.core.registry import Entry, Registry, nearest_hint
+from distributed.core.registry import Entry, Registry
 from distributed.core.secrets import mask
-from distributed.core.values import parse_best
 from distributed.launch.preflight import new_run_dir
 from distributed.observe.charts import why_not_drawn
 from distributed.tune.journal import Heading, Journal, Past, holds_search, read_journal
@@ -24,6 +23,14 @@ from distributed.tune.runner import Mode, Runner, SchedulerName, SearchName, Tri
 from distributed.tune.search import grid_problems, make_search
 from distributed.tune.search_events import SearchEvents
 from distributed.tune.space_reading import SearchSpace, read_space
+from distributed.tune.tuner_checks import (
+    check_choices,
+    check_devices,
+    check_function,
+    check_numbers,
+    check_parts,
+    parse_metric,
+)
 
 RUNNERS = Registry(
     "tuning engine",
@@ -32,8 +39,6 @@ RUNNERS = Registry(
         "ray": Entry("distributed.engines.ray.tune_runner:RayRunner", needs="ray", extra="ray"),
     },
 )
-_SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
-_SCHEDULERS: tuple[SchedulerName, ...] = get_args(SchedulerName)
 
 
 class DistributedTuner:
@@ -78,7 +83,7 @@ class DistributedTuner:
         progress: bool = True,
     ) -> None:
         space, problems = read_space(search_space)
-        metric, mode, wrong = _parse_metric(metric, mode)
+        metric, mode, wrong = parse_metric(metric, mode)
         problems += wrong
         options: Mapping[str, Any] = {
             "num_gpus": (num_gpus, 1),
@@ -89,12 +94,12 @@ class DistributedTuner:
             "perturb_every": (perturb_every, 1),
             "max_failures": (max_failures, 0),
         }
-        problems += _check_numbers(options)
-        problems += _check_choices(search, scheduler, engine, address, metric)
-        problems += _check_parts(quantile, reduction_factor, resample_probability)
-        problems += _check_function(train_fn)
+        problems += check_numbers(options)
+        problems += check_choices(search, scheduler, engine, engines=RUNNERS.entries, address=address, metric=metric)
+        problems += check_parts(quantile, reduction_factor, resample_probability)
+        problems += check_function(train_fn)
         if not problems:
-            problems += _check_devices(gpus_per_trial, trials_per_gpu)
+            problems += check_devices(gpus_per_trial, trials_per_gpu)
         if not problems and search == "grid":
             problems += grid_problems(space)
         if resume and run_dir is None:
@@ -281,112 +286,3 @@ def _total(request: TuneRequest) -> int:
     if request.search == "bayes":
         return request.num_samples
     return make_search(replace(request, past=())).total
-
-
-def _parse_metric(metric: str | None, mode: str | None) -> tuple[str | None, Mode | None, list[Problem]]:
-    """'val_loss', or 'min:mae'; `mode` says the same."""
-    if mode not in (None, "min", "max"):
-        return (
-            metric,
-            None,
-            [
-                Problem(
-                    f"mode={mode!r}", why="the best value is the smallest or the largest", do="mode='min' or mode='max'"
-                )
-            ],
-        )
-    if metric is None:
-        return None, "max" if mode == "max" else "min" if mode else None, []
-    if mode is not None:
-        return metric, "max" if mode == "max" else "min", []
-    try:
-        direction, name = parse_best(metric)
-    except ValueError:
-        what = f"metric={metric!r} does not say which is best"
-        return metric, None, [Problem(what, do="mode='min' or mode='max'")]
-    return name, "max" if direction == "max" else "min", []
-
-
-def _check_function(train_fn: object) -> list[Problem]:
-    if callable(train_fn):
-        return []
-    return [Problem(f"train_fn is a {type(train_fn).__name__}", do="pass a function that takes a dictionary")]
-
-
-def _check_devices(gpus_per_trial: int, trials_per_gpu: int) -> list[Problem]:
-    if gpus_per_trial <= 1 or trials_per_gpu <= 1:
-        return []
-    what = f"gpus_per_trial={gpus_per_trial} and trials_per_gpu={trials_per_gpu}"
-    why = "a trial has several devices of its own, or shares one device"
-    return [Problem(what, why=why, do="set one of them to 1")]
-
-
-def _check_numbers(options: Mapping[str, tuple[Any, int]]) -> list[Problem]:
-    problems = []
-    for name, (value, least) in options.items():
-        if value is None:
-            continue
-        if isinstance(value, float) and name in ("trials_per_gpu", "gpus_per_trial"):
-            do = "for several trials on a device: trials_per_gpu=2; for several devices a trial: gpus_per_trial=2"
-            problems.append(Problem(f"{name}={value!r} is not a whole number", do=do))
-        elif isinstance(value, bool) or not isinstance(value, int) or value < least:
-            problems.append(
-                Problem(f"{name}={value!r}", why=f"{name} is a whole number of at least {least}", do=f"{name}={least}")
-            )
-    return problems
-
-
-def _check_parts(quantile: float, reduction_factor: float, resample: float) -> list[Problem]:
-    problems = []
-    if not 0 < quantile <= 0.5:
-        problems.append(
-            Problem(
-                f"quantile={quantile!r}",
-                why="the part of the population that is replaced is above 0 and at most 0.5",
-                do="quantile=0.25",
-            )
-        )
-    if not reduction_factor > 1:
-        problems.append(
-            Problem(
-                f"reduction_factor={reduction_factor!r}",
-                why="each round keeps one trial in reduction_factor, which must be above 1",
-                do="reduction_factor=4",
-            )
-        )
-    if not 0 <= resample <= 1:
-        problems.append(
-            Problem(
-                f"resample_probability={resample!r}", why="a probability is from 0 to 1", do="resample_probability=0.25"
-            )
-        )
-    return problems
-
-
-def _check_choices(search: str, scheduler: str, engine: str, address: str | None, metric: str | None) -> list[Problem]:
-    problems = []
-    for name, value, known in (
-        ("search", search, _SEARCHES),
-        ("scheduler", scheduler, _SCHEDULERS),
-        ("engine", engine, ("auto", *RUNNERS.entries)),
-    ):
-        if value not in known:
-            problems.append(Problem(f"{name}={value!r} is not known", do=nearest_hint(str(value), known)))
-    if metric is None and (scheduler != "none" or search == "bayes"):
-        steers = f"scheduler={scheduler!r}" if scheduler != "none" else "search='bayes'"
-        problems.append(
-            Problem(
-                f"{steers} without a metric",
-                why=f"{steers} compares trials by a metric, and none is given",
-                do="metric='val_loss'",
-            )
-        )
-    if search == "bayes" and scheduler == "pbt":
-        why = "a population's parameters change in the course of a trial, and the search would learn from the last ones"
-        problems.append(
-            Problem("search='bayes' with scheduler='pbt'", why=why, do="search='random', or another scheduler")
-        )
-    if engine == "local" and address is not None:
-        what = f"engine='local' and address={address!r}"
-        problems.append(Problem(what, why="an address is that of a Ray cluster", do="leave one of them out"))
-    return problems

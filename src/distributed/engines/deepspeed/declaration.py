@@ -20,7 +20,7 @@ def _claims(wanted: EngineRequest) -> str:
 
 
 DEEPSPEED = Engine(
-    "distributed.engines.deepspeed.strategy:strategy_of",
+    "distributed.engines.deepspeed.pipeline.strategy:strategy_of",
     needs="deepspeed",
     extra="deepspeed",
     does="DeepSpeed's ZeRO, with state in host memory or on a disk",

@@ -34,7 +34,7 @@ from distributed.launch.node.warm_parent import WarmParent
 from distributed.launch.request import NodeProcesses, ProcessSpec, Role
 from distributed.launch.supervise.aborts import aborted_record, unstarted_record
 from distributed.launch.supervise.first_failure import Ending
-from distributed.launch.supervise.hangs import Watched
+from distributed.launch.supervise.stack_query import Watched
 
 
 @dataclass

@@ -15,9 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed.launch.rendezvous.node_channel import KeyValueStore
-from distributed.launch.rendezvous.rounds import Terms, TooLate
 
 _POLL_S = 0.03
+
+
+class TooLate(Exception):
+    """The round was sealed without this node."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How many nodes a round takes; the node that opens the round decides."""
+
+    fewest: int
+    most: int
+    last_call_s: float  # for more nodes to join, once `fewest` have
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,8 @@ class _Table:
         return json.dumps({"taken": self.taken, "sealed": self.sealed})
 
 
-def rendezvous(store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]) -> tuple[int, int]:
-    """Join a round; see rounds.Rendezvous."""
+def take_seat(store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]) -> tuple[int, int]:
+    """This node's seat and the number of seats; raises TooLate, and what `check` raises to end the wait."""
     key, me = f"table/{number}", uuid.uuid4().hex
     enough_since: float | None = None
     while True:

@@ -18,7 +18,6 @@ from distributed.core.env import StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.core.protocol.store_wire import StoreRefusedError
 from distributed.launch.ports import free_port
-from distributed.launch.rendezvous.attendance import rendezvous
 from distributed.launch.rendezvous.node_channel import ARRIVED, KeyValueStore, NodeChannel
 from distributed.launch.rendezvous.nodes import News, Round, RunOver, StoppedWaiting
 from distributed.launch.rendezvous.rounds import Rounds
@@ -101,7 +100,7 @@ class Membership:
         self._lost_after_s = lost_after_s
         self._cut_off_after_s = cut_off_after_s
         self._try_s = try_s
-        self._rounds = Rounds(request, rendezvous, first_call_s=first_call_s, last_call_s=last_call_s)
+        self._rounds = Rounds(request, first_call_s=first_call_s, last_call_s=last_call_s)
         self._line: _Line | None = None
         self._agents: tuple[int, ...] = ()  # of the last round that this node was in
         self._members = 0  # nodes of this node's round; 0: it is in none

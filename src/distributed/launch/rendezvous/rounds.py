@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from dataclasses import asdict
 
+from distributed.launch.rendezvous.attendance import Terms, TooLate, take_seat
 from distributed.launch.rendezvous.node_channel import ROUND, KeyValueStore, NodeChannel
 from distributed.launch.rendezvous.seating import NodeOffer, RoundRecord, arrange
 from distributed.launch.request import LaunchRequest
@@ -32,34 +31,11 @@ class RoundOver(Exception):
     """The nodes have moved to a later round."""
 
 
-class TooLate(Exception):
-    """The round was sealed without this node."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """How many nodes a round takes; the node that opens the round decides."""
-
-    fewest: int
-    most: int
-    last_call_s: float  # for more nodes to join, once `fewest` have
-
-
-class RoundCount(Protocol):
-    """Counts the nodes that join a round."""
-
-    def __call__(self, store: KeyValueStore, number: int, terms: Terms, check: Callable[[], None]) -> tuple[int, int]:
-        """This node's seat and the number of seats; raises TooLate, and what `check` raises to end the wait."""
-
-
 class Rounds:
     """The rounds of a run, from the side of one node."""
 
-    def __init__(
-        self, request: LaunchRequest, rendezvous: RoundCount, *, first_call_s: float = 30.0, last_call_s: float = 3.0
-    ) -> None:
+    def __init__(self, request: LaunchRequest, *, first_call_s: float = 30.0, last_call_s: float = 3.0) -> None:
         self._request = request
-        self._rendezvous = rendezvous
         self._first_call_s = first_call_s
         self._last_call_s = last_call_s
         self._last = 0  # the newest round that this node tried
@@ -107,7 +83,7 @@ class Rounds:
                 continue
             terms = Terms(**json.loads(store.get(f"terms/{number}")))
             try:
-                seat = self._rendezvous(store, number, terms, check)
+                seat = take_seat(store, number, terms, check)
                 self._last = number
                 record = self._agree(store, number, card, before=before, seat=seat[0], seats=seat[1])
             except RoundOver:

@@ -9,38 +9,26 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from distributed.core.choices import Activity
 from distributed.core.protocol.heartbeat import RECORD, Beat, Phase
 from distributed.launch.node.kernel import GONE, HALTED, Kernel
 from distributed.launch.supervise.flight_recorders import Recorders
-from distributed.launch.supervise.stacks import Whereabouts, data_line, parse_stacks, standing
+from distributed.launch.supervise.stack_query import StackQuery, Watched
+from distributed.launch.supervise.stacks import Whereabouts
 from distributed.launch.supervise.stuck_collectives import Wait, blame_mismatch, find_waits, standing_in
 
 _S = 1_000_000_000
 _SHORTEST_S = 10.0
 _STEPS = 20  # a step may take this many times as long as the slowest recent one
 _EVERY_NS = _S // 5
-_SETTLED_NS = _S // 10  # a dump that did not grow for this long is complete: faulthandler does not mark its end
-_DUMP_TIMEOUT_NS = 2 * _S  # timeout for a stack dump; a loaded machine is slow
-_WORKERS_NS = 2 * _S  # timeout for the dumps of all data loader workers
 _SOON_NS = _S  # a rank that will be late this soon is queried as well: it may wait for the one that is late now
 _PAUSE_NS = 3 * _S  # not called for this long: the job or the machine was suspended, and the ranks with it
 _LOOKS_OUTSIDE = 4  # at collectives of ranks that are not in training steps, within the time that one may take
 _KINDS = ("stopped", "data", "user code", "unknown")
-
-
-@dataclass(frozen=True)
-class Watched:
-    rank: int
-    pid: int
-    heartbeat: Path
-    stack: Path  # where faulthandler of this rank, and of the workers that it forked, writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +125,7 @@ class HangWatch:
         self._files: dict[int, int] = {}
         self._next = self._looked_at = 0
         self._pauses: list[tuple[int, int]] = []  # end and length, while this process itself was not running
-        self._inquiries: list[_StackQuery] = []
+        self._inquiries: list[StackQuery] = []
         self._compiling: dict[int, tuple[int, int]] = {}  # rank: its beat, and until when it has time
         self._judged: frozenset[tuple[int, int]] = frozenset()  # (rank, beat) of the late ranks queried already
         self._judge_again = 0
@@ -165,7 +153,7 @@ class HangWatch:
         if not late or (late == self._judged and now < self._judge_again):
             return None
         asked = [rank for rank, beat in beats.items() if now + _SOON_NS > self._due(rank, beat)]
-        self._inquiries = [_StackQuery(self._ranks[rank], beats[rank], now, self._kernel) for rank in asked]
+        self._inquiries = [StackQuery(self._ranks[rank], beats[rank], now, self._kernel) for rank in asked]
         if self._recorders is not None:
             running = [rank for rank in beats if self._kernel.state(self._ranks[rank].pid) not in HALTED + GONE]
             self._recorders.ask(running, now)
@@ -178,7 +166,7 @@ class HangWatch:
         self._files.clear()
         self._inquiries = []
 
-    def _conclude(self, inquiries: Sequence[_StackQuery], now: int) -> Stall | None:
+    def _conclude(self, inquiries: Sequence[StackQuery], now: int) -> Stall | None:
         beats = self._beats()
         late = self._late(beats, now)
         if not late:
@@ -293,97 +281,3 @@ class HangWatch:
                     step, time_ns, Phase(phase), slowest_ns, collective.rstrip(b"\0").decode("utf-8", "replace")
                 )
         return beats
-
-
-class _StackQuery:
-    """The query of one rank's stacks, and, if it waits for data, of its data loader's workers."""
-
-    def __init__(self, watched: Watched, beat: Beat, now: int, kernel: Kernel) -> None:
-        self.watched, self.beat, self._kernel = watched, beat, kernel
-        self._dump = _Dump(watched.pid, watched.stack, now, kernel)
-        self._found: Whereabouts | None = None
-        self._workers: list[int] | None = None  # not queried yet; None: unknown
-        self._worker: _Dump | None = None
-        self._workers_until = 0
-
-    @property
-    def text(self) -> str:
-        return self._dump.text()
-
-    def is_over(self, now: int) -> bool:
-        if self._workers is None:
-            if not self._dump.is_over(now):
-                return False
-            self._found = self._own_standing()
-            needs_worker = self._found is not None and self._found.needs_worker
-            self._workers = self._kernel.forks(self.watched.pid) if needs_worker else []
-            self._workers_until = now + _WORKERS_NS
-        return self._worker_is_found(now)
-
-    def standing(self) -> Whereabouts | None:
-        """The whereabouts so far; None if the process has ended."""
-        return self._found
-
-    def _own_standing(self) -> Whereabouts | None:
-        state = self._kernel.state(self.watched.pid)
-        if state in GONE:
-            return None
-        stacks = self._dump.text()
-        halted = self._kernel.describe_halt(self.watched.pid) if state in HALTED or not stacks else ""
-        return Whereabouts("stopped", halted) if halted else standing(parse_stacks(stacks), self.beat.collective)
-
-    def _worker_is_found(self, now: int) -> bool:
-        """Query the workers in sequence, because they write to the same file."""
-        assert self._workers is not None
-        while True:
-            if self._worker is not None:
-                if not self._worker.is_over(now) and now < self._workers_until:
-                    return False
-                stacks = self._worker.text()
-                line = data_line(parse_stacks(stacks)) if stacks else self._kernel.describe_halt(self._worker.pid)
-                self._worker = None
-                if line:
-                    self._found = Whereabouts("data", f"{line}, in a data loader worker")
-                    self._workers.clear()
-            if not self._workers or now >= self._workers_until:
-                return True
-            self._worker = _Dump(self._workers.pop(0), self.watched.stack, now, self._kernel)
-
-
-class _Dump:
-    """The stacks of one process, requested at construction.
-
-    The file is not truncated: a process that has not opened it for appending would leave a hole.
-    """
-
-    def __init__(self, pid: int, path: Path, now: int, kernel: Kernel) -> None:
-        self.pid, self._path = pid, path
-        self._begins = self._size = self._now_size()
-        self._asked_at = self._grew_at = now
-        self._is_asked = kernel.state(pid) not in HALTED + GONE and kernel.handles(pid, signal.SIGUSR2)
-        if self._is_asked:
-            try:
-                kernel.kill(pid, signal.SIGUSR2)
-            except ProcessLookupError:
-                self._is_asked = False
-
-    def is_over(self, now: int) -> bool:
-        size = self._now_size()
-        if size != self._size:
-            self._size, self._grew_at = size, now
-            self._begins = self._begins if size >= self._begins else 0  # the file was truncated
-        is_complete = size > self._begins and now - self._grew_at >= _SETTLED_NS
-        return not self._is_asked or is_complete or now - self._asked_at >= _DUMP_TIMEOUT_NS
-
-    def text(self) -> str:
-        if not self._is_asked or self._size <= self._begins:
-            return ""
-        with self._path.open("rb") as file:
-            file.seek(self._begins)
-            return file.read(self._size - self._begins).replace(b"\0", b"").decode(errors="replace")
-
-    def _now_size(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except FileNotFoundError:
-            return 0

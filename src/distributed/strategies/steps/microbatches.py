@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 from distributed.data.loading.loader import Microbatch
-from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, add_sums
+from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StepTask, add_sums
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.parameter_hooks import refuse_new_hooks
 from distributed.strategies.checks.torch_errors import explain_freed
 from distributed.strategies.data_parallel.ddp import sees_its_share
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
 from distributed.strategies.steps.evaluation_step import unless_empty
-from distributed.strategies.steps.forward_only import forward_only
 from distributed.strategies.steps.one_rank_step import OneRankStep
 
 
@@ -199,3 +199,34 @@ class MicrobatchStep(OneRankStep):
         finally:
             for module in unsynced:
                 module.train()
+
+
+class ForwardOnly:
+    """What a manual step's calls go to where nothing is to be trained. Implements OptimizerCalls."""
+
+    def backward(self, loss: torch.Tensor, weight: Any, *, retain_graph: bool) -> None:
+        pass
+
+    def step(self, name: str) -> None:
+        pass
+
+    def zero_grad(self, name: str) -> None:
+        pass
+
+
+@contextmanager
+def forward_only(task: StepTask, *, is_whole: bool) -> Iterator[None]:
+    """A scope in which training steps train nothing, and what the task keeps of its own stays as it is.
+
+    `is_whole`: whether this rank has the whole model. A step of the user's own, which may ask for gradients by itself
+    (a penalty on them), then has a graph.
+    """
+    kept = copy.deepcopy(task.state()) if task.keeps_state else None
+    task.steps_by(ForwardOnly())
+    try:
+        with torch.set_grad_enabled(is_whole and task.has_own_step):
+            yield
+    finally:
+        task.steps_by(None)
+        if kept is not None:
+            task.load_state(kept)

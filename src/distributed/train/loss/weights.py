@@ -16,9 +16,8 @@ from distributed.train.checks.reachable import changes, look
 from distributed.train.loss.elements import elements, elements_on_device, looked_at, rows
 from distributed.train.loss.probe import can_cut, fitting_by_value, know_by_value, misfit, try_function, try_model
 from distributed.train.loss.refusals import RETURN, SAMPLES, changed_kind, fits_none, ignores, padded, unknown
-from distributed.train.loss.rules import Evidence, Mark, Rule, marks_of, rules_for
+from distributed.train.loss.rules import Evidence, Mark, Rule, Votes, count_votes, marks_of, rules_for
 from distributed.train.loss.torch_losses import Entropy, adds_up, entropy_of, is_even
-from distributed.train.loss.votes import Votes, count_votes
 
 _OPEN_LOOKS = 16  # after which such targets are too few to show it, and to matter
 

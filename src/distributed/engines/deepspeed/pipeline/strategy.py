@@ -15,10 +15,11 @@ import torch
 
 from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
+from distributed.engines.deepspeed.engine import DeepSpeedEngine
 from distributed.engines.deepspeed.pipeline.engine import EnginePipeline
 from distributed.engines.deepspeed.process import complete, deepspeed_environ, device_index
 from distributed.runtime.session import Session
-from distributed.strategies.base import StepTask
+from distributed.strategies.base import StepTask, Strategy
 from distributed.strategies.checks.elementwise import refuse_closure, refuse_step_hooks
 from distributed.strategies.checks.sharded_models import refuse_extra_state
 from distributed.strategies.data_parallel.used_parameters import UsedParameters
@@ -178,3 +179,8 @@ def _check_place(grid: Any, plan: Plan, rank: int) -> None:
             why=f"by the mesh of this run it is at stage {place['pp']}, data rank {place['dp_replicate']}",
             do="give num_stages in place of a topology: stages are the outer axis, and there is no other beside data",
         )
+
+
+def strategy_of(plan: Plan) -> Strategy:
+    """Which of DeepSpeed's engines trains a plan: its ZeRO, or its pipeline."""
+    return DeepSpeedPipeline(plan) if plan.mesh.pp > 1 else DeepSpeedEngine(plan)
