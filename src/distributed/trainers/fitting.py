@@ -50,6 +50,7 @@ from distributed.trainers.launching import (
     record_run,
     refuse,
 )
+from distributed.trainers.network_check import measure_network
 from distributed.trainers.payload import write_payload
 from distributed.trainers.trained.model import UntrainedTask, load_trained_state
 from distributed.worker import line_for, meet, open_session, run_rank
@@ -154,6 +155,8 @@ def join_world(
     plan = plan.in_dir(run_dir).for_world(session.world_size, session.env.num_nodes)
     if not session.env.restarts:  # later, some ranks come from the world before, and have been asked already
         check_alike(plan, session)
+        if request.config.network_profile != "none" and session.env.num_nodes > 1:
+            plan = plan.with_decisions(measure_network(session))
     check_extras(plan)
     followed = world.is_followed and number == 1  # our launcher shows the progress
     with ExitStack() as held:
