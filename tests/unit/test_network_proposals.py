@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -210,3 +211,17 @@ def test_nccl_takes_beginnings_whole_names_and_exclusions() -> None:
     assert nccl_interfaces("=eth0", there) == ["eth0"]
     assert nccl_interfaces("^lo,docker", there) == ["eth0", "eth01"]
     assert nccl_interfaces("=eth", there) == []
+
+
+def test_document_names_every_variable_and_profile() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "network.md").read_text(encoding="utf-8")
+    small = ProcessLimits(shm_bytes=2**20)
+    by_pcie = replace(cards("PHB"), paths=dict.fromkeys(cards("PHB").paths, "PHB"))
+    machines = (
+        replace(gpus(rdma=(RdmaPort("mlx5_0"),), topology=by_pcie, gpu_direct="dmabuf"), limits=small),
+        gpus(rdma=(RdmaPort("mlx5_0", is_active=False),), interfaces=(LO, ENS8), route="ens8"),
+    )
+    proposed = {name for machine in machines for name in names(machine)}
+    assert len(proposed) == 10, "every proposal is made for one of these machines"
+    wanted = {*proposed, *CLOUDS, *(variable.name for cloud in CLOUDS.values() for variable in cloud.variables)}
+    assert [word for word in sorted(wanted) if f"`{word}" not in page] == []

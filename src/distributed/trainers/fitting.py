@@ -49,6 +49,7 @@ from distributed.trainers.launching import (
     recorded_in_world,
     refuse_several_nodes,
 )
+from distributed.trainers.network_check import measure_network
 from distributed.trainers.payload import write_payload
 from distributed.trainers.trained.model import UntrainedTask, load_trained_state
 from distributed.worker import run_rank
@@ -153,6 +154,8 @@ def join_world(
     plan = plan.in_dir(run_dir).for_world(session.world_size, session.env.num_nodes)
     if not session.env.restarts:  # later, some ranks come from the world before, and have been asked already
         check_alike(plan, session)
+        if request.config.network_profile != "none" and session.env.num_nodes > 1:
+            plan = plan.with_decisions(measure_network(session))
     check_extras(plan)
     followed = world.is_followed and number == 1  # our launcher shows the progress
     with recorded_in_world(plan, request.config, session.env, is_held=bool(world.run_dir)):
