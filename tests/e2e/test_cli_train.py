@@ -187,6 +187,7 @@ def test_restarted_plain_script_is_reported_in_its_own_words(tmp_path):
     assert "2 attempts, done after" in done.stdout
     assert "the script was started again after" in done.stdout
     assert "goodput" not in done.stdout
+    assert "ranks for each layer (if train.py uses a Trainer or distributed.start)" in done.stderr
     _, told, idle = done.stderr.rpartition("train.py used no Trainer and no distributed.start: these settings had no")
     assert told
     assert "epochs=3 (command line)" in idle

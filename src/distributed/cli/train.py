@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import typer
 
 from distributed.cli import options as opt
-from distributed.cli.program import about_plain_script, about_preloads, has_input, read_command
+from distributed.cli.program import about_plain_script, about_preloads, has_input, program_of, read_command
 from distributed.cli.settings import gather
 from distributed.cli.words import ScriptCommand
 from distributed.core.atomic import make_private
@@ -172,7 +172,14 @@ class TrainJob:
     config: DistributedConfig
     request: LaunchRequest
     decisions: tuple[Decision, ...]
+    planned: tuple[Decision, ...]  # for a Trainer in the program, of which nothing is known before it runs
     engine: Engine
+
+    @property
+    def told(self) -> list[str]:
+        """What is decided, as it is printed."""
+        if_so = f"(if {program_of(self.request.command)} uses a Trainer or distributed.start)"
+        return [*map(str, self.decisions), *(f"{decision} {if_so}" for decision in self.planned)]
 
 
 def _prepare(
@@ -195,7 +202,8 @@ def _prepare(
     whole = adopt(config, problems, ranks if worker_env() is None else None)  # the ranks adopt for themselves
     # A run that cannot be had is refused before it starts. Only the engine is taken: the script's `fit` has settings of
     # its own, and plans how its ranks share the work.
-    chosen = plan_parallel(whole, ranks, nodes, device=resources.device, decisions=decisions, problems=obstacles).engine
+    planned: list[Decision] = []
+    chosen = plan_parallel(whole, ranks, nodes, device=resources.device, decisions=planned, problems=obstacles).engine
     network = network_here(config, resources, hardware, chosen)
     obstacles += network.problems
     target = os.path.abspath(run_dir_of(config))
@@ -231,7 +239,7 @@ def _prepare(
     _refuse(problems, obstacles, launch_problems)
     ENGINES.require(chosen)
     preloads = [] if engine.spans else about_preloads(request)
-    return TrainJob(config, request, (*decisions, *network.decisions, *preloads), engine)
+    return TrainJob(config, request, (*decisions, *network.decisions, *preloads), tuple(planned), engine)
 
 
 def _join_token(option: str | None, request: LaunchRequest, problems: list[Problem]) -> str:
@@ -309,8 +317,8 @@ def _given(config: DistributedConfig) -> dict[str, list[object]]:
 
 def _show_dry_run(job: TrainJob) -> None:
     request = job.request
-    for decision in job.decisions:
-        typer.echo(f"{decision}")
+    for line in job.told:
+        typer.echo(line)
     typer.echo(str(launcher_of(job.engine).render(request, RestartLimits.of(job.config))))
 
 
@@ -331,11 +339,11 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
         _refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
         request = replace(request, attempt=next_attempt(request.run_dir))
     attempt_dir = RunDir(request.run_dir).attempt(request.attempt)
-    typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
+    typer.echo("\n".join([*job.told, f"logs of the ranks: {attempt_dir}"]), err=True)
     make_private(request.run_dir)
     if first is None or (first.place.node_rank == 0 and not first.restarts):
         RunConfig.of(job.config, request.command).write(request.run_dir)
-    printed = [str(decision) for decision in job.decisions]
+    printed = [str(decision) for decision in (*job.decisions, *job.planned)]
     screen = RunScreen(request.run_dir, request.attempt, shows_progress=job.config.progress, printed=printed)
     limits = RestartLimits.of(job.config)
     try:
