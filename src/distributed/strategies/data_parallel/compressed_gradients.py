@@ -87,6 +87,10 @@ class CastGradients(CompressedGradients):
         self._dtype, self._kind, self._is_scaled = CASTS[plan.kind], plan.kind, is_scaled
         self._overflowed: torch.Tensor | None = None
 
+    @property
+    def has_small_range(self) -> bool:
+        return self._dtype is torch.float16
+
     def begin(self) -> None:
         self._overflowed = None
 
