@@ -21,9 +21,11 @@ from distributed.strategies.checks.elementwise import needs_closure
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.parameter_hooks import refuse_hooks
 from distributed.strategies.checks.sparse_layers import refuse_sparse
+from distributed.strategies.data_parallel.auto.auto_compression import AutoCompression
+from distributed.strategies.data_parallel.auto.making import step_compression
 from distributed.strategies.data_parallel.ddp import own_buffers, why_not_captured
 from distributed.strategies.data_parallel.gradient_buckets import GradientBuckets
-from distributed.strategies.data_parallel.step_compression import StepCompression, step_compression
+from distributed.strategies.data_parallel.step_compression import StepCompression
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
 from distributed.strategies.model.compiled_call import CompiledCall
 from distributed.strategies.speed.bf16_parameters import Bf16Parameters
@@ -44,6 +46,7 @@ class Replicated(MeshStep):
         self._manual: ManualSteps | None = None  # if the task makes gradients and steps itself
         self.why_not_captured = ""
         self._compression: StepCompression | None = None  # if less than the gradients is sent
+        self.tell_choices: Callable[[Callable[[str], None]], None] = lambda tell: None  # made while the run goes on
 
     def setup(self, task: StepTask, session: Session) -> None:
         super().setup(task, session)
@@ -130,6 +133,17 @@ class Replicated(MeshStep):
         self._clip_now = compression.before(self._clip_now)  # type: ignore[assignment, method-assign]
         if compression.weighs:
             self._note_weight = lambda weight, micro: compression.weigh(weight, micro, self._model, self._unit)
+        if isinstance(compression, AutoCompression):
+            compression.begin()
+            self._take_step = compression.watching(self._take_step, self._send_whole)
+            self.tell_choices = compression.tell_by
+
+    def _send_whole(self) -> None:
+        """Compression is over for good: nothing more of it is called, and DDP reduces by itself."""
+        del self._update, self._clip_now  # which then are the methods again
+        self._note_weight = None
+        self._take_step = self._pass_and_update
+        self._replicate_again()
 
     def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """The optimizer's parameters, by those of the model that others step for."""

@@ -10,11 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.comm.compression.feedback import FEEDBACK, row_box
-from distributed.core.plan import Decision, Plan
+from distributed.core.plan import Decision
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box
-from distributed.runtime.torch_module_compat import loss_scale_tensors
 from distributed.strategies.data_parallel.compressed_gradients import (
     CastGradients,
     CompressedGradients,
@@ -26,31 +25,11 @@ Update = Callable[[bool], torch.Tensor | None]
 Clip = Callable[[float], torch.Tensor]
 
 
-def step_compression(
-    plan: Plan, session: Session, scaler: torch.amp.GradScaler | None, stepped: Stepped
-) -> StepCompression | None:
-    """What the plan says; None: gradients are sent whole.
+class StepCompression:
+    """What a step calls, if less than the gradients is sent; a step without compression calls none of it.
 
     `stepped`: the optimizer's parameters, by those of the model that others step for.
     """
-    compression, ranks = plan.replicate.compression, plan.mesh.data_ranks
-    if compression.keeps:
-        fed_back = FedBackGradients(
-            compression,
-            session,
-            seed=plan.seed,
-            finds_unused=plan.replicate.find_unused_parameters,
-            loss_scale=lambda: loss_scale_tensors(scaler)[0] if scaler is not None else None,
-        )
-        return StepCompression(fed_back, session, ranks=ranks, stepped=stepped)
-    if compression.kind != "none" and ranks > 1:
-        casts = CastGradients(compression, session, is_scaled=scaler is not None)
-        return StepCompression(casts, session, ranks=ranks, stepped=stepped)
-    return None
-
-
-class StepCompression:
-    """What a step calls, if less than the gradients is sent; a step without compression calls none of it."""
 
     def __init__(self, reducer: CompressedGradients, session: Session, *, ranks: int, stepped: Stepped) -> None:
         self._reducer, self._session, self._ranks, self._stepped = reducer, session, ranks, stepped
@@ -74,8 +53,8 @@ class StepCompression:
 
     def attach(self, model: nn.Module) -> None:
         """Reduce the gradients of this module, if DDP would."""
-        if isinstance(model, DistributedDataParallel):
-            self._reducer.attach(model)
+        if isinstance(model, DistributedDataParallel):  # torch refuses annotations that are texts
+            model.register_comm_hook(None, lambda _, bucket: self._reducer.reduce_bucket(bucket))
 
     def follow(self, module: nn.Module) -> None:
         """Compress gradients of the parameters that are trained now."""
@@ -93,9 +72,8 @@ class StepCompression:
 
         `model`: that training calls.
         """
-        if weight is None:
+        if weight is None or self._fed_back is None:
             return
-        assert self._fed_back is not None
         counted = (weight if micro.size else weight * 0).detach().double()
         self._counted = counted if self._counted is None else self._counted + counted
         if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
