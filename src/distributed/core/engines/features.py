@@ -64,7 +64,7 @@ def _sharding(kind: str) -> Callable[[EngineRequest], str]:
     return asked_as
 
 
-_LOSSY = ("bf16", "topk", "randomk", "powersgd", "int8", "onebit")
+_LOSSY = ("auto", "bf16", "topk", "randomk", "powersgd", "int8", "onebit")
 ASKED: dict[str, Feature] = {
     "bf16": Feature("bf16", by_value("mixed_precision", "bf16")),
     "fp16": Feature("fp16 with a scaled loss", by_value("mixed_precision", "fp16")),

@@ -114,8 +114,8 @@ def _without_effect(config: DistributedConfig) -> list[Problem]:
         ("find_unused_parameters", bitwise and config.find_unused_parameters, "reproducible='off'"),
         ("static_graph", bitwise and config.static_graph, "reproducible='off'"),
         ("bucket_cap_mb", bitwise, "reproducible='off'"),
-        ("compression_ratio", kind not in ("topk", "randomk"), "compression='topk'"),
-        ("compression_rank", kind != "powersgd", "compression='powersgd'"),
+        ("compression_ratio", kind not in ("topk", "randomk", "auto"), "compression='topk'"),
+        ("compression_rank", kind not in ("powersgd", "auto"), "compression='powersgd'"),
         ("compression_min_size", kind in ("none", "fp16", "bf16"), "compression='topk'"),
     ):
         if useless and name in config.model_fields_set:

@@ -167,12 +167,18 @@ class CommunicationSettings(SettingsSection):
     compression: Compression = Field(
         "none",
         description="what ranks send of their gradients: fp16, bf16: in that precision; topk, randomk: "
-        "compression_ratio of the numbers; powersgd: factors of compression_rank; int8, onebit: so many bits of each",
+        "compression_ratio of the numbers; powersgd: factors of compression_rank; int8, onebit: so many bits of each; "
+        "auto: measured in the first steps, and turned on only if it pays",
     )
     compression_ratio: float = Field(
-        0.01, gt=0, lt=1, description="for compression=topk and randomk: the part of a tensor's numbers that is sent"
+        0.01,
+        gt=0,
+        lt=1,
+        description="for compression=topk, randomk and auto: the part of a tensor's numbers that is sent",
     )
-    compression_rank: int = Field(4, ge=1, description="for compression=powersgd: rank of what stands for a matrix")
+    compression_rank: int = Field(
+        4, ge=1, description="for compression=powersgd and auto: rank of what stands for a matrix"
+    )
     compression_min_size: int = Field(
         4096, ge=1, description="for all but fp16 and bf16: smaller tensors are sent whole, in numbers"
     )

@@ -96,7 +96,7 @@ class TrainerSettings(TypedDict, total=False):
     check_replicas: bool | Literal["parameters"]
     # Communication
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"]
-    compression: type[Any] | Literal["none", "fp16", "bf16", "topk", "randomk", "powersgd", "int8", "onebit"]
+    compression: type[Any] | Literal["none", "auto", "fp16", "bf16", "topk", "randomk", "powersgd", "int8", "onebit"]
     compression_ratio: float
     compression_rank: int
     compression_min_size: int

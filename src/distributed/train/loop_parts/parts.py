@@ -161,6 +161,8 @@ class LoopParts:
     def _begin_capture(self) -> TrainStep:
         """What takes the steps of a run, once it is known how the model runs."""
         plan, session, strategy = self._plan, self._session, self._strategy
+        if plan.is_replicated and plan.replicate.compression.kind == "auto":
+            strategy.tell_choices(self._events.warn)  # type: ignore[attr-defined]  # as planned
         if plan.speed.capture == "off" or session.device.type != "cuda":
             return strategy.train_step
         self._capture = StepCapture(strategy, plan, session, self._events.warn, self._steps_done)  # type: ignore[arg-type]  # as planned

@@ -21,6 +21,11 @@ def refuse_for_loop(plan: Plan, config: DistributedConfig, *, has_several: bool,
     problems = _problems(own, f"set backend='pytorch-ddp', or {_BY_TRAINER}", {
         backend: (not takes_parts, f"{backend} takes whole steps"),
     })  # fmt: skip
+    is_auto = plan.replicate.compression.kind == "auto"
+    name_it = f"name the kind, such as compression='bf16', or {_BY_TRAINER}"
+    problems += _problems(own, name_it, {
+        "compression='auto'": (is_auto, "whole steps are measured, and yours has parts that only you know"),
+    })  # fmt: skip
     problems += _problems(own, _BY_TRAINER, {
         f"pipeline_parallel={mesh.pp}": (mesh.pp > 1, "the stages of a pipeline run parts of a step in another order"),
         f"context_parallel={mesh.cp}": (mesh.cp > 1, "a step of the trainer checks that the model allows shards"),
