@@ -38,7 +38,7 @@ from distributed.core.mesh import MeshSpec
 from distributed.core.run_dir import RunDir
 
 ENDLESS = 2**31 - 1  # epochs of a run whose script says when it ends
-PLAN_VERSION = 3  # of plan.json and of the plan in a manifest: raised with every change of a field
+PLAN_VERSION = 4  # of plan.json and of the plan in a manifest: raised with every change of a field
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class ReplicatePlan:
     find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_cap_mb: float = 25.0
+    tunes_buckets: bool = False  # whether the first steps of a run measure which size is the fastest
     sync_batchnorm: bool = True
     check: ReplicaCheck = "all"  # what of them is compared
     compression: CompressionPlan = field(default_factory=CompressionPlan)

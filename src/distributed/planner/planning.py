@@ -31,6 +31,7 @@ from distributed.core.run_dir import RunDir
 from distributed.core.values import parse_best, parse_changes, parse_duration, parse_frequency, parse_interval
 from distributed.planner.adoption import adopt, adopt_stages
 from distributed.planner.decisions.accumulation import first_accumulation, plan_accumulation
+from distributed.planner.decisions.buckets import BUCKET_CAP_MB, plan_buckets
 from distributed.planner.decisions.compression import plan_compression
 from distributed.planner.decisions.dev_run import as_dev_run
 from distributed.planner.decisions.limits import plan_limits
@@ -122,6 +123,7 @@ def make_plan(
         )
     problems += slow_rank_problems(config, plan, has_batchnorm=profile.has_batchnorm, world=world)
     plan_compression(config, plan, profile.task, decisions, problems)
+    plan_buckets(config, plan, profile.task, decisions, problems)
     network = plan_network(
         config,
         resources,
@@ -239,7 +241,8 @@ def _plan_replicas(config: DistributedConfig, world_size: int, *, is_native: boo
     return ReplicatePlan(
         config.find_unused_parameters,
         config.static_graph,
-        config.bucket_cap_mb,
+        BUCKET_CAP_MB if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
+        tunes_buckets=config.bucket_cap_mb == "auto" and world_size > 1,
         sync_batchnorm=config.sync_batchnorm and world_size > 1 and config.reproducible != "bitwise",
         check=_REPLICA_CHECKS[config.check_replicas],
         compression=compression if is_native else CompressionPlan(),

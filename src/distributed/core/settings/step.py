@@ -197,7 +197,9 @@ class CommunicationSettings(SettingsSection):
     timeline: str | None = Field(None, description="for horovod: a file for the timeline of its collectives")
     find_unused_parameters: bool = Field(False, description="for models that leave parameters out in some steps")
     static_graph: bool = Field(False, description="DDP: every step uses the same parameters")
-    bucket_cap_mb: float = Field(25, gt=0, description="size of DDP's gradient buckets")
+    bucket_cap_mb: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        25.0, description="size of DDP's gradient buckets; auto: the fastest of several, as measured in the first steps"
+    )
     network_profile: NetworkProfile = Field(
         "none",
         description="variables for NCCL and gloo, set on each node where the user has not set them: auto: what "

@@ -106,7 +106,7 @@ class TrainerSettings(TypedDict, total=False):
     timeline: str | PathLike[str] | None
     find_unused_parameters: bool
     static_graph: bool
-    bucket_cap_mb: float
+    bucket_cap_mb: float | Literal["auto"]
     network_profile: Literal["none", "auto", "gcp", "aws-efa", "azure-ib"]
     collective_timeout_s: float
     # Survival

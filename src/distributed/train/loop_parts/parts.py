@@ -26,6 +26,7 @@ from distributed.train.checks.samples import SampleCheck
 from distributed.train.checks.user_state import UserState
 from distributed.train.evaluation import Evaluator, Loaders
 from distributed.train.loaders import Loader
+from distributed.train.loop_parts.bucket_trial import bucket_trial
 from distributed.train.loop_parts.steering import Steering
 from distributed.train.loop_parts.step_reports import StepReports
 from distributed.train.loop_parts.validation import Validation, names_of
@@ -116,6 +117,7 @@ class LoopParts:
             on_retrained=self._retrain,
             on_called=self._look_at_callbacks,
         )
+        self._buckets = bucket_trial(plan, strategy, session, tell=self._events.warn, put=self._state.folder.put_beside)
         self._capture: StepCapture | None = None
         self._train_step: Callable[..., StepOutput] = steps_of(
             strategy, session, then=self._begin_capture, steps_done=self._steps_done, tell=self._events.warn

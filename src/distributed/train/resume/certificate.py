@@ -25,6 +25,7 @@ COMPONENTS = (
     "rng",
     "scaler",
     "compression",
+    "buckets",
     "loss_fn",
     "loss",
     "model",
