@@ -25,6 +25,7 @@ COMPONENTS = (
     "rng",
     "scaler",
     "compression",
+    "synchronization",
     "loss_fn",
     "loss",
     "model",
