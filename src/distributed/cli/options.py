@@ -96,6 +96,10 @@ Compression = Annotated[
         metavar="KIND", help="Gradients on the wire: auto, fp16, bf16, topk, randomk, powersgd, int8 or onebit."
     ),
 ]
+Synchronization = Annotated[
+    str | None,
+    typer.Option(metavar="KIND", help="When replicas meet: every_step, local_sgd, post_local_sgd or diloco."),
+]
 Lora = Annotated[str | None, typer.Option(metavar="RANK", help="Train adapters of this rank; or true.")]
 ConfigFile = Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")]
 RunDirectory = Annotated[

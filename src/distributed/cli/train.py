@@ -91,6 +91,7 @@ def train(
     offload_parameters: opt.OffloadParameters = None,
     offload_dir: opt.OffloadDir = None,
     compression: opt.Compression = None,
+    synchronization: opt.Synchronization = None,
     lora: opt.Lora = None,
     config: opt.ConfigFile = None,
     run_dir: opt.RunDirectory = None,
@@ -138,6 +139,7 @@ def train(
         "offload_parameters": offload_parameters,
         "offload_dir": offload_dir,
         "compression": compression,
+        "synchronization": synchronization,
         "lora": lora,
         "run_dir": run_dir,
     }

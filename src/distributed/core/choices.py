@@ -16,6 +16,7 @@ SlowRank = Literal["report", "replace"]
 LossWeighting = Literal["auto", "samples", "targets"]
 IterableSplit = Literal["share", "dataset"]
 Compression = Literal["none", "auto", "fp16", "bf16", "topk", "randomk", "powersgd", "int8", "onebit"]  # of gradients
+Synchronization = Literal["every_step", "local_sgd", "post_local_sgd", "diloco"]  # when replicas meet
 NetworkProfile = Literal["none", "auto", "gcp", "aws-efa", "azure-ib"]  # of variables that nodes set
 ReplicaCheck = Literal["all", "parameters", "nothing"]  # parameters: with the optimizer
 Shard = Literal["none", "optimizer", "grad_op", "full"]  # ZeRO 0, 1, 2 and 3

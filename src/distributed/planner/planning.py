@@ -40,6 +40,7 @@ from distributed.planner.decisions.precision import plan_precision
 from distributed.planner.decisions.reproducible import plan_virtual_ranks
 from distributed.planner.decisions.slow_rank import slow_rank_problems
 from distributed.planner.decisions.speed import plan_compile, plan_speed
+from distributed.planner.decisions.synchronization import plan_synchronization
 from distributed.planner.hardware import Hardware
 from distributed.planner.memory import ModelSize, too_little_memory
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel
@@ -93,6 +94,15 @@ def make_plan(
         config, said = as_dev_run(config, evaluates=bool(profile.evaluations))
         decisions.append(said)
     plan = _plan_run(config, profile, hardware, resources, decisions=decisions, problems=problems)
+    plan = plan_synchronization(
+        config,
+        plan,
+        samples=profile.samples,
+        task=profile.task,
+        has_batchnorm=profile.has_batchnorm,
+        decisions=decisions,
+        problems=problems,
+    )
     plan = replace(
         plan,
         run_dir=run_dir,

@@ -190,6 +190,7 @@ class RunState:
             restore_rng(restored.own["rng"], self._session.device)
             self._meter.load_state(restored.own["meter"])
             self._data.load_own_state(restored.own.get("data", {}))
+            self._strategy.load_own_state(restored.own)
         self.verdict = self._begin_to_compare(restored, resuming)
 
     def _compare(self, restored: Restored) -> Resuming:
@@ -323,7 +324,7 @@ class RunState:
         if not self._certificate.wants(step):
             return None
         rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
-        components = self._strategy.state() | self._user.here() | self._own_of_callbacks()
+        components = self._strategy.compared() | self._user.here() | self._own_of_callbacks()
         components |= {
             "position": self.progress.position,
             "schedule": {"state": self._schedule.state(), "rates": rates},
@@ -372,7 +373,7 @@ class RunState:
 
     def _own(self) -> dict[str, Any]:
         data = self._data.own_state()
-        own = {"rng": rng_state(self._session.device), "meter": self._meter.state()}
+        own = {"rng": rng_state(self._session.device), "meter": self._meter.state()} | self._strategy.own_state()
         return own | ({"data": data} if data else {})
 
     def _meta(self, epoch: int) -> dict[str, Any]:

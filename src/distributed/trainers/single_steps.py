@@ -153,6 +153,15 @@ def _refuse_unused(plan: Plan, task: Task, callbacks: Sequence[Callback]) -> Non
         why = "the length of your loop, over which the rate would move, is not known"
         do = "leave lr_schedule and warmup_… out, and step a scheduler of your own in the loop"
         problems.append(Problem("train_step with a learning-rate schedule", why=why, do=do))
+    if plan.replicate.synchronization.is_local:
+        why = "the last steps of your loop would never be averaged: it does not say which they are"
+        problems.append(
+            Problem(
+                f"train_step with synchronization={plan.replicate.synchronization.kind!r}",
+                why=why,
+                do="set synchronization='every_step', or use trainer.fit(loader)",
+            )
+        )
     if task.scheduler is not None:
         problems.append(_of_scheduler())
     if plan.batch.most_accumulated > 1:

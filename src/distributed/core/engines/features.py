@@ -112,6 +112,9 @@ ASKED: dict[str, Feature] = {
         "gradients in bf16; in 8 bits or 1 bit, as factors or a few of them, with error feedback",
         by_value("compression", *_LOSSY),
     ),
+    "local_steps": Feature(
+        "replicas that step alone: local SGD, post-local SGD, DiLoCo", by_setting("synchronization", "every_step")
+    ),
     "adasum": Feature("Adasum", by_value("gradient_reduction", "adasum")),
     "fusion": Feature(
         "size of fused gradients, and cycle time",

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from distributed.core.choices import Compression, NetworkProfile
+from distributed.core.choices import Compression, NetworkProfile, Synchronization
 from distributed.core.settings.section import SettingsSection
+from distributed.core.values import parse_start
 
 
 class ParallelismSettings(SettingsSection):
@@ -182,6 +183,20 @@ class CommunicationSettings(SettingsSection):
     compression_min_size: int = Field(
         4096, ge=1, description="for all but fp16 and bf16: smaller tensors are sent whole, in numbers"
     )
+    synchronization: Synchronization = Field(
+        "every_step",
+        description="when replicas meet: every_step: with the gradients of each; local_sgd: they step alone, and their "
+        "weights are averaged every sync_every_n_steps; post_local_sgd: so from local_sgd_start on; diloco: an outer "
+        "optimizer steps by what that average has changed",
+    )
+    sync_every_n_steps: int | None = Field(
+        None, ge=1, description="steps that each replica takes alone between two averages; by default 16, diloco: 100"
+    )
+    local_sgd_start: int | str | None = Field(
+        None, description="for post_local_sgd: steps before it, in which gradients are averaged, or '2 epochs'"
+    )
+    outer_learning_rate: float = Field(0.7, gt=0, description="for diloco: of its outer steps")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="for diloco: Nesterov's, of its outer steps")
     gradient_reduction: Literal["average", "adasum"] = Field(
         "average", description="how the gradients of the ranks become one"
     )
@@ -208,6 +223,13 @@ class CommunicationSettings(SettingsSection):
     collective_timeout_s: float = Field(
         600, gt=0, description="after which a collective that a rank does not join is an error"
     )
+
+    @field_validator("local_sgd_start")
+    @classmethod
+    def _readable_start(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            parse_start(value)
+        return value
 
     @field_validator("compression", mode="before")
     @classmethod

@@ -26,6 +26,7 @@ COMPONENTS = (
     "scaler",
     "compression",
     "buckets",
+    "synchronization",
     "loss_fn",
     "loss",
     "model",
