@@ -1502,9 +1502,9 @@ _OPTIMIZERS = [
 _TRAINERS = [
     Fault(
         "a batch of an accumulation is stepped with",
-        "trainers/own_loop/run.py",
-        "self._is_last, self._has_loss = at == len(micros) - 1, False",
-        "self._is_last, self._has_loss = True, False",
+        "trainers/own_loop/step_in_progress.py",
+        "self.is_last, self._passes_before = at == len(self._micros) - 1, self.passes",
+        "self.is_last, self._passes_before = True, self.passes",
         _ranks("own_loop", "trains_what_one_process"),
     ),
     Fault(

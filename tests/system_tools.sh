@@ -15,6 +15,7 @@ declare -A package_of=(
     [munged]=munge
     [tmux]=tmux
     [ip]=iproute2
+    [iperf3]=iperf3
 )
 
 # Azure's blob storage, for object stores at abfs://: a package of npm's, in this user's cache.

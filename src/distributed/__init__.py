@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distributed.train.task import Task as Task
     from distributed.train.whole_set.functions import whole_set as whole_set
     from distributed.trainers.ddp import PyTorchDDPTrainer as PyTorchDDPTrainer
+    from distributed.trainers.overlapped import OverlappedTrainer as OverlappedTrainer
     from distributed.trainers.own_loop.run import TrainingRun as TrainingRun
     from distributed.trainers.own_loop.start import start as start
     from distributed.trainers.trainer import Trainer as Trainer
@@ -46,6 +47,7 @@ _PUBLIC = {
     "HorovodTrainer": "distributed.engines.horovod.trainer",
     "LengthBucketSampler": "distributed.data.length_buckets",
     "OptimizerSetup": "distributed.strategies.joint_optimizer",
+    "OverlappedTrainer": "distributed.trainers.overlapped",
     "Predictions": "distributed.train.predictions.reader",
     "PyTorchDDPTrainer": "distributed.trainers.ddp",
     "RayRows": "distributed.engines.ray.data",
@@ -69,6 +71,7 @@ __all__ = [
     "HorovodTrainer",
     "LengthBucketSampler",
     "OptimizerSetup",
+    "OverlappedTrainer",
     "Predictions",
     "PyTorchDDPTrainer",
     "RayRows",

@@ -448,17 +448,31 @@ class Running:
         """All of this run; not the one that only waits for the launcher that was forked for it."""
         return [pid for pid in processes_with(self._trace, self.folder) if pid != self.process.pid]
 
+    def _stacks(self) -> str:
+        """Where the ranks of a run stand that does not end: the signal by which a launcher asks writes them."""
+        catches = 1 << (signal.SIGUSR2 - 1)
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                if int(status.partition("SigCgt:")[2].split()[0], 16) & catches:
+                    os.kill(pid, signal.SIGUSR2)
+        time.sleep(2.0)
+        found = sorted((self.folder / "run").glob("attempts/*/stack-*.txt"), key=lambda path: path.stat().st_mtime)
+        return "\n".join(f"{path}:\n{path.read_text()}" for path in found if path.stat().st_size)
+
     def end(self) -> Result:
+        stacks = ""
         try:
             code = self.process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
+            stacks = self._stacks()
             for pid in processes_with(self._trace, self.folder):
                 os.kill(pid, signal.SIGKILL)
             code = -1000
         self._output.seek(0)
         shown = self._output.read()
         self._output.close()
-        assert code != -1000, f"did not end:\n{shown}"
+        assert code != -1000, f"did not end:\n{shown}\n{stacks}"
         result = Result(self.folder, code, shown, self._trace, self._shared_memory)
         result.assert_nothing_left()
         return result

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from distributed.core.documents.run_config import GivenSetting, RunConfig
+from distributed.launch.diagnose.diagnosis import diagnose
 from tests.conftest import clean_environ
 from tests.e2e.survival import launching_python, wait_until
 
@@ -186,6 +187,7 @@ def test_restarted_plain_script_is_reported_in_its_own_words(tmp_path):
     assert "2 attempts, done after" in done.stdout
     assert "the script was started again after" in done.stdout
     assert "goodput" not in done.stdout
+    assert "ranks for each layer (if train.py uses a Trainer or distributed.start)" in done.stderr
     _, told, idle = done.stderr.rpartition("train.py used no Trainer and no distributed.start: these settings had no")
     assert told
     assert "epochs=3 (command line)" in idle
@@ -238,6 +240,11 @@ def test_only_the_first_failed_ranks_traceback_is_shown(tmp_path):
     assert "the data is bad" in log.read_text()
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [(event["event"], event["rank"]) for event in events] == [("RankFailed", 1)]
+    first = diagnose(tmp_path / "run").first
+    assert first is not None
+    assert first.line.rank == 1
+    assert "the data is bad" in first.message
+    assert first.where.startswith(str(tmp_path / "train.py"))
 
 
 def test_exit_code_is_that_of_the_ranks_error(tmp_path):

@@ -76,6 +76,17 @@ if __name__ == "__main__":
         print("held", sum(p.abs().sum().item() for p in model.parameters()))
 """
 STEPS, SAMPLES = 24, 96
+# Nodes of one machine are one to Ray, and need no interface: so what every GPU node gets is looked for.
+DRIVER = """
+import os, sys
+from distributed.engines.ray.launcher import RayLauncher
+from distributed.launch.request import LaunchRequest
+from distributed.planner.decisions.network import NodeNetwork
+from distributed.planner.network.proposals import NetworkRun
+
+network = NodeNetwork("auto", NetworkRun(device="cuda"))
+RayLauncher().run(LaunchRequest(("shows.py",), "shown", ranks_per_node=2, address=sys.argv[1], network=network))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +191,13 @@ def places(run_dir: Path, attempt: int) -> list[dict[str, Any]]:
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == kind]
+
+
+def test_network_profile_reaches_ranks_that_ray_placed(cluster: Cluster, folder: Path) -> None:
+    (folder / "shows.py").write_text("import os; print(os.environ.get('NCCL_DEBUG'), flush=True)")
+    (folder / "drive.py").write_text(DRIVER)
+    finish(cluster.driver("drive.py", cluster.nodes.address))
+    assert [RunDir(folder / "shown").attempt(0).log(rank).read_text() for rank in range(2)] == ["WARN\n", "WARN\n"]
 
 
 def test_ray_node_that_joins_grows_the_world(head: Cluster, folder: Path) -> None:

@@ -90,6 +90,7 @@ def test_script_does_the_same_as_under_torchrun(script: Script, tmp_path: Path) 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(4000)
 @pytest.mark.parametrize("script", [*QUICK, *REST], ids=lambda script: script.name)
 def test_script_does_the_same_as_users_launch_it(script: Script, tmp_path: Path) -> None:
     compare(script, tmp_path, ours, torchrun)

@@ -160,3 +160,15 @@ def test_killed_rank_with_compression_resumes_from_checkpoint(tmp_path: Path, un
     assert len(sources) == 2
     assert sources[0] in ("step-000005", "step-000010")
     assert sources[1] in ("step-000015", "step-000020")
+
+
+def test_killed_rank_that_steps_alone_resumes_from_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Its replica is lost with it: the others go back to what was saved within a round, and to the same bytes."""
+    settings: dict[str, Any] = {"synchronization": "diloco", "sync_every_n_steps": 4}
+    faults = fault("training", rank=1, step=13), fault("training", rank=0, step=22)
+    result = start(tmp_path, 2, *faults, **settings).end()
+    result.assert_same_as(undisturbed(2, **settings))
+    sources = [source for source, _ in result.recoveries]
+    assert len(sources) == 2
+    assert sources[0] in ("step-000005", "step-000010")
+    assert sources[1] in ("step-000015", "step-000020")

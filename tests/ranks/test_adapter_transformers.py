@@ -15,6 +15,7 @@ from tests.hf_models import Rows, arguments, bert, gpt, measure
 
 CASES: dict[str, dict[str, Any]] = {  # arguments; all shuffle, as transformers does
     "classifier": {"weight_decay": 0.1, "warmup_steps": 3, "eval_strategy": "epoch"},
+    "evaluated by steps": {"eval_strategy": "steps", "eval_steps": 4, "learning_rate": 0.01},
     "language": {
         "gradient_accumulation_steps": 2,
         "lr_scheduler_type": "cosine",
@@ -29,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {  # arguments; all shuffle, as transformers 
 def parts(case: str) -> dict[str, Any]:
     tokens = case == "language"
     found: dict[str, Any] = {"model": gpt() if tokens else bert(), "train_dataset": Rows(44, tokens=tokens)}
-    if case == "classifier":
+    if case in ("classifier", "evaluated by steps"):
         found |= {"eval_dataset": Rows(21, seed=1), "compute_metrics": measure}
     return found
 

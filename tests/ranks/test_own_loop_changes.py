@@ -60,7 +60,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def start(folder: str, ranks: int = 1, **settings: Any) -> tuple[Any, Any, Any, Any]:
-    size = GLOBAL_BATCH // ranks
+    size = GLOBAL_BATCH // ranks // settings.get("gradient_accumulation_steps", 1)
     run = distributed.start(num_gpus=ranks, batch_size=size, epochs=EPOCHS, progress=False, run_dir=folder, **settings)
     model = net()
     return run, *run.prepare(model, sgd(model), DataLoader(problem(), batch_size=size))
@@ -129,6 +129,58 @@ def test_second_pass_in_an_epoch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="second pass"), run:
         loop()
     assert run.history is None
+
+
+def train_leaving(folder: str, is_left: bool, ranks: int, settings: dict[str, Any]) -> tuple[torch.Tensor, list[float]]:
+    """Two steps an epoch; `is_left`: and a part of a third, of which all but its numbers is as if it were not."""
+    run, model, optimizer, loader = start(folder, ranks, log_every_n_steps=1, **settings)
+    accumulated = settings.get("gradient_accumulation_steps", 1)
+    for epoch in run.epochs():
+        model[1].eval()  # or BatchNorm would see the batch that is left
+        model[0].requires_grad_(epoch > 0)
+        for at, (x, y) in enumerate(loader):
+            if at == 2 * accumulated and not is_left:
+                break
+            run.log(seen=1000.0 if at == 2 * accumulated else 1.0)
+            run.backward(F.cross_entropy(model(x), y))
+            if at == 2 * accumulated:
+                break
+            run.step(optimizer)
+    return flat(model) if run.is_main else torch.empty(0), [record.metrics["seen"] for record in run.history.epochs]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (1, {}),
+        (2, {"gradient_accumulation_steps": 2}),
+        (2, {"gradient_accumulation_steps": 2, "sharding": "grad_op"}),
+    ],
+)
+def test_batch_left_before_its_step_leaves_nothing(ranks: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Neither its gradients nor its numbers are part of a step of the next epoch."""
+    arguments = [(str(tmp_path / name), name == "left", ranks, settings) for name in ("left", "whole")]
+    (left, seen), (whole, _) = (
+        train_leaving(*given) if ranks == 1 else run_ranks(train_leaving, ranks, *given)[0] for given in arguments
+    )
+    assert torch.equal(left, whole)
+    assert seen == [1.0] * EPOCHS
+
+
+def test_pass_that_is_held_open_in_the_next_epoch_is_refused(tmp_path: Path) -> None:
+    """The scope of its batch, with the precision and the hooks of a step, was not left."""
+    run, model, optimizer, loader = start(str(tmp_path / "run"))
+    held = []
+
+    def loop() -> None:
+        for _ in run.epochs():
+            held.append(iter(loader))
+            x, y = next(held[-1])
+            run.backward(F.cross_entropy(model(x), y))
+            run.step(optimizer)
+
+    with pytest.raises(TaskError, match="second pass"), run:
+        loop()
 
 
 def test_training_data_after_the_run_is_refused(tmp_path: Path) -> None:

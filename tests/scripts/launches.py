@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 _RANK = (str(FOLDER / "torchrun_rank.py"),)
 _LOSS = re.compile(r"\bloss (-?\d[\d.]*(?:e[-+]\d+)?|nan|inf)")
 _EVENTS = re.compile(r"(events\.out\.tfevents)\..*")
-_TIMEOUT_S = 180
+_TIMEOUT_S = 900  # a launch of a soak test imports torch in each of its processes, on a machine that may be busy
 
 
 @dataclass(frozen=True)
@@ -153,4 +153,5 @@ def _run(command: list[str], folder: Path) -> Ended:
     except subprocess.TimeoutExpired:
         started.terminate()  # a launcher ends its ranks
         out, err = started.communicate()
+        err += f"\nended by the test after {_TIMEOUT_S} s"
     return subprocess.CompletedProcess(command, started.returncode, out, err)

@@ -136,6 +136,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gathered": (in_step(lambda self: self.all_gather(torch.ones(1))), {}, "self.all_gather"),
     "by hand": (in_step(lambda self: self.manual_backward(torch.ones(1))), {}, "self.manual_backward"),
     "no loss": (in_step(lambda self: {}), {}, "training_step returned dict"),
+    "no step": ({"training_step": lambda *given: None}, {}, "Lightning then skips the batch"),
     "skipped": ({"on_train_batch_start": lambda self, *given: -1}, {}, "returned -1"),
     "clipped": ({"on_before_optimizer_step": lambda *given: None}, {"gradient_clipping": 1.0}, "gradient_clipping"),
     "accumulated": ({"on_after_backward": lambda *given: None}, {"gradient_accumulation_steps": 2}, "accumulation"),

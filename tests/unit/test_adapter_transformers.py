@@ -69,7 +69,7 @@ def test_field_that_is_set_in_vain_is_refused(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"eval_strategy": "steps", "eval_steps": 5}, "eval_strategy='steps'"),
+        ({"eval_strategy": "steps", "eval_steps": 0.5}, r"eval_steps=0\.5"),
         ({"save_strategy": "steps", "save_steps": 0.5}, r"save_steps=0\.5"),
         ({"logging_steps": 0.5}, r"logging_steps=0\.5"),
         ({"report_to": "wandb"}, "report_to='wandb'"),
@@ -95,11 +95,11 @@ def test_settings_follow_the_arguments(tmp_path: Path) -> None:
     assert "gradient_clipping" not in found
 
 
-def best_of(folder: Path, **settings: Any) -> Any:
+def best_of(folder: Path, more: dict[str, Any] | None = None, **settings: Any) -> Any:
     args = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True, "learning_rate": 0.3}
     return hf_trainer(
         bert(),
-        arguments(folder, **args, num_train_epochs=3),
+        arguments(folder, **args | (more or {}), num_train_epochs=3),
         train_dataset=Rows(24),
         eval_dataset=Rows(16, seed=1),
         compute_metrics=measure,
@@ -123,6 +123,22 @@ def test_best_model_is_loaded_and_saved_for_from_pretrained(tmp_path: Path) -> N
         assert torch.equal(mine, theirs)
     assert json.loads((tmp_path / "out/trainer_state.json").read_text())["global_step"] == 9
     assert json.loads((tmp_path / "out/eval_results.json").read_text()) == {"eval_loss": min(losses)}
+
+
+@pytest.mark.parametrize("strategy", ["steps", "best"])
+def test_best_evaluation_within_an_epoch_is_loaded(strategy: str, tmp_path: Path) -> None:
+    """By a metric of compute_metrics, which each evaluation has at its own step."""
+    more = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": strategy, "save_steps": 2}
+    more |= {"metric_for_best_model": "eval_first", "greater_is_better": True, "save_total_limit": 1}
+    trainer = best_of(tmp_path / "out", more, run_dir=tmp_path / "run")
+    trainer.train()
+    rows = {row["step"]: row["eval_first"] for row in trainer.state.log_history if "eval_first" in row}
+    assert [*rows] == [2, 4, 6, 8, 9]  # and the end
+    best = max(rows, key=rows.__getitem__)
+    assert best not in (3, 6, 9), "it is at the end of an epoch, so the test shows nothing"
+    assert trainer.state.best_metric == pytest.approx(rows[best])
+    assert trainer.state.best_model_checkpoint.endswith(f"step-{best:06}")
+    assert trainer.evaluate()["eval_first"] == pytest.approx(rows[best], abs=1e-6)
 
 
 def test_predictions_come_in_the_order_of_the_data(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_settings_become_the_plan() -> None:
     assert any("no topk compression" in decision.choice for decision in alone.decisions)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "topk"])
+@pytest.mark.parametrize("kind", ["fp16", "topk", "auto"])
 @pytest.mark.parametrize(
     ("settings", "task", "other"),
     [
@@ -103,3 +103,29 @@ def test_slow_rank_is_replaced_only_where_the_others_hold_all() -> None:
 def test_step_with_compression_is_not_captured() -> None:
     gpus = Hardware(cpu_cores=8, gpus=(Gpu("H200"),) * 2)
     assert "compression='topk'" in why_not_captured(plan(hardware=gpus))
+
+
+@pytest.mark.parametrize(
+    ("settings", "task", "other"),
+    [
+        ({"find_unused_parameters": True}, {}, "find_unused_parameters"),
+        ({}, {"several_optimizers": "configure_optimizers"}, "several optimizers"),
+        ({"compile": "whole"}, {}, "compile='whole'"),
+    ],
+)
+def test_what_changes_between_steps_is_refused_with_auto(
+    settings: dict[str, Any], task: dict[str, str], other: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(compression="auto", task=task, **settings)
+    assert f"compression='auto' with {other}" in str(caught.value)
+
+
+def test_auto_takes_settings_of_its_kinds_and_says_what_it_does() -> None:
+    found = plan(compression="auto", compression_ratio=0.05, compression_rank=2, compression_min_size=7)
+    assert found.replicate.compression == CompressionPlan("auto", 0.05, 2, 7)
+    assert not found.is_held_by_each, "it may come to keep what it does not send"
+    (said,) = [decision for decision in found.decisions if "sent whole at first" in decision.choice]
+    assert said.override == "compression"
+    alone = plan(compression="auto", num_gpus=1)
+    assert any("no auto compression" in decision.choice for decision in alone.decisions)

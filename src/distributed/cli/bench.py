@@ -10,6 +10,7 @@ from distributed.bench.output import JsonFile, PictureFile, progress, show
 from distributed.bench.pictures import draw
 from distributed.bench.throughput.command import throughput_command
 from distributed.bench.throughput.contenders import WITHOUT_PEERS
+from distributed.cli.options import JoinToken
 from distributed.core.choices import Device
 from distributed.core.errors import ConfigError
 
@@ -113,6 +114,50 @@ def collectives(
             )
             table, record = collectives_table(found), found.to_dict()
     show(table, record, json_file, picture)
+
+
+@app.command("network")
+def network(
+    num_nodes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Machines; run the same command on each. 1: this one with itself.")
+    ] = 1,
+    master_addr: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Where they meet: the address of one of them.")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="And its port there; 29400 unless given.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=0, metavar="R", help="The rank of this machine; by default they agree on one.")
+    ] = None,
+    join_token: JoinToken = None,
+    interface: Annotated[
+        str, typer.Option(metavar="NAME", help="To measure; by default the one on the way to --master-addr.")
+    ] = "",
+    streams: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Connections at once, besides 1.")] = 4,
+    seconds: Annotated[float, typer.Option(min=0.2, metavar="S", help="That are counted of each turn.")] = 2.0,
+    json_file: JsonFile = None,
+) -> None:
+    """What the network carries between machines, as iperf3 and ib_write_bw measure it.
+
+    Every two of them in turn: round trips, bytes a second with 1 and with N connections, in each direction and in both
+    at once, over TCP on one interface; and ib_write_bw's rate, where both have it and InfiniBand or RoCE. Rates are of
+    bytes that arrive. --streams and --seconds are those of node 0, and all nodes print the result.
+
+    \b
+    Examples:
+      distributed bench network --num-nodes 2 --master-addr node0     (on both)
+      distributed bench network --num-nodes 4 --master-addr node0 --interface eth1 --streams 8 --json network.json
+      distributed bench network                                       (this machine's loopback)
+    """
+    from distributed.bench.network.benchmark import NodesAsked, measure_network
+    from distributed.bench.network.table import network_table
+    from distributed.bench.network.turns import NetworkAsked
+
+    nodes = NodesAsked(num_nodes, master_addr, master_port, node_rank, join_token)
+    with progress() as notify:
+        found = measure_network(nodes, NetworkAsked(streams, seconds), interface, notify)
+    show(network_table(found), found.to_dict(), json_file, None)
 
 
 @app.command("scaling")

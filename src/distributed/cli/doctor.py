@@ -22,12 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 import distributed
+from distributed.cli.doctor_network import show_network
 from distributed.core.choices import FindingState
 from distributed.core.engines.engine import ENGINES, matrix
 from distributed.core.env import inherited_environ
 from distributed.core.registry import DISTRIBUTION, is_installed
 from distributed.launch.ports import free_port
 from distributed.planner.hardware import Hardware, probe_hardware
+from distributed.planner.network.probe import probe_network
 
 _OLDEST_TORCH = (2, 11)
 _SMALL_SHM_BYTES = 512 * 2**20
@@ -54,7 +56,12 @@ class Finding:
     do: str = ""
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    network: Annotated[
+        bool, typer.Option("--network", help="What connects this machine to others, and variables for it, instead.")
+    ] = False,
+) -> None:
     """Report devices, versions, backends, what is missing for each extra, and clashes.
 
     The exit code is 1 if something is broken, and else 0.
@@ -63,7 +70,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for pr
     Example:
       distributed doctor
       distributed doctor --json
+      distributed doctor --network
     """
+    if network:
+        show_network(probe_network(probe_hardware()), inherited_environ(), as_json=as_json, console=_console())
+        return
     findings = [*_software(), *_machine(probe_hardware()), *_network(), *_extras(), *_engines()]
     broken = [finding for finding in findings if finding.state == "broken"]
     if as_json:
@@ -74,8 +85,12 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for pr
     raise typer.Exit(1 if broken else 0)
 
 
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+
+
 def _print(findings: list[Finding], broken: int) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    console = _console()
     table = Table(box=None, show_header=False, pad_edge=False)
     styles = {"ok": "green", "missing": "yellow", "broken": "bold red"}
     for finding in findings:

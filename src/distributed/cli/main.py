@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from distributed.cli import bench, chaos, config, doctor, find, resize, train, tune
+from distributed.cli import bench, chaos, config, diagnose, doctor, find, resize, train, tune
 from distributed.cli.checkpoint import commands as checkpoint
 from distributed.cli.words import ScriptCommand
 from distributed.core.errors import DistributedError
@@ -31,6 +31,7 @@ app.command(
 )(chaos.chaos)
 app.command("find", cls=ScriptCommand, short_help="Find a learning rate or a batch size by short trials.")(find.find)
 app.command("resize", short_help="Change the number of ranks of a running run.")(resize.resize)
+app.command("diagnose", short_help="Say why a run failed, from its logs.")(diagnose.diagnose)
 app.command("doctor", short_help="Report what this machine can do.")(doctor.doctor)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")

@@ -92,7 +92,13 @@ OffloadParameters = Annotated[
 OffloadDir = Annotated[str | None, typer.Option(metavar="DIR", help="For nvme: a folder on a fast disk.")]
 Compression = Annotated[
     str | None,
-    typer.Option(metavar="KIND", help="Gradients on the wire: fp16, bf16, topk, randomk, powersgd, int8 or onebit."),
+    typer.Option(
+        metavar="KIND", help="Gradients on the wire: auto, fp16, bf16, topk, randomk, powersgd, int8 or onebit."
+    ),
+]
+Synchronization = Annotated[
+    str | None,
+    typer.Option(metavar="KIND", help="When replicas meet: every_step, local_sgd, post_local_sgd or diloco."),
 ]
 Lora = Annotated[str | None, typer.Option(metavar="RANK", help="Train adapters of this rank; or true.")]
 ConfigFile = Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")]

@@ -76,8 +76,13 @@ def about_plain_script(config: DistributedConfig, engine: Engine, command: Seque
     if not idle:
         return ""
     settings = ", ".join(f"{name}={given[name]} ({config.source(name)})" for name in idle)
-    program = command[1] if command[0] == "-m" else command[0]
+    program = program_of(command)
     return f"warning: {program} used no Trainer and no distributed.start: these settings had no effect: {settings}"
+
+
+def program_of(command: Sequence[str]) -> str:
+    """The script or the module, as it was named."""
+    return command[1] if command[0] == "-m" else command[0]
 
 
 def _has_part(engine: Engine) -> bool:

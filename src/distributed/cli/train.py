@@ -27,6 +27,7 @@ from distributed.core.env import (
     worker_env,
 )
 from distributed.core.errors import ConfigError, Problem
+from distributed.core.plan import Decision
 from distributed.launch.preflight import (
     check_port,
     check_resume,
@@ -37,6 +38,7 @@ from distributed.launch.preflight import (
 from distributed.launch.rendezvous.join_token import read_join_token
 from distributed.launch.request import LaunchRequest
 from distributed.planner.adoption import adopt
+from distributed.planner.decisions.network import network_here, network_of
 from distributed.planner.hardware import Hardware, probe_for, probe_hardware
 from distributed.planner.parallel import plan_parallel
 from distributed.planner.resources import plan_resources
@@ -74,6 +76,7 @@ def train(
     offload_parameters: opt.OffloadParameters = None,
     offload_dir: opt.OffloadDir = None,
     compression: opt.Compression = None,
+    synchronization: opt.Synchronization = None,
     lora: opt.Lora = None,
     config: opt.ConfigFile = None,
     run_dir: opt.RunDirectory = None,
@@ -121,6 +124,7 @@ def train(
         "offload_parameters": offload_parameters,
         "offload_dir": offload_dir,
         "compression": compression,
+        "synchronization": synchronization,
         "lora": lora,
         "run_dir": run_dir,
     }
@@ -168,7 +172,10 @@ def _prepare(
     whole = adopt(config, problems, ranks if worker_env() is None else None)  # the ranks adopt for themselves
     # A run that cannot be had is refused before it starts. Only the engine is taken: the script's `fit` has settings of
     # its own, and plans how its ranks share the work.
-    chosen = plan_parallel(whole, ranks, nodes, device=resources.device, decisions=decisions, problems=obstacles).engine
+    planned: list[Decision] = []
+    chosen = plan_parallel(whole, ranks, nodes, device=resources.device, decisions=planned, problems=obstacles).engine
+    network = network_here(config, resources, hardware, chosen)
+    obstacles += network.problems
     target = os.path.abspath(run_dir_of(config))
     request = LaunchRequest(
         command=command,
@@ -188,6 +195,7 @@ def _prepare(
         warm=config.warm_start,
         address=config.address,
         has_input=has_input(),
+        network=network_of(config, nodes, resources.device),
     ).for_engine(chosen, config)
     request = replace(request, threads_per_rank=_threads(hardware, request.ranks_per_node))
     request = replace(request, join_token=_join_token(join_token, request, problems))
@@ -201,7 +209,7 @@ def _prepare(
     refuse(problems, obstacles, launch_problems)
     ENGINES.require(chosen)
     preloads = [] if engine.spans else about_preloads(request)
-    return TrainJob(config, request, (*decisions, *preloads), engine)
+    return TrainJob(config, request, (*decisions, *network.decisions, *preloads), tuple(planned), engine)
 
 
 def _join_token(option: str | None, request: LaunchRequest, problems: list[Problem]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import typer
 
-from distributed.cli.program import about_plain_script
+from distributed.cli.program import about_plain_script, program_of
 from distributed.core.atomic import make_private
 from distributed.core.config import DistributedConfig
 from distributed.core.documents.run_config import RunConfig
@@ -38,6 +38,7 @@ from distributed.launch.request import LaunchRequest
 from distributed.launch.run_lock import owned
 from distributed.launch.supervise.restart_limits import RestartLimits
 from distributed.observe.live import RunScreen
+from distributed.planner.decisions.network import network_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,14 @@ class TrainJob:
     config: DistributedConfig
     request: LaunchRequest
     decisions: tuple[Decision, ...]
+    planned: tuple[Decision, ...]  # for a Trainer in the program, of which nothing is known before it runs
     engine: Engine
+
+    @property
+    def told(self) -> list[str]:
+        """What is decided, as it is printed."""
+        if_so = f"(if {program_of(self.request.command)} uses a Trainer or distributed.start)"
+        return [*map(str, self.decisions), *(f"{decision} {if_so}" for decision in self.planned)]
 
 
 def refuse(settings: list[Problem], obstacles: list[Problem], launch: list[Problem]) -> None:
@@ -64,8 +72,8 @@ def refuse(settings: list[Problem], obstacles: list[Problem], launch: list[Probl
 
 def show_dry_run(job: TrainJob) -> None:
     request = job.request
-    for decision in job.decisions:
-        typer.echo(f"{decision}")
+    for line in job.told:
+        typer.echo(line)
     typer.echo(str(launcher_of(job.engine).render(request, RestartLimits.of(job.config))))
 
 
@@ -87,11 +95,11 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
         refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
         request = replace(request, attempt=next_attempt(request.run_dir))
     attempt_dir = RunDir(request.run_dir).attempt(request.attempt)
-    typer.echo("\n".join([*map(str, job.decisions), f"logs of the ranks: {attempt_dir}"]), err=True)
+    typer.echo("\n".join([*job.told, f"logs of the ranks: {attempt_dir}"]), err=True)
     make_private(request.run_dir)
     if first is None or (first.place.node_rank == 0 and not first.restarts):
         RunConfig.of(job.config, request.command).write(request.run_dir)
-    printed = [str(decision) for decision in job.decisions]
+    printed = [str(decision) for decision in (*job.decisions, *job.planned)]
     screen = RunScreen(request.run_dir, request.attempt, shows_progress=job.config.progress, printed=printed)
     limits = RestartLimits.of(job.config)
     try:
@@ -120,7 +128,8 @@ def become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
     if dry_run:
         typer.echo(shlex.join(mask_arguments(command)))
         return
-    os.execve(command[0], command, inherited_environ() | dict(job.request.env))
+    network = network_of(job.config, world.num_nodes, job.request.device, world)(inherited_environ())
+    os.execve(command[0], command, inherited_environ() | dict(job.request.env) | network)
 
 
 def _join_rendezvous(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:

@@ -35,6 +35,7 @@ STORE = "DISTRIBUTED_STORE"  # the address of the rendezvous store of our launch
 STORE_SECRET = "DISTRIBUTED_STORE_SECRET"  # what a rank shows there; others are refused
 JOIN_TOKEN = "DISTRIBUTED_JOIN_TOKEN"  # the secret of a run over several nodes, or @ and a file that holds it
 FIND = "DISTRIBUTED_FIND"  # what `fit` is to find by trials in place of training
+NETWORK = "DISTRIBUTED_NETWORK"  # variables of this environment that network_profile has set
 DRY_RUN = "DISTRIBUTED_DRY_RUN"  # ranks of a world that `fit` is to try out in this process alone
 FAILURE_MARK = "\x1edistributed: this rank failed"  # in a rank's log; what follows is not echoed to the screen
 
@@ -129,7 +130,7 @@ def worker_env(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
             found: WorkerEnv = load_target(launcher.reads_env)(env)
             return found
     if "RANK" in env and "WORLD_SIZE" in env:
-        return replace(read_torch_env(env), store=_take_door() if environ is None else _door_in(environ))
+        return replace(read_torch_env(env), store=take_door() if environ is None else _door_in(environ))
     if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _from_slurm(env)
     for rank, size, local_rank, local_size in _MPI_NAMES:
@@ -144,7 +145,7 @@ class _Taken:
     door: StoreDoor | None = None
 
 
-def _take_door() -> StoreDoor | None:
+def take_door() -> StoreDoor | None:
     if STORE in os.environ:
         _Taken.door = _door_in(os.environ)
         del os.environ[STORE], os.environ[STORE_SECRET]

@@ -56,6 +56,8 @@ class StepEnded(Event):
     samples_per_second: float
     gradient_norm: float | None = None
     device_utilization: float | None = None  # percent
+    communication_seconds: float | None = None  # that this step's gradients take over the ranks by themselves
+    communication_hidden: float | None = None  # the part of that which its backward pass hid
     metrics: dict[str, float] = field(default_factory=dict)
 
 

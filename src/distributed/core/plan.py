@@ -35,10 +35,11 @@ from distributed.core.choices import (
 from distributed.core.documents import typed_json
 from distributed.core.errors import PlanError
 from distributed.core.mesh import MeshSpec
+from distributed.core.plan_parts.synchronization import SynchronizationPlan
 from distributed.core.run_dir import RunDir
 
 ENDLESS = 2**31 - 1  # epochs of a run whose script says when it ends
-PLAN_VERSION = 3  # of plan.json and of the plan in a manifest: raised with every change of a field
+PLAN_VERSION = 4  # of plan.json and of the plan in a manifest: raised with every change of a field
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,11 @@ class ReplicatePlan:
     find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_cap_mb: float = 25.0
+    tunes_buckets: bool = False  # whether the first steps of a run measure which size is the fastest
     sync_batchnorm: bool = True
     check: ReplicaCheck = "all"  # what of them is compared
     compression: CompressionPlan = field(default_factory=CompressionPlan)
+    synchronization: SynchronizationPlan = field(default_factory=SynchronizationPlan)
 
 
 @dataclass(frozen=True)
@@ -294,8 +297,8 @@ class Plan:
 
     @property
     def is_held_by_each(self) -> bool:
-        """Whether what any rank has in memory is all of the run: none keeps gradients that it has not sent."""
-        return self.is_replicated and not self.replicate.compression.keeps
+        """Whether what any rank has in memory is all of the run: none keeps gradients or steps of its own."""
+        return self.is_replicated and not (self.replicate.compression.keeps or self.replicate.synchronization.is_local)
 
     @property
     def division(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """RunDir: every name in the directory of a run, for writers and readers.
 
-runs/<id>/ config.json plan.json history.json launch.json resize.json owner.lock join-token mlflow.json payload-….pt
-           events.jsonl metrics.csv checkpoints/ ledger/ workers/ tensorboard/ <engine>/ fit-2/
+runs/<id>/ config.json plan.json history.json launch.json resize.json compression.json owner.lock join-token
+           mlflow.json payload-….pt events.jsonl metrics.csv checkpoints/ ledger/ workers/ tensorboard/ <engine>/ fit-2/
            attempts/<n>/ parent.log rank-3.log heartbeat-3 failure-3.json error-3.json stack-3.txt lost-3.txt
                          collectives-3.json memory-3.{json,txt,pickle} place-3.json resumed.json ended.json
 """
@@ -77,6 +77,11 @@ class RunDir(_Folder):
     def launch(self) -> Path:
         """The identity of this launch, which distinguishes it from earlier ones in the same directory."""
         return self.path / "launch.json"
+
+    @property
+    def compression(self) -> Path:
+        """What compression='auto' has chosen, after which steps."""
+        return self.path / "compression.json"
 
     @property
     def resize(self) -> Path:

@@ -64,6 +64,18 @@ def parse_interval(value: int | float | str) -> tuple[float, FrequencyUnit]:
     return (count if unit == "minutes" or count != int(count) else int(count)), unit
 
 
+def parse_start(value: int | str) -> tuple[int, FrequencyUnit]:
+    """From when on something happens: after so many steps, or epochs.
+
+    >>> parse_start(500), parse_start("500 steps"), parse_start("2 epochs")
+    ((500, 'steps'), (500, 'steps'), (2, 'epochs'))
+    """
+    match = re.fullmatch(r"(\d+)\s*(epoch|step)s?", f"{value} steps" if str(value).isdigit() else str(value).strip())
+    if not match or not int(match.group(1)):
+        raise ValueError("should be a number of steps, or like '500 steps' or '2 epochs'")
+    return int(match.group(1)), cast(FrequencyUnit, match.group(2) + "s")
+
+
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 
 

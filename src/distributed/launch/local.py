@@ -48,6 +48,7 @@ class LocalLauncher(Launcher):
         """The exact commands, environments and log files of this node's ranks."""
         processes, attempt = [], RunDir(request.run_dir).attempt(request.attempt)
         roles = request.roles(place, request.device) if request.roles is not None else [Role()] * place.ranks
+        network = request.network(self.environ) if request.network is not None else {}
         for local_rank in range(place.ranks):
             worker = WorkerEnv(
                 rank=place.rank_offset + local_rank,
@@ -63,7 +64,7 @@ class LocalLauncher(Launcher):
                 restarts=restarts,
                 nominal_ranks=request.num_nodes * request.ranks_per_node,
             )
-            variables = self._variables(request, worker)
+            variables = self._variables(request, worker, network)
             processes.append(
                 ProcessSpec(
                     rank=worker.rank,
@@ -76,7 +77,7 @@ class LocalLauncher(Launcher):
             )
         return NodeProcesses(request.run_dir, str(attempt), tuple(processes), place.node_rank)
 
-    def _variables(self, request: LaunchRequest, worker: WorkerEnv) -> dict[str, str]:
+    def _variables(self, request: LaunchRequest, worker: WorkerEnv, network: Mapping[str, str]) -> dict[str, str]:
         variables = worker.to_environ() | {"PYTHONUNBUFFERED": "1"}
         if _FLIGHT_RECORDER not in self.environ:
             variables[_FLIGHT_RECORDER] = "256"
@@ -84,6 +85,7 @@ class LocalLauncher(Launcher):
             variables["OMP_NUM_THREADS"] = str(request.threads_per_rank)
         if request.most_nodes == 1:
             variables |= {name: value for name, value in _LOOPBACK.items() if name not in self.environ}
+        variables |= network
         if request.device == "cpu":  # so that a script that uses any visible GPU runs on the CPU too
             variables["CUDA_VISIBLE_DEVICES"] = ""
         if request.device == "cuda" and request.shares_gpus:

@@ -25,6 +25,12 @@ class Role:
     is_vital: bool = False  # if it ends, no other rank can continue with its state
 
 
+class NodeVariables(Protocol):
+    def __call__(self, environ: Mapping[str, str], *, towards: str = "", nodes: int = 0) -> Mapping[str, str]:
+        """What a node finds for its own ranks, which have that environment. From a cluster that has placed them: the
+        host of rank 0, and the number of nodes."""
+
+
 class Roles(Protocol):
     def __call__(self, place: NodePlace, device: str) -> Sequence[Role]:
         """The roles of this node's ranks in a world, in the order of the ranks."""
@@ -58,6 +64,7 @@ class LaunchRequest:
     warm: bool = False  # fork the ranks from one process that has done the imports
     preload: tuple[str, ...] = ()  # the modules that this process imports; none: torch and this library
     roles: Roles | None = None  # of the ranks, if they are not all workers
+    network: NodeVariables | None = None  # by which the ranks of a node reach the others
     join_token: str = field(default="", repr=False)  # the secret of a run over several nodes; "": node 0 makes one
     address: str | None = None  # of the cluster whose own scheduler places the ranks
     local_rank_option: str = ""  # "--local-rank": each rank's script gets it with its local rank, as first argument

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import TextIO
 
 from distributed.core.events import (
@@ -57,6 +58,7 @@ class Console:
     def _reset(self) -> None:
         self._epoch = self._step = self._pace_step = 0
         self._values: dict[str, float] = {}
+        self._hidden: list[tuple[float, float]] = []  # of steps that tell: the part of communication, and its seconds
         self._started = self._pace_from = self._clock()
         self._drawn = self._lined = float("-inf")
 
@@ -97,6 +99,8 @@ class Console:
             case StepEnded():
                 self._epoch, self._step = event.epoch, max(self._step, event.step)
                 self._values |= {"loss": event.loss, **event.metrics, "samples/s": event.samples_per_second}
+                if event.communication_hidden is not None and event.communication_seconds is not None:
+                    self._hidden.append((event.communication_hidden, event.communication_seconds))
                 self._step_line()
             case EvaluationEnded():
                 found = {validation_name(name): value for name, value in event.metrics.items()}
@@ -152,6 +156,10 @@ class Console:
         self._line(f"{head} in {_span(event.seconds)}, {_rate(event.samples_per_second)}")
         if values:
             self._line("  " + "  ".join(_facts(values)))
+        if self._hidden:
+            hidden, seconds = (median(column) for column in zip(*self._hidden, strict=True))
+            share = f"{1e3 * seconds:.1f} ms a step by itself, {100 * hidden:.0f} % of it behind backward passes"
+            self._line(f"  communication {share} (median of {len(self._hidden)} logged)")
         for name, path in (("run", run_dir), ("model", event.model_path)):
             if path:
                 self._line(f"  {name:5}  {path}")

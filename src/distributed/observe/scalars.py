@@ -2,7 +2,7 @@
 
 Names are those of History: `loss`, `accuracy` … are means over the steps since the last log line, `val_*` come from an
 evaluation, `epoch_*` are means over a whole epoch; beside them are `learning_rate`, `gradient_norm`,
-`samples_per_second` and `device_utilization`.
+`samples_per_second`, `device_utilization`, `communication_seconds` and `communication_hidden`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ScalarReader:
 def _of_step(event: StepEnded) -> Scalars:
     scalars: Scalars = {"loss": event.loss} | event.metrics
     scalars |= {"learning_rate": event.learning_rate, "samples_per_second": event.samples_per_second}
-    for name in ("gradient_norm", "device_utilization"):
+    for name in ("gradient_norm", "device_utilization", "communication_seconds", "communication_hidden"):
         value = getattr(event, name)
         if value is not None:
             scalars[name] = value

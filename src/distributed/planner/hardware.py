@@ -37,14 +37,14 @@ class Hardware:
         return all(gpu.compute_capability >= 8.0 for gpu in self.gpus)
 
 
-def _capture(command: Sequence[str]) -> str:
+def capture_output(command: Sequence[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
-def probe_hardware(capture: Callable[[Sequence[str]], str] = _capture) -> Hardware:
+def probe_hardware(capture: Callable[[Sequence[str]], str] = capture_output) -> Hardware:
     """This node's GPUs as CUDA_VISIBLE_DEVICES leaves them, its usable cores and its memory."""
     listing = ""
     if shutil.which("nvidia-smi"):

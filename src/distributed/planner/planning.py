@@ -31,13 +31,16 @@ from distributed.core.run_dir import RunDir
 from distributed.core.values import parse_best, parse_changes, parse_duration, parse_frequency, parse_interval
 from distributed.planner.adoption import adopt, adopt_stages
 from distributed.planner.decisions.accumulation import first_accumulation, plan_accumulation
+from distributed.planner.decisions.buckets import BUCKET_CAP_MB, plan_buckets
 from distributed.planner.decisions.compression import plan_compression
 from distributed.planner.decisions.dev_run import as_dev_run
 from distributed.planner.decisions.limits import plan_limits
+from distributed.planner.decisions.network import plan_network
 from distributed.planner.decisions.precision import plan_precision
 from distributed.planner.decisions.reproducible import plan_virtual_ranks
 from distributed.planner.decisions.slow_rank import slow_rank_problems
 from distributed.planner.decisions.speed import plan_compile, plan_speed
+from distributed.planner.decisions.synchronization import plan_synchronization
 from distributed.planner.hardware import Hardware
 from distributed.planner.memory import ModelSize, too_little_memory
 from distributed.planner.parallel import cut_for_pipeline, plan_parallel
@@ -91,6 +94,15 @@ def make_plan(
         config, said = as_dev_run(config, evaluates=bool(profile.evaluations))
         decisions.append(said)
     plan = _plan_run(config, profile, hardware, resources, decisions=decisions, problems=problems)
+    plan = plan_synchronization(
+        config,
+        plan,
+        samples=profile.samples,
+        task=profile.task,
+        has_batchnorm=profile.has_batchnorm,
+        decisions=decisions,
+        problems=problems,
+    )
     plan = replace(
         plan,
         run_dir=run_dir,
@@ -121,6 +133,17 @@ def make_plan(
         )
     problems += slow_rank_problems(config, plan, has_batchnorm=profile.has_batchnorm, world=world)
     plan_compression(config, plan, profile.task, decisions, problems)
+    plan_buckets(config, plan, profile.task, decisions, problems)
+    network = plan_network(
+        config,
+        resources,
+        hardware=hardware,
+        environ=inherited_environ(),
+        world=world,
+        engine=plan.strategy,
+    )
+    problems += network.problems
+    decisions += network.decisions
     problems += too_little_memory(plan, profile.size, not profile.owns_optimizer, hardware)
     engine = ENGINES.entries[plan.strategy]
     if engine.plans:
@@ -228,7 +251,8 @@ def _plan_replicas(config: DistributedConfig, world_size: int, *, is_native: boo
     return ReplicatePlan(
         config.find_unused_parameters,
         config.static_graph,
-        config.bucket_cap_mb,
+        BUCKET_CAP_MB if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
+        tunes_buckets=config.bucket_cap_mb == "auto" and world_size > 1,
         sync_batchnorm=config.sync_batchnorm and world_size > 1 and config.reproducible != "bitwise",
         check=_REPLICA_CHECKS[config.check_replicas],
         compression=compression if is_native else CompressionPlan(),

@@ -154,6 +154,28 @@ def reduction_finished(replicated: nn.parallel.DistributedDataParallel) -> Calla
     return replicated.reducer._check_reducer_finalized
 
 
+_NEVER = 2**30  # backward passes between two that are timed, besides the first ten of a module
+
+
+def time_reduction(replicated: nn.parallel.DistributedDataParallel, wanted: bool) -> None:
+    """Whether DDP notes when its coming pass begins and ends to reduce. Instead: a hook, at a cost in each step."""
+    replicated._set_ddp_runtime_logging_sample_rate(1 if wanted else _NEVER)
+
+
+def reduction_times(replicated: nn.parallel.DistributedDataParallel) -> Mapping[str, Any]:
+    """What DDP has noted of its last timed pass, in nanoseconds. Waits for the device."""
+    assert replicated.logger is not None, "it was released"
+    replicated.logger.set_runtime_stats_and_log()
+    found: Mapping[str, Any] = replicated._get_ddp_logging_data()
+    return found
+
+
+def gradient_order(replicated: nn.parallel.DistributedDataParallel) -> list[int]:
+    """Trained parameters by their numbers, as the last pass came to their gradients. Instead: assume the reverse."""
+    spent = replicated.reducer.get_backward_stats()  # until then
+    return sorted(range(len(spent)), key=lambda index: (spent[index], -index))
+
+
 def fake_store() -> dist.Store:
     """Of the backend "fake", which this import registers. Instead: `run_ranks` with real processes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

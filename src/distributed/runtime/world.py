@@ -23,7 +23,8 @@ from distributed.runtime.torch_compat import default_group, reset_group_count
 
 MESH_S = 15.0  # for ranks that are all there to connect; gloo does not notice that one of them has died since
 _CONNECT_S = 2.0  # for one try to reach the store of a rank 0 that listens
-_KEEP_GROUP_S = 5.0  # for which a broken process group is kept
+_KEEP_GROUP_S = 5.0  # for which a broken process group is kept at least
+_KEPT_GROUPS, _KEPT_CONNECTIONS = 16, 256  # older ones are kept up to these numbers, in threads and in open files
 
 
 class CollectiveError(RuntimeError):
@@ -130,15 +131,17 @@ def _await_listener(env: WorkerEnv, timeout_s: float, is_over: Callable[[], bool
 def abandon_world() -> None:
     """Leave a process group that is broken, so that another can be joined.
 
-    The group itself lives on for a while: its destructor waits for a thread that may wait for the interpreter, which
-    the destructor holds. Once that thread is idle, it is freed with the next one that breaks.
+    The group itself lives on: its destructor waits for threads that may wait for the interpreter, which the destructor
+    holds, and this rank would stand still for good. One is freed when many have broken since, and its threads are idle.
     """
     if has_nccl():
         forget_groups()
     elif dist.is_initialized():
         now = time.monotonic()
-        kept = [(since, group) for since, group in _World.broken if now - since < _KEEP_GROUP_S]
-        _World.broken = [*kept, (now, default_group())]
+        most = max(1, min(_KEPT_GROUPS, _KEPT_CONNECTIONS // dist.get_world_size()))
+        old = _World.broken[:-most] if len(_World.broken) > most else []
+        kept = [(since, group) for since, group in old if now - since < _KEEP_GROUP_S]
+        _World.broken = [*kept, *_World.broken[len(old) :], (now, default_group())]
         dist.destroy_process_group()
     else:  # torch counts groups by which the ranks name them, also one that broke while it was made
         reset_group_count()

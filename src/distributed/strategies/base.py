@@ -297,6 +297,15 @@ class Strategy(Protocol):
 
     def load_state(self, tree: StateTree) -> None: ...
 
+    def own_state(self) -> StateTree:
+        """What this rank alone has of a state; {}: `state` is all."""
+
+    def load_own_state(self, own: StateTree) -> None:
+        """What `own_state` gave on this rank, where as many ranks resume as have saved; after `load_state`."""
+
+    def compared(self) -> StateTree:
+        """The state of this rank as a resume certificate compares it."""
+
     def shard_ranges(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
         """The ranges of a checkpoint's tensor that this rank needs, by its path and whole shape; None: all of it."""
 

@@ -7,8 +7,27 @@ anyway, and read when the next such step begins, so that nothing synchronizes.
 from __future__ import annotations
 
 from time import perf_counter
+from typing import NamedTuple, Protocol
 
 import torch
+
+
+class ReductionTime(NamedTuple):
+    """Of one rank and step."""
+
+    alone_s: float  # of the buckets, sent by themselves: on the slowest rank
+    exposed_s: float  # from the last gradient of the backward pass to the last sum of all ranks
+    backward_s: float  # from its beginning to the last gradient
+
+
+class TimedReduction(Protocol):
+    """Of gradients over all ranks; every rank makes every call."""
+
+    def begin(self, measure: bool) -> None:
+        """Before a step; `measure`: it is to be timed."""
+
+    def take(self) -> ReductionTime | None:
+        """Of the step that has just ended; None: it was not timed."""
 
 
 class ComputeClock:
@@ -17,6 +36,8 @@ class ComputeClock:
     The last backward pass reduces gradients while it runs, so it takes equally long on every rank: only the time
     before it can be compared.
     """
+
+    reduction: TimedReduction | None = None  # of the backward pass, where DDP reduces gradients over all ranks
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = 0.0  # of the host, over all steps
@@ -29,6 +50,8 @@ class ComputeClock:
             self._begun, self._marked = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def begin(self, measure: bool) -> None:
+        if self.reduction is not None:
+            self.reduction.begin(measure)
         if self._device is not None:
             self._records = measure
             if measure:

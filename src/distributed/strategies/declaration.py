@@ -54,6 +54,7 @@ WHOLE = {
     "bitwise": Support(),
     "compression": Support("without sharding"),
     "feedback": Support("without sharding"),
+    "local_steps": Support("without sharding"),
     "capture": Support("without sharding", device="cuda"),
 }
 

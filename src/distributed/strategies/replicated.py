@@ -9,26 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from distributed.comm.compression.feedback import FEEDBACK, row_box
+from distributed.comm.compression.feedback import FEEDBACK
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box
-from distributed.runtime.torch_module_compat import forget_unscaled, loss_scale_tensors
 from distributed.strategies.base import Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.checks.elementwise import needs_closure
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.parameter_hooks import refuse_hooks
 from distributed.strategies.checks.sparse_layers import refuse_sparse
-from distributed.strategies.data_parallel.compressed_gradients import (
-    CastGradients,
-    CompressedGradients,
-    FedBackGradients,
-)
+from distributed.strategies.data_parallel.auto.auto_compression import AutoCompression
+from distributed.strategies.data_parallel.auto.making import step_compression
 from distributed.strategies.data_parallel.ddp import own_buffers, why_not_captured
 from distributed.strategies.data_parallel.gradient_buckets import GradientBuckets
+from distributed.strategies.data_parallel.step_compression import StepCompression
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
 from distributed.strategies.model.compiled_call import CompiledCall
 from distributed.strategies.speed.bf16_parameters import Bf16Parameters
@@ -48,9 +44,8 @@ class Replicated(MeshStep):
         self._buffers_at_first: list[torch.Tensor] | None = None
         self._manual: ManualSteps | None = None  # if the task makes gradients and steps itself
         self.why_not_captured = ""
-        self._compressed: CompressedGradients | None = None  # if less than the gradients is sent
-        self._fed_back: FedBackGradients | None = None  # ... and the rest is kept
-        self._counted: torch.Tensor | None = None  # what the loss of this step is a mean over, so far
+        self._compression: StepCompression | None = None  # if less than the gradients is sent
+        self.tell_choices: Callable[[Callable[[str], None]], None] = lambda tell: None  # made while the run goes on
 
     def setup(self, task: StepTask, session: Session) -> None:
         super().setup(task, session)
@@ -73,10 +68,9 @@ class Replicated(MeshStep):
             self._share_gradients()
             self._check_reduction()
             self._lay_out_state()
-        if self._fed_back is not None:
-            self._fed_back.follow(self.module)  # whose parameters DDP may have laid out otherwise
-            if self._ranks > 1:
-                self.decisions.append(self._fed_back.decision())
+        if self._compression is not None:
+            self._compression.follow(self.module)  # whose parameters DDP may have laid out otherwise
+            self.decisions += self._compression.decisions()
 
     def _why_not_captured(self) -> str:
         if self._phases:
@@ -130,59 +124,35 @@ class Replicated(MeshStep):
 
     def _compress(self) -> None:
         """Send less than the gradients, if the plan says so."""
-        plan, session = self._plan.replicate, self._session
-        if plan.compression.keeps:
-            self._compressed = self._fed_back = FedBackGradients(
-                plan.compression,
-                session,
-                seed=self._plan.seed,
-                finds_unused=plan.find_unused_parameters,
-                loss_scale=self._scale_of_loss,
-            )
-            self._note_weight = self._weigh_residuals if self._ranks > 1 else None
-        elif plan.compression.kind != "none" and self._ranks > 1:
-            self._compressed = CastGradients(plan.compression, session, is_scaled=self._scaler is not None)
-            self._keeps_small = plan.compression.kind == "fp16"
-        if self._compressed is not None:
-            self._update = self._update_compressed  # type: ignore[method-assign]
+        self._compression = compression = step_compression(self._plan, self._session, self._scaler, self._stepped)
+        if compression is None:
+            return
+        self._keeps_small = compression.keeps_small
+        self._update = compression.around(self._update)  # type: ignore[assignment, method-assign]
+        self._clip_now = compression.before(self._clip_now)  # type: ignore[assignment, method-assign]
+        if compression.weighs:
+            self._note_weight = lambda weight, micro: compression.weigh(weight, micro, self._model, self._unit)
+        if isinstance(compression, AutoCompression):
+            compression.begin()
+            self._take_step = compression.watching(self._take_step, self._send_whole)
+            self.tell_choices = compression.tell_by
 
-    def _scale_of_loss(self) -> torch.Tensor | None:
-        return loss_scale_tensors(self._scaler)[0] if self._scaler is not None else None
+    def _send_whole(self) -> None:
+        """Compression is over for good: nothing more of it is called, and DDP reduces by itself."""
+        del self._update, self._clip_now  # which then are the methods again
+        self._note_weight = None
+        self._take_step = self._pass_and_update
+        self._replicate_again()
+
+    def _stepped(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The optimizer's parameters, by those of the model that others step for."""
+        return self._low.stepped() if isinstance(self._low, Bf16Parameters) else {}
 
     def _replicate(self, *, group: dist.ProcessGroup | None = None, is_alike: bool = False) -> nn.Module:
         model = super()._replicate(group=group, is_alike=is_alike)
-        if self._compressed is not None and isinstance(model, DistributedDataParallel):
-            self._compressed.attach(model)
+        if self._compression is not None:
+            self._compression.attach(model)
         return model
-
-    def _weigh_residuals(self, weight: torch.Tensor | None, micro: Microbatch) -> None:
-        """Note by what the gradients are to be divided, so that what is not sent is in units of the whole batch's."""
-        if weight is None:
-            return
-        assert self._fed_back is not None
-        counted = (weight if micro.size else weight * 0).detach().double() * self.owns_metrics
-        self._counted = counted if self._counted is None else self._counted + counted
-        if isinstance(self._model, DistributedDataParallel) and self._model.require_backward_grad_sync:
-            whole, self._counted = self._session.sum("loss weight", self._counted.clone()), None
-            self._fed_back.weigh(whole / self._unit)
-
-    def _update_compressed(self, measure: bool) -> torch.Tensor | None:
-        """Clip and step, if what was reduced can be stepped by."""
-        assert self._compressed is not None
-        self._flush()
-        self._compressed.check()
-        norm = super()._update(measure)
-        self._compressed.commit()
-        return norm
-
-    def _clip_now(self, max_norm: float) -> torch.Tensor:
-        self._flush()
-        return super()._clip_now(max_norm)
-
-    def _flush(self) -> None:
-        """Let a single rank step by all that was left of gradients, before they are clipped or unscaled."""
-        if self._fed_back is not None and self._ranks == 1:
-            self._fed_back.flush(self._low.stepped() if isinstance(self._low, Bf16Parameters) else {})
 
     def _send_model(self, is_alike: bool) -> None:
         """Rank 0's weights to all ranks, where no DDP module does so; `is_alike`: all have them already."""
@@ -216,8 +186,8 @@ class Replicated(MeshStep):
         if self._manual is not None and self.is_by_hand:
             return  # the loop says itself which of its optimizers step, and by which gradients
         super().parameters_changed()
-        if self._fed_back is not None:
-            self._fed_back.follow(self.module)
+        if self._compression is not None:
+            self._compression.follow(self.module)
         if self._ranks == 1 or self._session.is_dry:
             return
         if self._buckets is not None:
@@ -317,21 +287,14 @@ class Replicated(MeshStep):
 
     def _begin_step(self) -> None:
         super()._begin_step()
-        self._counted = None
+        if self._compression is not None:
+            self._compression.begin_step()
         if self._buffers_differ and self._buffers_at_first is None:
             self._buffers_at_first = [buffer.detach().clone() for buffer in self._own_buffers()]
 
     def _own_buffers(self) -> list[torch.Tensor]:
         """The buffers that may differ between ranks."""
         return list(own_buffers(self.module, self._normalizes))
-
-    def forget_step(self) -> None:
-        self._in_step = False
-        if self._low is not None:
-            self._low.forget()
-        self._forget_gradients()
-        if self._scaler is not None:
-            forget_unscaled(self._scaler)
 
     def parts(self) -> Mapping[str, Any]:
         given = {"loss": self._task.loss_fn, "metrics": self._task.step_metrics}
@@ -355,31 +318,26 @@ class Replicated(MeshStep):
         found = super().state()
         if self._saved is not None:
             found["model"] = {name: value for name, value in found["model"].items() if name in self._saved}
-        if self._fed_back is not None:
-            found[FEEDBACK] = self._fed_back.state()
-        return found
+        return found if self._compression is None else found | self._compression.state()
 
     def shard_ranges(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
-        """Of what the ranks have not sent: this one's row, or all rows of another number of ranks."""
-        if self._fed_back is None or not name.startswith(f"{FEEDBACK}/"):
+        if self._compression is None or not name.startswith(f"{FEEDBACK}/"):
             return super().shard_ranges(name, shape)
-        if not name.startswith(f"{FEEDBACK}/left/") or shape[0] != self._session.world_size:
-            return None
-        return (row_box(self._session.rank, shape),)
+        return self._compression.shard_ranges(name, shape)
 
     def load_state(self, tree: StateTree) -> None:
         with self._whole():
             whole = self.module.state_dict() if self._saved is not None else {}
             super().load_state(tree | {"model": whole | tree["model"]})
-        if self._fed_back is not None:
-            self._fed_back.load(tree.get(FEEDBACK, {}))
+        if self._compression is not None:
+            self._compression.load(tree)
 
     def held_state(self) -> StateTree | None:
         """The state in memory; if buffers may differ between ranks and have changed, only rank 0 has it.
 
         None if each rank keeps what it has not sent: that of a lost rank is in the checkpoint alone.
         """
-        if self._fed_back is not None:
+        if self._compression is not None and self._compression.keeps:
             return None
         held = super().held_state()
         if not self._buffers_differ or self._session.is_main:

@@ -259,6 +259,10 @@ class Sharded(MeshStep):
         finally:
             self._shards.synchronize(True)
 
+    def forget_step(self) -> None:
+        self._shards.forget_accumulated()
+        super().forget_step()
+
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
         if self._shards.tensor is not None:
             self._shards.tensor.check_streams(self._session.device)

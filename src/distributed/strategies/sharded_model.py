@@ -18,7 +18,7 @@ from distributed.core.plan import Plan
 from distributed.runtime.session import Session
 from distributed.strategies.checks.sharded_models import mark_parts, refuse_extra_state
 from distributed.strategies.context.context_parallel import ContextParallel
-from distributed.strategies.data_parallel.fsdp import accumulate, follow_trained, shard
+from distributed.strategies.data_parallel.fsdp import accumulate, follow_trained, forget_accumulated, shard
 from distributed.strategies.data_parallel.fsdp_unused import ShardedUse
 from distributed.strategies.data_parallel.gradient_norm import GradientNorm
 from distributed.strategies.data_parallel.shard_sums import SumsOverShards
@@ -197,6 +197,11 @@ class ShardedModel:
         """
         if self.is_fsdp and self._kind == "grad_op" and self.pipeline is None:
             accumulate(self._roots, is_last)
+
+    def forget_accumulated(self) -> None:
+        """Drop the whole gradients that `synchronize` has kept for a backward pass that did not come."""
+        if self.is_fsdp:
+            forget_accumulated(self._roots)
 
     def finish_gradients(self) -> None:
         """Reduce, after the last backward pass of a step, the gradients that no hook has reduced."""

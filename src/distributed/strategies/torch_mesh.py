@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.core.plan import Plan
+from distributed.strategies.local_steps import LocalSteps
 from distributed.strategies.replicated import Replicated
 
 if TYPE_CHECKING:
@@ -12,9 +13,11 @@ if TYPE_CHECKING:
 
 
 def TorchMesh(plan: Plan) -> Replicated | Sharded:
-    """`Replicated` where every rank holds all of the state, `Pipelined` where it holds a stage, else `Sharded`."""
+    """`Replicated` or `LocalSteps` where every rank holds all of the state, `Pipelined` for stages, else `Sharded`."""
     if plan.is_replicated:
-        return Replicated(plan)
+        meets = plan.replicate.synchronization
+        steps_alone = meets.kind == "diloco" or (meets.is_local and plan.world_size > 1)
+        return LocalSteps(plan) if steps_alone and plan.trains else Replicated(plan)
     if plan.mesh.pp > 1:
         from distributed.strategies.pipelined import Pipelined  # takes long to import
 

@@ -19,6 +19,7 @@ from distributed.train.loop_parts.parts import LoopParts
 from distributed.train.loop_parts.turns import Turn, Turns
 from distributed.train.meter import Reading
 from distributed.train.progress import EpochSteps, record_epoch
+from distributed.train.resume.checkpoint_folder import read_beside
 from distributed.train.resume.survivor_state import HandedOver, SurvivorState
 from distributed.train.run_events import nothing_to_resume
 from distributed.train.state import BEGINNING
@@ -163,15 +164,14 @@ class Loop(LoopParts):
         """Steps until the epoch or the run is over: (whether the run is, whether the epoch is, seconds, samples)."""
         state, meter, ledger, callbacks = self._state, self._meter, self._ledger, self.callbacks
         progress, train, replicas, proven = state.progress, self._train, self._replicas, state.proven
-        follows_steps, adds_meetings = callbacks.follows_steps, callbacks.adds_meetings
+        buckets, adds_meetings, follows_steps = self._buckets, callbacks.adds_meetings, self._follows_steps
         steering, steps, looks_until = self._steering, self._steps, -1 if self._given is None else _LOOKED_AT
         saves_within, evaluates_within = self._due.saves_within_epochs, self._due.evaluates_within_epochs
-        is_stream, compares = train.samples_per_epoch is None, replicas.is_on
+        is_stream, compares, stopped, is_cut = train.samples_per_epoch is None, replicas.is_on, False, False
         schedule, heartbeat, stop, due = self._schedule, self._heartbeat, self._stop, self._due
         session, seed, check_step = self._session, self._plan.seed, self._samples.step_ended
         within, begun, before, paused = self._begin_epoch(epoch), time.perf_counter(), progress.samples_in_epoch, 0.0
-        first_step, before_epoch, last_step = within.first, within.before, within.last
-        step, stopped, is_cut = progress.step, False, False
+        step, first_step, before_epoch, last_step = progress.step, within.first, within.before, within.last
         if first_step and due.evaluate_in_epoch(step, within) and progress.evaluated_at != step:
             paused += yield from self._validation.turn(epoch, within_epoch=True)  # a world broke in it
         session.seed_step(seed, step)
@@ -183,6 +183,8 @@ class Loop(LoopParts):
                 evaluates = evaluates_within and due.evaluate_in_epoch(step, within)
                 is_due = due.look(step, last_step, saves=saves or evaluates)
                 looks = is_due or (adds_meetings and callbacks.meets_after(step))
+                if buckets is not None:
+                    buckets.step_begins(step)
                 output = yield Turn(microbatches, looks, epoch)
                 if output is None:  # a loop of the user's own ends the epoch here
                     step, is_cut = step - 1, True
@@ -193,7 +195,7 @@ class Loop(LoopParts):
                 meter.add(output, samples)
                 progress.end_step(step, within, samples)
                 if follows_steps:  # before anything at which a world can break
-                    steering.step_ended(meets=looks)
+                    self._follow_step(step, samples, looks)
                 heartbeat.beat(step)
                 if is_stream:
                     check_step(step - before_epoch, looks=looks)  # all ranks have read the same
@@ -238,6 +240,17 @@ class Loop(LoopParts):
         self._samples.epoch_ended(step - before_epoch)  # all ranks together have taken every sample once
         seconds, is_whole = time.perf_counter() - begun - paused, is_cut or not stopped or step == last_step
         return stopped, is_whole, seconds, progress.samples_in_epoch - before
+
+    @property
+    def _follows_steps(self) -> bool:
+        return self.callbacks.follows_steps or self._buckets is not None
+
+    def _follow_step(self, step: int, samples: int, looks: bool) -> None:
+        """What looks at each step. All ranks choose how gradients are reduced before anything is saved."""
+        if self.callbacks.follows_steps:
+            self._steering.step_ended(meets=looks)
+        if self._buckets is not None:
+            self._buckets.step_ended(step, samples, is_measured=looks)
 
     def _begin_epoch(self, epoch: int) -> EpochSteps:
         """Make all parts ready for the steps of an epoch, or for the rest of one that is resumed."""
@@ -295,6 +308,8 @@ class Loop(LoopParts):
         self._reports.saves(self._state.progress, metrics or known)
         with self._heartbeat.phase(Phase.SAVING):
             self._state.save(metrics, wait=wait)
+        if self._buckets is not None:
+            self._buckets.saved(self._state.progress.step)
         self._reports.tell()
 
     def _saved(self, saved: Saved) -> None:
@@ -311,6 +326,8 @@ class Loop(LoopParts):
                 batch = self._plan.batch.for_ranks(handed_over.tree["ranks"])
                 used = partial(self._train.sample_indices, progress.epoch, progress.steps_in_epoch - 1, batch)
                 complete_ledgers(folder, progress.step, progress.epoch, used, ranks=batch.ranks)
+        if self._buckets is not None and restored is not None:
+            self._buckets.resumed(restored.step, partial(read_beside, restored.path, restored.step))
         self._session.barrier("restored")
         self._replicas.begin(self._state.progress.step)
         self._session.check()

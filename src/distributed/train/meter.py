@@ -13,6 +13,7 @@ import torch
 from distributed.runtime.session import Session
 from distributed.strategies.base import MetricSum, NonFiniteLoss, StepOutput
 from distributed.train.metrics import MetricNames, MetricTotals
+from distributed.train.stragglers.communication import CommunicationShare, share_of
 from distributed.train.stragglers.pace import Pace, RankPace
 
 
@@ -26,6 +27,11 @@ class Reading:
     gradient_norm: float | None = None
     steps: int = 0
     paces: tuple[RankPace, ...] = ()  # of every rank; empty where there is one, or it is not measured
+
+    @property
+    def communication(self) -> CommunicationShare | None:
+        """Of the last step; None: it was not measured."""
+        return share_of(self.paces)
 
     @property
     def samples_per_second(self) -> float:

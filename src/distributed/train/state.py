@@ -67,8 +67,8 @@ class RunState:
         self.proven = Proven(session.gate, schedule, strategy.optimizer)
         self.epochs: list[EpochRecord] = []
         self.evaluations: list[EvaluationRecord] = []
-        self._folder = CheckpointFolder(plan, session, on_taken)
-        self._certificate = ResumeCertificate(session, self._folder.put_record, steps=plan.checkpoint.certificate)
+        self.folder = CheckpointFolder(plan, session, on_taken)
+        self._certificate = ResumeCertificate(session, self.folder.put_record, steps=plan.checkpoint.certificate)
         self._saver: Saver | None = None
         self._saved_at, self._saved_in = -1, 0  # a step, and an epoch, which may end after its last step was saved
         self._taken: FolderTakenError | None = None  # raised by the next save: all ranks come there
@@ -88,7 +88,7 @@ class RunState:
         """
         checkpoint = self._plan.checkpoint
         restored = None
-        self._folder.claim(begins=handed_over is None)
+        self.folder.claim(begins=handed_over is None)
         if handed_over is not None:
             self._is_same_run = True
             self._take(handed_over.tree)
@@ -103,9 +103,9 @@ class RunState:
             self._load(restored)
             self.source = restored.path
         self._saved_in = self.progress.epoch
-        lineage = self._folder.agree_on_lineage(restored, self.path)
+        lineage = self.folder.agree_on_lineage(restored, self.path)
         self._saver = Saver(
-            self._folder.storage,
+            self.folder.storage,
             self._session,
             TensorStaging(pinned=self._session.device.type == "cuda", check=self._session.check),
             asynchronous=checkpoint.asynchronous,
@@ -115,7 +115,7 @@ class RunState:
             best_count=checkpoint.best_count,
             known=restored.verified if restored is not None else (),
             lineage=lineage,
-            check_held=self._folder.check_held,
+            check_held=self.folder.check_held,
             neighbours=self._session.neighbours,
             on_saved=self._published,
         )
@@ -130,7 +130,7 @@ class RunState:
         self._own_groups = expected["optimizer"]["param_groups"]
         how: dict[str, Any] = {"expected": expected, "boxes": self._strategy.shard_ranges}
         if self._session.env.restarts and resume is None:
-            own = restore(checkpoint.dir, True, self._session, accept=self._folder.is_own, **how)
+            own = restore(checkpoint.dir, True, self._session, accept=self.folder.is_own, **how)
             if own is not None:
                 self._is_same_run = True
                 return own
@@ -190,6 +190,7 @@ class RunState:
             restore_rng(restored.own["rng"], self._session.device)
             self._meter.load_state(restored.own["meter"])
             self._data.load_own_state(restored.own.get("data", {}))
+            self._strategy.load_own_state(restored.own)
         self.verdict = self._begin_to_compare(restored, resuming)
 
     def _compare(self, restored: Restored) -> Resuming:
@@ -308,7 +309,7 @@ class RunState:
         if not self._certificate.wants(step):
             return None
         rates = [group["lr"] for group in self._strategy.optimizer.param_groups]
-        components = self._strategy.state() | self._user.here() | self._own_of_callbacks()
+        components = self._strategy.compared() | self._user.here() | self._own_of_callbacks()
         components |= {
             "position": self.progress.position,
             "schedule": {"state": self._schedule.state(), "rates": rates},
@@ -325,7 +326,7 @@ class RunState:
             if self._saver is not None:
                 self._saver.close()
         finally:
-            self._folder.release()
+            self.folder.release()
 
     def abandon(self) -> None:
         """The world broke: the save in flight may never hear of the others."""
@@ -333,7 +334,7 @@ class RunState:
             if self._saver is not None:
                 self._saver.abandon()
         finally:
-            self._folder.release()
+            self.folder.release()
 
     def _shared(self) -> dict[str, Any]:
         kept = self._callbacks.shared(is_compared=self._plan.replicate.check != "nothing")
@@ -357,7 +358,7 @@ class RunState:
 
     def _own(self) -> dict[str, Any]:
         data = self._data.own_state()
-        own = {"rng": rng_state(self._session.device), "meter": self._meter.state()}
+        own = {"rng": rng_state(self._session.device), "meter": self._meter.state()} | self._strategy.own_state()
         return own | ({"data": data} if data else {})
 
     def _meta(self, epoch: int) -> dict[str, Any]:
@@ -369,7 +370,7 @@ class RunState:
             "samples": self._samples,
             "global_batch": self._plan.batch.at(epoch).global_batch,
             "division": self._plan.division,
-            "launch": self._folder.launch,
+            "launch": self.folder.launch,
             "machine": platform.machine(),
             "device": torch.cuda.get_device_name() if self._session.device.type == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -380,4 +381,4 @@ class RunState:
         self.path, self._published_at = saved.path, saved.step
         self._on_saved(saved)
         if self._session.is_main:
-            self._folder.drop_records()
+            self.folder.drop_records()

@@ -132,6 +132,7 @@ def _plan(request: FitRequest, config: DistributedConfig, ranks: int) -> tuple[P
     """The plan as a cluster of such machines would have it, and what of it a dry run does not do."""
     nodes = config.num_nodes
     world = WorkerEnv(world_size=ranks, local_world_size=ranks // nodes, num_nodes=nodes)
+    config = config.merged({"network_profile": "none"}, "--dry-run")  # which is for the network of those nodes
     plan = make_plan(config, request.profile, _pretended(config, ranks // nodes), run_dir="", world=world)
     if "dry_run" not in ENGINES.entries[plan.strategy].can:
         able = [repr(name) for name, engine in ENGINES.entries.items() if "dry_run" in engine.can]

@@ -25,6 +25,7 @@ from distributed.data.source import Source
 from distributed.launch.preflight import check_port, check_resume, run_dir_of
 from distributed.launch.request import LaunchRequest
 from distributed.observe.observers import check_extras
+from distributed.planner.decisions.network import announce_network, network_of
 from distributed.planner.hardware import Gpu, Hardware, probe_for, probe_hardware
 from distributed.planner.memory import ModelSize
 from distributed.planner.planning import JobProfile, make_plan
@@ -48,6 +49,7 @@ from distributed.trainers.launching import (
     recorded_in_world,
     refuse_several_nodes,
 )
+from distributed.trainers.network_check import measure_network
 from distributed.trainers.payload import write_payload
 from distributed.trainers.trained.model import UntrainedTask, load_trained_state
 from distributed.worker import run_rank
@@ -144,6 +146,7 @@ def join_world(
         run_dir = str(RunDir(world.run_dir).fit(number))
     rendezvous = meet(world, run_dir, request.config.collective_timeout_s)
     plan = request.plan(run_dir, rendezvous.env)
+    announce_network(request.config, plan.num_nodes, plan.device, rendezvous.env)
     line = line_for(plan, is_first=number == 1 and outlives_peers) if is_watched else None
     session = open_session(plan, world, line, rendezvous)
     if not world.run_dir:  # each rank has made up its own; some learn rank 0's where they meet
@@ -151,6 +154,8 @@ def join_world(
     plan = plan.in_dir(run_dir).for_world(session.world_size, session.env.num_nodes)
     if not session.env.restarts:  # later, some ranks come from the world before, and have been asked already
         check_alike(plan, session)
+        if request.config.network_profile != "none" and session.env.num_nodes > 1:
+            plan = plan.with_decisions(measure_network(session))
     check_extras(plan)
     followed = world.is_followed and number == 1  # our launcher shows the progress
     with recorded_in_world(plan, request.config, session.env, is_held=bool(world.run_dir)):
@@ -226,6 +231,7 @@ def launch_of(config: DistributedConfig, plan: Plan, run_dir: str) -> LaunchRequ
         gpus=torch.cuda.device_count() if plan.shares_gpus else 0,
         warm=config.warm_start,
         address=config.address,
+        network=network_of(config, plan.num_nodes, plan.device),
     )
 
 

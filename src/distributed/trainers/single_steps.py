@@ -24,6 +24,9 @@ from distributed.strategies.joint_optimizer import JointOptimizer
 from distributed.train.callbacks.callback import Callback
 from distributed.train.callbacks.trained import TrainedParameters
 from distributed.train.checks.anomalies import AnomalyWatch
+from distributed.train.loop_parts.bucket_trial import bucket_trial
+from distributed.train.stragglers.communication import CommunicationShare, share_of
+from distributed.train.stragglers.pace import Pace
 from distributed.train.task import Task
 from distributed.trainers.fitting import FitRequest, join_world
 
@@ -72,14 +75,19 @@ class SingleSteps:
             self._train_step = (
                 AnomalyWatch(plan).around(strategy, strategy.train_step) if plan.detect_anomaly else strategy.train_step
             )
+            self.communication: CommunicationShare | None = None  # of the last step that was measured
+            self._buckets, self._steps = bucket_trial(plan, strategy, self._session, tell=self._say), 0
             self._strategy, self._trained = strategy, None
             if not (job.task.has_phases or job.task.is_manual):  # which say themselves what they train
                 self._trained = TrainedParameters(job.task.model)
             self._ranks, self._held = plan.mesh.data_ranks, held.pop_all()
         atexit.register(self.close)
 
-    def take(self, batch: Any) -> float:
-        """One synchronized step; the mean loss over the batches of all ranks, weighted by their samples."""
+    def take(self, batch: Any, *, measure: bool = False) -> float:
+        """One synchronized step; the mean loss over the batches of all ranks, weighted by their samples.
+
+        `measure`: `communication` is that of this step afterwards.
+        """
         session, size = self._session, samples_in(batch)
         trained = self._trained
         own = [float(size), float(trained is not None and trained.has_changed)]
@@ -89,9 +97,22 @@ class SingleSteps:
             trained.agree(session)
             self._strategy.parameters_changed()
         total /= session.world_size // self._ranks  # ranks that share a model have the same samples
-        output = self._train_step([Microbatch(batch, size * self._ranks / total, size)], measure=False)
+        self._steps += 1
+        if self._buckets is not None:
+            self._buckets.step_begins(self._steps)
+        output = self._train_step([Microbatch(batch, size * self._ranks / total, size)], measure=measure)
+        if self._buckets is not None:
+            self._buckets.step_ended(self._steps, int(total), is_measured=measure)
+        if measure:
+            pace = Pace(session.rank, session.world_size, self._strategy.clock)
+            row = torch.tensor(pace.row(), dtype=torch.float64, device=session.device)
+            self.communication = share_of(pace.read(session.sum("paces of a step", row).tolist()))
         loss = torch.as_tensor(output.loss, dtype=torch.float64, device=session.device)
         return float(session.sum("loss of a step", loss).item()) / session.world_size
+
+    def _say(self, message: str) -> None:
+        if self._session.is_main:
+            print(message, flush=True)
 
     def close(self) -> None:
         """Give the model back; without a collective."""
@@ -132,6 +153,15 @@ def _refuse_unused(plan: Plan, task: Task, callbacks: Sequence[Callback]) -> Non
         why = "the length of your loop, over which the rate would move, is not known"
         do = "leave lr_schedule and warmup_… out, and step a scheduler of your own in the loop"
         problems.append(Problem("train_step with a learning-rate schedule", why=why, do=do))
+    if plan.replicate.synchronization.is_local:
+        why = "the last steps of your loop would never be averaged: it does not say which they are"
+        problems.append(
+            Problem(
+                f"train_step with synchronization={plan.replicate.synchronization.kind!r}",
+                why=why,
+                do="set synchronization='every_step', or use trainer.fit(loader)",
+            )
+        )
     if task.scheduler is not None:
         problems.append(_of_scheduler())
     if plan.batch.most_accumulated > 1:

@@ -185,13 +185,16 @@ class Trainer(TrainedWeights):
         >>> last < first
         True
         """
+        return self._take_step(data, target)
+
+    def _take_step(self, data: Any, target: Any, *, measure: bool = False) -> float:
         if self._steps is None:
             check_task(self._task)
             config = self._merge({})
             source = Source(UnknownData(), batch_size=config.batch_size or 1)  # the loop's batches have any size
             request = FitRequest(config, self._task, source, {}, self.notes)
             self._steps = SingleSteps(request, (*self._task.callbacks, *self.callbacks))
-        return self._steps.take((data, target))
+        return self._steps.take((data, target), measure=measure)
 
     def validate(self, val_loader: Loaders, **settings: Unpack[Settings]) -> dict[str, float]:
         """The metrics of the model on a set, or on several, without training; the same on every rank.

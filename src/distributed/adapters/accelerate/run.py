@@ -21,14 +21,12 @@ from distributed.runtime.session import Session
 from distributed.strategies.base import LOW_PRECISION, MetricSum
 from distributed.train.given.step_results import logged_value
 from distributed.train.loaders import open_evaluation
-from distributed.trainers.own_loop.run import TrainingRun
+from distributed.trainers.own_loop.run import Pass, TrainingRun
 
 
 class ScriptRun(TrainingRun):
     """A TrainingRun whose epochs are the script's. Every rank makes the same calls in the same order."""
 
-    _has_pass = False  # whether the training data was asked for, since the run has begun or was resumed
-    _passed = 0  # backward passes of this step
     _folder: str | None = None  # to which the state is saved after this step
 
     # ---- what the script can ask
@@ -48,19 +46,20 @@ class ScriptRun(TrainingRun):
     @property
     def is_last_of_step(self) -> bool:
         """Whether the optimizer steps with this batch."""
-        return self._micro is None or self._is_last
+        return self._at is None or self._at.is_last
 
     @property
     def has_gradients(self) -> bool:
         """Whether a backward pass of this step has run, and the step was not taken."""
-        return self._micro is not None and self._output is None and self._passed > 0
+        step = self._at
+        return step is not None and step.passes > 0 and not step.is_taken
 
     @property
     def is_at_stand_in(self) -> bool:
         """Whether the batch has no sample of this rank: it only keeps in step with the others."""
         if self._size is not None:
             return not self._size
-        return self._micro is not None and not self._micro.size
+        return self._at is not None and not self._at.size
 
     @property
     def batches_done(self) -> int:
@@ -69,14 +68,10 @@ class ScriptRun(TrainingRun):
 
     # ---- steps
 
-    def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None) -> None:
-        super().backward(loss, weight)
-        self._passed += 1
-
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of this step, after its last backward pass; their norm."""
-        opened, _ = self._in_batch("clip")
-        if not (self._is_last and self._has_loss) or self._output is not None:
+        opened, step = self._in_batch("clip")
+        if not (step.is_last and step.has_loss) or step.is_taken:
             raise TaskError(
                 "clip_grad_norm_ before the gradients of a step are whole, or after they are dropped",
                 why="a step has the gradients of its batches, of which the last one has not run backward",
@@ -97,11 +92,10 @@ class ScriptRun(TrainingRun):
         """A pass over the training data: the rest of the epoch at which the run stands."""
         if not self._has_begun:
             self._begin(None)
-        elif self._has_pass:
+        elif self._pass is not Pass.NOT_BEGUN:
             self._leave_pass()
         while self._turn is not None and self._turn.microbatches is None:
             self._take_turn(self._means())
-        self._has_pass, self._has_passed = True, False
         yield from self._batches()
 
     def _begin(self, path: str | None) -> None:
@@ -117,7 +111,6 @@ class ScriptRun(TrainingRun):
         super()._take_turn(None)
 
     def _take_turn(self, answer: Any) -> None:
-        self._passed = 0
         super()._take_turn(answer)
         folder, self._folder = self._folder, None
         if folder is not None:
@@ -149,10 +142,11 @@ class ScriptRun(TrainingRun):
 
     def save_to(self, folder: str) -> None:
         """Save the state of the run to a folder: after this step, or now, between two."""
-        if self._micro is None:
+        step = self._at
+        if step is None:
             self._report_step()
             self._save_to(folder)
-        elif self._output is None:
+        elif not step.is_taken:
             raise TaskError(
                 "save_state before optimizer.step()",
                 why="a state is saved between two steps, with the gradients of neither",
@@ -185,13 +179,13 @@ class ScriptRun(TrainingRun):
             raise TaskError("log after end_training", why="the run has ended", do="log before it")
         logged = {name: logged_value(name, value, of_own_loop=True) for name, value in values.items()}
         sums = {name: MetricSum(value, 1.0) for name, (value, _) in logged.items()}
-        if self._micro is None:
+        if (step := self._at) is None:
             self._evaluated.add(sums)
-        elif self._turn is not None and self._turn.measures:
-            self._logged.add(sums)
+        elif step.measures:
+            step.logged.add(sums)
 
     def _end_with_the_process(self) -> None:
-        if self._has_begun and self._micro is None:
+        if self._has_begun and self._at is None:
             message = "the script has ended without accelerator.end_training(), so its last state was not saved"
             warnings.warn(message, stacklevel=1)
         self._abandon()

@@ -225,11 +225,17 @@ class LightningTask(Task):
 
     def _read(self, found: Any) -> dict[str, Any]:
         """The loss, and its weight, of what training_step has returned; other entries are for hooks alone."""
+        if found is None:
+            raise TaskError(
+                f"{type(self.model).__name__}.training_step returned None",
+                why="Lightning then skips the batch and its step, and here every rank takes part in every step",
+                do='leave such samples out of the data, or return {"loss": …, "weight": …} for each batch, with the '
+                "weight 0 for one of a step's that does not count",
+            )
         parts = {"loss": found} if isinstance(found, torch.Tensor) else found
         if not isinstance(parts, Mapping) or not isinstance(parts.get("loss"), torch.Tensor):
-            kind = "None" if found is None else type(found).__name__
             raise TaskError(
-                f"{type(self.model).__name__}.training_step returned {kind}",
+                f"{type(self.model).__name__}.training_step returned {type(found).__name__}",
                 why="every rank takes part in every step, with the gradients of a loss",
                 do='return the loss, or {"loss": …}',
             )

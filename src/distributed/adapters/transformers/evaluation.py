@@ -27,7 +27,7 @@ def evaluate(task: HfTask, data: DataLoader[Any], predictions: CollectedPredicti
         )
     device, is_shifted = next(model.parameters()).device, shifts_labels(model)
     total, weight, samples = 0.0, 0.0, 0
-    predictions.begin()
+    predictions.reset()
     task.samples = 0  # the task itself collects nothing
     with evaluating(model), torch.no_grad():
         for batch in data:

@@ -18,6 +18,7 @@ MAPPED = frozenset(
         *("max_grad_norm", "label_smoothing_factor", "bf16", "fp16", "tf32", "gradient_checkpointing"),
         *("gradient_checkpointing_kwargs", "torch_compile", "torch_compile_mode", "use_cache"),
         *("logging_strategy", "logging_steps", "disable_tqdm", "report_to", "run_name", "eval_strategy"),
+        "eval_steps",
         *("per_device_eval_batch_size", "prediction_loss_only", "save_strategy", "save_steps", "save_total_limit"),
         *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "seed", "data_seed", "use_cpu"),
         *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"),
@@ -35,7 +36,6 @@ IDLE = {  # by name: why it has no effect here
     "log_level_replica": "a run writes to its own console and files",
     "log_on_each_node": "rank 0 reports",
     "logging_nan_inf_filter": "on_nan says what a loss that is not finite does; by default the run stops",
-    "eval_steps": "of eval_strategy='steps', which is refused",
     "eval_accumulation_steps": "predictions go to the host after each batch",
     "eval_use_gather_object": "predictions of any kind are gathered",
     "save_on_each_node": "all nodes write one checkpoint",
@@ -118,6 +118,8 @@ def settings_of(args: Any) -> dict[str, Any]:
         "mlflow_experiment": args.run_name if "mlflow" in args.report_to else None,
     }
     found |= {name: value for name, value in more.items() if value is not None}
+    if args.eval_strategy == "steps":
+        found["val_check_interval"] = f"{int(args.eval_steps)} steps"
     return found | {_TRACKERS[name]: True for name in args.report_to} | _checkpoints(args)
 
 
@@ -138,6 +140,8 @@ def _checkpoints(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if args.save_strategy == "steps":
         found["checkpoint_frequency"] = f"{int(args.save_steps)} steps"
+    elif args.save_strategy == "best" and args.eval_strategy == "steps":
+        found["checkpoint_frequency"] = "1 validation"
     elif args.save_strategy in ("epoch", "best"):
         found["checkpoint_frequency"] = 1
     limit = args.save_total_limit or (1 if args.save_strategy == "best" else None)
@@ -162,10 +166,8 @@ def _problems(args: Any) -> Iterator[Problem]:
 
 def _values(args: Any) -> Iterator[Problem]:
     """Fields that are mapped, with values that are not."""
-    if args.eval_strategy == "steps":
-        why = "a run evaluates at the end of each epoch"
-        yield Problem("eval_strategy='steps'", why=why, do="eval_strategy='epoch'")
-    for name, strategy in (("save_steps", args.save_strategy), ("logging_steps", args.logging_strategy)):
+    for name in ("save", "logging", "eval"):
+        name, strategy = f"{name}_steps", getattr(args, f"{name}_strategy")
         if strategy == "steps" and getattr(args, name) < 1:
             why = "a part of the run is not known in steps before it begins"
             yield Problem(f"{name}={getattr(args, name)}", why=why, do=f"{name}= a number of steps")
@@ -188,7 +190,7 @@ def _values(args: Any) -> Iterator[Problem]:
         why = "it steps each parameter within the backward pass"
         yield Problem(f"optim={str(args.optim.value)!r}", why=why, do="optim='adamw_torch'")
     is_best = args.load_best_model_at_end or args.save_strategy == "best"
-    if is_best and args.eval_strategy != "epoch":
+    if is_best and args.eval_strategy == "no":
         why = "the best is known by a metric of an evaluation"
         yield Problem("load_best_model_at_end without evaluations", why=why, do="eval_strategy='epoch'")
 

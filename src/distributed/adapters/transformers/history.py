@@ -6,8 +6,8 @@ from typing import Any
 
 from distributed.checkpoint.exchange.catalog import list_checkpoints
 from distributed.core.errors import CheckpointError, ConfigError
-from distributed.core.events import EpochEnded, EventTail, RunStarted, StepEnded
-from distributed.core.history import History, is_validation
+from distributed.core.events import EvaluationEnded, EventTail, RunStarted, StepEnded
+from distributed.core.history import History
 from distributed.core.plan import Plan
 from distributed.core.run_dir import RunDir
 from distributed.train.task import Task
@@ -26,10 +26,10 @@ def log_history(history: History) -> list[dict[str, Any]]:
             row = {"loss": event.loss, "step": event.step, **event.metrics}
             row |= {} if event.gradient_norm is None else {"grad_norm": event.gradient_norm}
             found.append(row | ({"epoch": event.step / per_epoch} if per_epoch else {}))
-        elif isinstance(event, EpochEnded):
-            evaluated = {_theirs(name): value for name, value in event.metrics.items() if is_validation(name)}
-            if evaluated:
-                found.append(evaluated | {"step": event.step, "epoch": event.epoch + 1.0})
+        elif isinstance(event, EvaluationEnded):
+            epoch = event.step / per_epoch if per_epoch else event.epoch + 1.0
+            evaluated = {_theirs(name): value for name, value in event.metrics.items()}
+            found.append(evaluated | {"step": event.step, "epoch": epoch})
     return found
 
 
@@ -47,16 +47,13 @@ def mean_loss(rows: list[dict[str, Any]]) -> float:
 
 
 def load_best(task: Task, history: History, metric: str) -> tuple[float, str]:
-    """Give the model the weights of the epoch with the best value of a metric; the value, and the checkpoint's path."""
+    """Give the model the weights with the best value of a metric; the value, and the path of their checkpoint."""
     direction, _, name = metric.partition(":")
-    plan, step, values = Plan.read(history.run_dir), 0, dict[int, float]()
-    for record in history.epochs:
-        step += record.steps
-        if name in record.metrics:
-            values[step] = record.metrics[name]
+    plan = Plan.read(history.run_dir)
+    values = {record.step: record.metrics[name] for record in history.evaluations if name in record.metrics}
     if not values:
         raise ConfigError(
-            f"load_best_model_at_end, and no epoch has measured {name}",
+            f"load_best_model_at_end, and no evaluation has measured {name}",
             why=f"the run has measured {', '.join(history.metrics) or 'no metrics'}",
             do="metric_for_best_model= one of them, without val_",
         )
@@ -65,8 +62,8 @@ def load_best(task: Task, history: History, metric: str) -> tuple[float, str]:
     if row is None:
         raise CheckpointError(
             f"load_best_model_at_end, and there is no checkpoint of step {best} in {plan.checkpoint.dir}",
-            why="the best epoch was not saved, or is saved no longer",
-            do="save_strategy='epoch'",
+            why="the state of the best evaluation was not saved, or is saved no longer",
+            do="give save_strategy (and save_steps) the value of eval_strategy (and eval_steps)",
         )
     load_trained_task(task, plan, row.path)
     return values[best], row.path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -11,15 +11,17 @@ from torch.nn.functional import pad
 from distributed.adapters.gathering import gather_shares
 from distributed.core.errors import TaskError
 from distributed.core.registry import import_extra
+from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import tree_flatten, tree_map, tree_unflatten
-from distributed.train.callbacks.callback import Callback, TrainingControl
-from distributed.train.callbacks.calls import Control
+from distributed.train.whole_set.metrics import WholeSetMetrics
 
 _PADDING = -100  # of predictions and labels of other lengths
 
 
-class CollectedPredictions(Callback):
+class CollectedPredictions(WholeSetMetrics):
     """Of one rank. `compute_metrics` is called on every rank, with the same, in the order of the data."""
+
+    names = [""]  # noqa: RUF012 (what the metrics' names begin with: they are known once they are computed)
 
     def __init__(
         self,
@@ -30,11 +32,15 @@ class CollectedPredictions(Callback):
         ignored: list[str],
     ) -> None:
         """`preprocess`: of the logits of a batch; `labels`: the entries of a batch; `ignored`: those of the outputs."""
+        super().__init__({})
         self._compute, self._preprocess, self._labels, self._ignored = compute, preprocess, labels, ignored
         self._logits: list[Any] = []  # of each batch
         self._targets: list[Any] = []
 
-    def begin(self) -> None:
+    def __bool__(self) -> bool:
+        return self._compute is not None
+
+    def reset(self) -> None:
         self._logits, self._targets = [], []
 
     def add(self, outputs: Any, batch: Mapping[str, Any]) -> None:
@@ -49,15 +55,20 @@ class CollectedPredictions(Callback):
         if targets is not None:
             self._targets.append(_on_host(targets))
 
-    def on_validation_start(self, run: TrainingControl) -> None:
-        self.begin()
+    def update(self, outputs: Any, target: Any) -> None:
+        """Nothing: `add` has had the whole batch."""
 
-    def on_validation_end(self, run: TrainingControl, metrics: Mapping[str, float]) -> None:
-        shares = gather_shares(cast(Control, run).session, "predictions", (self._logits, self._targets))
+    def compute(self, session: Session) -> dict[str, float]:
+        shares = gather_shares(session, "predictions", (self._logits, self._targets))
         self._logits, self._targets = [one for share in shares for one in share[0]], [t for s in shares for t in s[1]]
-        for name, value in self.measure().items():
-            run.log(f"val_{name}", value)
-        self.begin()
+        found = self.measure()
+        if "loss" in found:
+            raise TaskError(
+                "compute_metrics returned a 'loss'",
+                why="an evaluation has one already, and one of the two would be lost",
+                do="return it by another name",
+            )
+        return found
 
     def gathered(self) -> tuple[Any, Any]:
         """Logits and labels as arrays, each None where there are none."""

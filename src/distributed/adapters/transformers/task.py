@@ -16,7 +16,6 @@ from distributed.core.errors import TaskError
 from distributed.core.plan import Plan
 from distributed.core.registry import import_extra
 from distributed.strategies.base import Outcome
-from distributed.train.callbacks.callback import Callback
 from distributed.train.task import Task
 
 
@@ -32,7 +31,8 @@ class HfTask(Task):
         optimizer_class: tuple[type[Optimizer], dict[str, Any]] | None,
         predictions: CollectedPredictions | None,
     ) -> None:
-        self._args, self._optimizer_class, self._predictions = args, optimizer_class, predictions
+        self._args, self._optimizer_class = args, optimizer_class
+        self._predictions = predictions or None  # which is false without a compute_metrics
         self._total_steps: int | None = None
         optimizer, scheduler = optimizers
         super().__init__(
@@ -40,10 +40,8 @@ class HfTask(Task):
             optimizer=self._make_own_optimizer if optimizer is None else optimizer,
             scheduler=self._make_own_scheduler if scheduler is None else scheduler,
         )
-
-    @property
-    def callbacks(self) -> tuple[Callback, ...]:
-        return () if self._predictions is None else (self._predictions,)
+        if predictions is not None:
+            self.whole_set = predictions
 
     def begin_run(self, plan: Plan, samples: int | None) -> None:
         super().begin_run(plan, samples)

@@ -87,7 +87,7 @@ def hf_trainer(
     parts: dict[str, Any] = {
         "optimizers": optimizers,
         "optimizer_class": optimizer_cls_and_kwargs,
-        "predictions": predictions if compute_metrics is not None and not args.prediction_loss_only else None,
+        "predictions": predictions if args.eval_strategy != "no" and not args.prediction_loss_only else None,
     }
     return HfTrainer(
         _make_task(model, args, compute_loss_func, parts),
@@ -141,9 +141,10 @@ class HfTrainer:
             more["epochs"] = -(-args.max_steps // steps)
         elif args.max_steps <= 0 and args.num_train_epochs != int(args.num_train_epochs):
             more["max_steps"] = math.ceil(args.num_train_epochs * (self._steps_per_epoch(train) or 0)) or None
-        evaluates = args.eval_strategy == "epoch"
+        evaluates = args.eval_strategy != "no"
         if evaluates and self.eval_dataset is None:
-            raise TaskError("eval_strategy='epoch' without an eval_dataset", do="hf_trainer(…, eval_dataset=…)")
+            asked = f"eval_strategy={str(args.eval_strategy.value)!r}"
+            raise TaskError(f"{asked} without an eval_dataset", do="hf_trainer(…, eval_dataset=…)")
         evaluation = evaluation_data(args, self.eval_dataset, self.data_collator) if evaluates else None
         history = self.trainer.fit(train, evaluation, **more)
         self._note(history)
@@ -175,7 +176,7 @@ class HfTrainer:
         loss, samples = evaluate(self.task, data, self._predictions)
         logits, targets = self._predictions.gathered()
         found = self._predictions.measure() | ({} if loss is None else {"loss": loss})
-        self._predictions.begin()
+        self._predictions.reset()
         metrics = {f"{prefix}_{name}": value for name, value in found.items()}
         self.state.log_history.append(metrics | {"step": self.state.global_step})
         return logits, targets, metrics | {f"{prefix}_samples": float(samples)}

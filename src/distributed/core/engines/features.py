@@ -64,7 +64,7 @@ def _sharding(kind: str) -> Callable[[EngineRequest], str]:
     return asked_as
 
 
-_LOSSY = ("bf16", "topk", "randomk", "powersgd", "int8", "onebit")
+_LOSSY = ("auto", "bf16", "topk", "randomk", "powersgd", "int8", "onebit")
 ASKED: dict[str, Feature] = {
     "bf16": Feature("bf16", by_value("mixed_precision", "bf16")),
     "fp16": Feature("fp16 with a scaled loss", by_value("mixed_precision", "fp16")),
@@ -111,6 +111,9 @@ ASKED: dict[str, Feature] = {
     "feedback": Feature(
         "gradients in bf16; in 8 bits or 1 bit, as factors or a few of them, with error feedback",
         by_value("compression", *_LOSSY),
+    ),
+    "local_steps": Feature(
+        "replicas that step alone: local SGD, post-local SGD, DiLoCo", by_setting("synchronization", "every_step")
     ),
     "adasum": Feature("Adasum", by_value("gradient_reduction", "adasum")),
     "fusion": Feature(

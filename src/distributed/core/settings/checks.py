@@ -106,7 +106,7 @@ def _without_effect(config: DistributedConfig) -> list[Problem]:
             what = f"{name} is set without keep_last, and would have no effect"
             do = f"set keep_last=1, or leave {name} out"
             found.append(Problem(what, why="all checkpoints are kept without keep_last", do=do))
-    bitwise, kind = config.reproducible == "bitwise", config.compression
+    bitwise, kind, meets = config.reproducible == "bitwise", config.compression, config.synchronization
     for name, useless, do in (
         ("slow_rank_wait_s", config.slow_rank != "replace", "slow_rank='replace'"),
         ("virtual_ranks", not bitwise, "reproducible='bitwise'"),
@@ -114,9 +114,13 @@ def _without_effect(config: DistributedConfig) -> list[Problem]:
         ("find_unused_parameters", bitwise and config.find_unused_parameters, "reproducible='off'"),
         ("static_graph", bitwise and config.static_graph, "reproducible='off'"),
         ("bucket_cap_mb", bitwise, "reproducible='off'"),
-        ("compression_ratio", kind not in ("topk", "randomk"), "compression='topk'"),
-        ("compression_rank", kind != "powersgd", "compression='powersgd'"),
+        ("compression_ratio", kind not in ("topk", "randomk", "auto"), "compression='topk'"),
+        ("compression_rank", kind not in ("powersgd", "auto"), "compression='powersgd'"),
         ("compression_min_size", kind in ("none", "fp16", "bf16"), "compression='topk'"),
+        ("sync_every_n_steps", meets == "every_step", "synchronization='local_sgd'"),
+        ("local_sgd_start", meets != "post_local_sgd", "synchronization='post_local_sgd'"),
+        ("outer_learning_rate", meets != "diloco", "synchronization='diloco'"),
+        ("outer_momentum", meets != "diloco", "synchronization='diloco'"),
     ):
         if useless and name in config.model_fields_set:
             found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from distributed.core.choices import Compression
+from distributed.core.choices import Compression, NetworkProfile, Synchronization
 from distributed.core.settings.section import SettingsSection
+from distributed.core.values import parse_start
 
 
 class ParallelismSettings(SettingsSection):
@@ -167,15 +168,35 @@ class CommunicationSettings(SettingsSection):
     compression: Compression = Field(
         "none",
         description="what ranks send of their gradients: fp16, bf16: in that precision; topk, randomk: "
-        "compression_ratio of the numbers; powersgd: factors of compression_rank; int8, onebit: so many bits of each",
+        "compression_ratio of the numbers; powersgd: factors of compression_rank; int8, onebit: so many bits of each; "
+        "auto: measured in the first steps, and turned on only if it pays",
     )
     compression_ratio: float = Field(
-        0.01, gt=0, lt=1, description="for compression=topk and randomk: the part of a tensor's numbers that is sent"
+        0.01,
+        gt=0,
+        lt=1,
+        description="for compression=topk, randomk and auto: the part of a tensor's numbers that is sent",
     )
-    compression_rank: int = Field(4, ge=1, description="for compression=powersgd: rank of what stands for a matrix")
+    compression_rank: int = Field(
+        4, ge=1, description="for compression=powersgd and auto: rank of what stands for a matrix"
+    )
     compression_min_size: int = Field(
         4096, ge=1, description="for all but fp16 and bf16: smaller tensors are sent whole, in numbers"
     )
+    synchronization: Synchronization = Field(
+        "every_step",
+        description="when replicas meet: every_step: with the gradients of each; local_sgd: they step alone, and their "
+        "weights are averaged every sync_every_n_steps; post_local_sgd: so from local_sgd_start on; diloco: an outer "
+        "optimizer steps by what that average has changed",
+    )
+    sync_every_n_steps: int | None = Field(
+        None, ge=1, description="steps that each replica takes alone between two averages; by default 16, diloco: 100"
+    )
+    local_sgd_start: int | str | None = Field(
+        None, description="for post_local_sgd: steps before it, in which gradients are averaged, or '2 epochs'"
+    )
+    outer_learning_rate: float = Field(0.7, gt=0, description="for diloco: of its outer steps")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="for diloco: Nesterov's, of its outer steps")
     gradient_reduction: Literal["average", "adasum"] = Field(
         "average", description="how the gradients of the ranks become one"
     )
@@ -191,10 +212,24 @@ class CommunicationSettings(SettingsSection):
     timeline: str | None = Field(None, description="for horovod: a file for the timeline of its collectives")
     find_unused_parameters: bool = Field(False, description="for models that leave parameters out in some steps")
     static_graph: bool = Field(False, description="DDP: every step uses the same parameters")
-    bucket_cap_mb: float = Field(25, gt=0, description="size of DDP's gradient buckets")
+    bucket_cap_mb: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        25.0, description="size of DDP's gradient buckets; auto: the fastest of several, as measured in the first steps"
+    )
+    network_profile: NetworkProfile = Field(
+        "none",
+        description="variables for NCCL and gloo, set on each node where the user has not set them: auto: what "
+        "`distributed doctor --network` proposes there; gcp, aws-efa, azure-ib: for the machines of these clouds",
+    )
     collective_timeout_s: float = Field(
         600, gt=0, description="after which a collective that a rank does not join is an error"
     )
+
+    @field_validator("local_sgd_start")
+    @classmethod
+    def _readable_start(cls, value: int | str | None) -> int | str | None:
+        if value is not None:
+            parse_start(value)
+        return value
 
     @field_validator("compression", mode="before")
     @classmethod

@@ -96,17 +96,23 @@ class TrainerSettings(TypedDict, total=False):
     check_replicas: bool | Literal["parameters"]
     # Communication
     communication_backend: Literal["auto", "nccl", "gloo", "mpi"]
-    compression: type[Any] | Literal["none", "fp16", "bf16", "topk", "randomk", "powersgd", "int8", "onebit"]
+    compression: type[Any] | Literal["none", "auto", "fp16", "bf16", "topk", "randomk", "powersgd", "int8", "onebit"]
     compression_ratio: float
     compression_rank: int
     compression_min_size: int
+    synchronization: Literal["every_step", "local_sgd", "post_local_sgd", "diloco"]
+    sync_every_n_steps: int | None
+    local_sgd_start: int | str | None
+    outer_learning_rate: float
+    outer_momentum: float
     gradient_reduction: Literal["average", "adasum"]
     fusion_threshold_mb: float | None
     cycle_time_ms: float | None
     timeline: str | PathLike[str] | None
     find_unused_parameters: bool
     static_graph: bool
-    bucket_cap_mb: float
+    bucket_cap_mb: float | Literal["auto"]
+    network_profile: Literal["none", "auto", "gcp", "aws-efa", "azure-ib"]
     collective_timeout_s: float
     # Survival
     max_restarts: int | None

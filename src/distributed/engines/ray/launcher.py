@@ -256,6 +256,7 @@ class RayRun:
             nominal_ranks=request.num_nodes * request.ranks_per_node,
             env=variables_of(request),
             roles=request.roles,
+            network=request.network,
         )
         verdict = RayVerdict(self._run, self._run_dir, self._limits.max_restarts, request.attempt)
         return DataParallelTrainer(

@@ -22,14 +22,14 @@ from ray.experimental import internal_kv
 from ray.train.backend import Backend, BackendConfig
 
 from distributed.core.atomic import write_private
-from distributed.core.env import LAUNCHER, WorkerEnv, announce
+from distributed.core.env import LAUNCHER, WorkerEnv, announce, inherited_environ
 from distributed.core.errors import LaunchError
 from distributed.core.run_dir import RunDir
 from distributed.engines.ray.names import NAMESPACE, RAY_RUN, node_key, stop_key, task_key
 from distributed.engines.ray.verdict import attempt_to_come
 from distributed.launch.node.rank import main as run_program
 from distributed.launch.ports import free_port
-from distributed.launch.request import Roles
+from distributed.launch.request import NodeVariables, Roles
 
 _LISTEN_EVERY_S = 0.5
 END_AT_ONCE = -signal.SIGKILL  # what the driver sends in place of a signal to stop
@@ -47,6 +47,7 @@ class RankOrder:
     nominal_ranks: int
     env: Mapping[str, str] = field(default_factory=dict)  # beside its place in the world
     roles: Roles | None = None  # what the ranks are to each other, if that is more than their places
+    network: NodeVariables | None = None  # by which the ranks of a node reach the others
 
 
 class RankEndedError(RuntimeError):
@@ -143,7 +144,10 @@ def _take_place(order: RankOrder) -> WorkerEnv:
 
 def _variables(order: RankOrder, env: WorkerEnv) -> dict[str, str]:
     roles = {} if order.roles is None else order.roles.placed(_addresses(order, env), env.rank)
-    return env.to_environ() | {LAUNCHER: "ray", RAY_RUN: order.run} | dict(roles) | dict(order.env)
+    network: Mapping[str, str] = {}
+    if order.network is not None:
+        network = order.network(inherited_environ(), towards=env.master_addr, nodes=env.num_nodes)
+    return env.to_environ() | {LAUNCHER: "ray", RAY_RUN: order.run} | dict(network) | dict(roles) | dict(order.env)
 
 
 def _addresses(order: RankOrder, env: WorkerEnv) -> list[str]:

@@ -53,6 +53,7 @@ from distributed.engines.tensorflow.world.user_strategy import (
 from distributed.launch.preflight import check_port, check_resume, run_dir_of
 from distributed.launch.request import LaunchRequest
 from distributed.observe.observers import check_extras
+from distributed.planner.decisions.network import announce_network, network_of
 from distributed.planner.hardware import probe_for, probe_hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.planner.resources import plan_resources
@@ -125,6 +126,7 @@ class Fit:
             device=plan.device,
             warm=config.warm_start,
             address=config.address,
+            network=network_of(config, plan.num_nodes, plan.device),
         ).for_engine("tensorflow", config)
         resumes = bool(plan.checkpoint.resume)
         at = check_resume(plan.checkpoint.resume)
@@ -150,6 +152,7 @@ class Fit:
             run_dir = str(RunDir(world.run_dir).fit(number))
         plan = self._plan(run_dir, world)
         check_world(plan, world)
+        announce_network(self._config, plan.num_nodes, plan.device, world)
         check_extras(plan)
         followed = world.is_followed and number == 1  # our launcher shows the progress
         with recorded_in_world(plan, self._config, world, is_held=bool(world.run_dir)):

@@ -155,6 +155,14 @@ def _problems(config: DistributedConfig, layout: ProcessLayout, plan: Plan) -> l
     if config.checkpoint_frequency and parse_frequency(config.checkpoint_frequency)[1] == "validations":
         why = "TensorFlow runs are validated after each epoch"
         found.append(Problem("checkpoint_frequency by validations", why=why, do="set it to a number of epochs"))
+    if config.network_profile != "none" and plan.device == "cpu":
+        found.append(
+            Problem(
+                f"network_profile={config.network_profile!r} would have no effect on CPUs with backend='tensorflow'",
+                why="its CPU ranks send by gRPC, and the addresses in TF_CONFIG decide on the interface",
+                do="leave network_profile out",
+            )
+        )
     found += _server_problems(config, layout, plan)
     for name in _OF_TORCH:
         if config.given(name):

@@ -23,8 +23,12 @@ def plan_compression(
     if plan.world_size == 1:
         why = "a single rank sends no gradients"
         decisions.append(Decision(f"no {kind} compression while there is 1 rank", why, "num_gpus"))
+    elif kind == "auto":
+        why = "the link and the kinds are measured in the first steps; one that pays is then turned on"
+        decisions.append(Decision("gradients are sent whole at first", why, "compression"))
     asked = f"compression={kind!r}"
-    refusals = {
+    refusals = _of_auto(config, plan, task) if kind == "auto" else {}
+    refusals |= {
         "a model that is sharded over ranks": (
             not plan.is_replicated,
             "sharded state is gathered and scattered, and nothing of it is left to be sent later",
@@ -53,7 +57,7 @@ def plan_compression(
             f"set {_WITHOUT_IT}, or take an optimizer that steps once, such as SGD",
         ),
         f"bf16_parameters={config.bf16_parameters!r}": (
-            bool(config.bf16_parameters) and not compression.keeps,
+            bool(config.bf16_parameters) and kind in ("bf16", "fp16"),
             "gradients of parameters in bf16 have 16 bits already",
             "leave one of them out",
         ),
@@ -71,3 +75,25 @@ def plan_compression(
                 do=f"set compression_ratio below {1 / ranks:.3g}, or {_WITHOUT_IT}",
             )
         )
+
+
+def _of_auto(config: DistributedConfig, plan: Plan, task: Mapping[str, str]) -> dict[str, tuple[bool, str, str]]:
+    """What changes between the steps that are measured and those that follow."""
+    name_it = f"name the kind, such as compression='bf16', or set {_WITHOUT_IT}"
+    return {
+        "find_unused_parameters": (
+            config.find_unused_parameters,
+            "each step may send other gradients, and the measured ones say little of those that follow",
+            name_it,
+        ),
+        "several optimizers": (
+            "several_optimizers" in task,
+            "each has a reduction of its own, in some of the steps",
+            name_it,
+        ),
+        f"compile={config.compile!r}": (
+            plan.memory.compile_whole,
+            "a whole model is compiled for a trial in the steps that are measured",
+            f"set compile=true, or {name_it}",
+        ),
+    }

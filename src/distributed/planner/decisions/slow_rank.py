@@ -51,7 +51,7 @@ def slow_rank_problems(
             _REPORT,
         ),
         (
-            plan.is_replicated and not plan.is_held_by_each,
+            plan.is_replicated and plan.replicate.compression.keeps,
             f"with compression={config.compression!r}",
             "what the slow rank has not sent of its gradients is held by no other, so that all would resume from the "
             "last checkpoint",

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distributed.comm.compression.exchange import Exchange, ExchangePlace, Gather, GradientPiece, Reduced, Request, Sum
 from distributed.comm.compression.feedback import ErrorFeedback, flat
@@ -41,10 +40,6 @@ class CompressedGradients:
 
     keeps = False  # whether something is left for the next step
 
-    def attach(self, replicated: DistributedDataParallel) -> None:
-        """Reduce its gradients from now on."""
-        replicated.register_comm_hook(None, lambda _, bucket: self._hook(bucket))  # torch refuses annotations as texts
-
     def weigh(self, scale: torch.Tensor) -> None:
         """The coming gradients are those of the whole batch times this."""
 
@@ -57,10 +52,12 @@ class CompressedGradients:
     def commit(self) -> None:
         """After the optimizer's step."""
 
-    def _reduce(self, bucket: dist.GradBucket) -> Rounds:
+    def rounds_of(self, bucket: dist.GradBucket) -> Rounds:
+        """What reduces a bucket, round by round."""
         raise NotImplementedError
 
-    def _hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The hook, in the backward pass."""
         buffer = bucket.buffer()
         if bucket.index() == 0:
             self._flights = []  # of a pass that was not finished
@@ -71,7 +68,7 @@ class CompressedGradients:
             for flight in self._flights:
                 if flight.rounds < self._rounds:
                     flight.advance()
-            self._flights.append(_Flight(self._session, self._reduce(bucket), lambda: future.set_result(buffer)))
+            self._flights.append(_Flight(self._session, self.rounds_of(bucket), lambda: future.set_result(buffer)))
             if bucket.is_last():
                 while self._flights:
                     self._flights = [flight for flight in self._flights if flight.advance()]
@@ -87,6 +84,10 @@ class CastGradients(CompressedGradients):
         self._dtype, self._kind, self._is_scaled = CASTS[plan.kind], plan.kind, is_scaled
         self._overflowed: torch.Tensor | None = None
 
+    @property
+    def has_small_range(self) -> bool:
+        return self._dtype is torch.float16
+
     def begin(self) -> None:
         self._overflowed = None
 
@@ -100,7 +101,7 @@ class CastGradients(CompressedGradients):
             do="set compression='bf16', which sends as few bytes and has the range of fp32",
         )
 
-    def _reduce(self, bucket: dist.GradBucket) -> Rounds:
+    def rounds_of(self, bucket: dist.GradBucket) -> Rounds:
         buffer = bucket.buffer()
         numbers = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
         wire = torch.empty(numbers.numel() + 1, dtype=self._dtype, device=numbers.device)
@@ -211,7 +212,7 @@ class FedBackGradients(CompressedGradients):
             return found if self._weight_scale is None else self._weight_scale
         return found * self._weight_scale
 
-    def _reduce(self, bucket: dist.GradBucket) -> Rounds:
+    def rounds_of(self, bucket: dist.GradBucket) -> Rounds:
         """Round by round: what is sent whole goes with the first."""
         buffer, scale, feedback = bucket.buffer(), self._scale(), self.feedback
         poison = _nothing_or_nan(buffer)  # what is not finite is to reach all ranks, also if its place is not sent

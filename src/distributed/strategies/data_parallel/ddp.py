@@ -16,6 +16,7 @@ from distributed.core.plan import Plan, ReplicatePlan
 from distributed.runtime.torch_compat import BatchNormBase, NormBase
 from distributed.runtime.torch_module_compat import without_hooks
 from distributed.strategies.checks.sparse_layers import sparse_parameters
+from distributed.strategies.data_parallel.bucket_layout import BucketLayout
 
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
@@ -43,11 +44,13 @@ def replicate(
     sends_buffers: bool,
     group: dist.ProcessGroup | None = None,
     is_alike: bool = False,
+    layout: BucketLayout | None = None,
 ) -> nn.Module:
     """DistributedDataParallel; buffers are broadcast before each step only if some can differ between ranks.
 
-    Unless all ranks already hold the same model, rank 0's model is broadcast.
+    Unless all ranks already hold the same model, rank 0's model is broadcast. `layout`: another one than the plan's.
     """
+    layout = layout or BucketLayout(plan.bucket_cap_mb)
     if not any(p.requires_grad for p in module.parameters()):
         return module
     if device.type == "cpu":
@@ -57,14 +60,14 @@ def replicate(
         module,  # without device_ids, because inputs are on the device already
         find_unused_parameters=plan.find_unused_parameters,
         static_graph=plan.static_graph,
-        bucket_cap_mb=plan.bucket_cap_mb,
+        bucket_cap_mb=layout.cap_mb,
         gradient_as_bucket_view=True,
         process_group=group,
         init_sync=not is_alike,
         **options,
     )
     if not plan.find_unused_parameters and not plan.static_graph:
-        _settle_buckets(replicated)
+        _settle_buckets(replicated, layout)
     return replicated
 
 
@@ -75,15 +78,15 @@ def release(replicated: DistributedDataParallel) -> None:
     del replicated.logger, replicated.reducer  # which removes its hooks when nothing refers to it any more
 
 
-def _settle_buckets(replicated: DistributedDataParallel) -> None:
-    """Let DDP lay out its buckets now, in the order of the parameters, by a backward pass that changes nothing.
+def _settle_buckets(replicated: DistributedDataParallel, layout: BucketLayout) -> None:
+    """Let DDP lay out its buckets now, in the order of the layout, by a backward pass that changes nothing.
 
     DDP rebuilds its buckets after the first backward pass, and the place of a number in its bucket decides in which
     order three or more ranks add it. Without this, the first step of a resumed run would use another layout than the
     run that was not interrupted. No buffer is broadcast: outside of a step, none is restored after an abort.
     """
     module = replicated.module
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    parameters = layout.in_order([p for p in module.parameters() if p.requires_grad])[::-1]  # autograd goes backward
     sparse = sparse_parameters(module)
     own = module.__dict__.get("forward")  # of a compiled or patched model
     sends_buffers, replicated.broadcast_buffers = replicated.broadcast_buffers, False
@@ -117,6 +120,8 @@ def why_not_captured(plan: Plan) -> str:
         return f"the collectives are those of {plan.collectives}, which run on the host"
     if plan.replicate.compression.kind != "none":
         return f"compression={plan.replicate.compression.kind!r} reduces gradients by hooks of DDP"
+    if plan.replicate.tunes_buckets:
+        return "bucket_cap_mb='auto' measures how DDP reduces while the backward pass runs"
     if plan.replicate.find_unused_parameters:
         return "find_unused_parameters=True looks in each step at which parameters the ranks have used"
     if plan.replicate.static_graph:

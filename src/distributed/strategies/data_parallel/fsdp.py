@@ -70,6 +70,15 @@ def accumulate(roots: Iterable[nn.Module], synchronizes: bool) -> None:
         root.set_requires_gradient_sync(synchronizes)
 
 
+def forget_accumulated(roots: Iterable[nn.Module]) -> None:
+    """Drop whole gradients that no backward pass has reduced."""
+    for module in (m for root in roots for m in root.modules() if isinstance(m, FSDPModule)):
+        for group in fsdp_groups(module):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, UNSHARDED):  # it was gathered once
+                    parameter.unsharded_accumulated_grad = parameter.unsharded_param.grad = None
+
+
 def follow_trained(roots: Iterable[nn.Module]) -> None:
     """Let what is gathered require a gradient where its shard does by now."""
     for module in (m for root in roots for m in root.modules() if isinstance(m, FSDPModule)):

@@ -14,8 +14,9 @@ from torch import nn
 
 from distributed.core.plan import ReplicatePlan
 from distributed.runtime.session import Session
-from distributed.runtime.torch_compat import broadcast_coalesced, ddp_buckets, default_group, foreach_copy_
+from distributed.runtime.torch_compat import broadcast_coalesced, default_group, foreach_copy_
 from distributed.strategies.checks.reduction import left_out
+from distributed.strategies.data_parallel.bucket_layout import BucketLayout
 
 _BROADCAST_BYTES = 250 << 20  # of buffers that are sent together, as DDP does
 
@@ -50,7 +51,7 @@ class GradientBuckets:
         wanted = None if of is None else set(of)
         named = [(p, name) for name, p in module.named_parameters() if p.requires_grad]
         self._names = {parameter: name for parameter, name in named if wanted is None or parameter in wanted}
-        self.layout = _layout(list(self._names), plan.bucket_cap_mb)
+        self.layout = BucketLayout(plan.bucket_cap_mb).buckets(list(self._names))
         self._flats = [_flat(bucket) for bucket in self.layout]
         self._views = [_views(flat, bucket) for flat, bucket in zip(self._flats, self.layout, strict=True)]
 
@@ -74,15 +75,6 @@ class GradientBuckets:
             self._session.sum(self._name, flat)
             for parameter, view in zip(bucket, views, strict=True):
                 parameter.grad = view
-
-
-def _layout(parameters: list[nn.Parameter], cap_mb: float) -> list[list[nn.Parameter]]:
-    """DDP's buckets after its first step: from the last parameter to the first, by type, each up to the cap."""
-    last_first: list[torch.Tensor] = [*parameters[::-1]]
-    if not last_first:
-        return []
-    buckets = ddp_buckets(last_first, int(cap_mb * 2**20))
-    return [[parameters[-1 - index] for index in bucket] for bucket in buckets]
 
 
 def _flat(bucket: list[nn.Parameter]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from distributed.comm.compression.feedback import FEEDBACK
+from distributed.comm.outer_steps import SYNCHRONIZATION
 from distributed.strategies.base import Copies, ModelCopy
 from distributed.strategies.checks.replica_tensors import Named
 from distributed.strategies.placement import local
@@ -74,13 +75,13 @@ def begun(copies: Copies) -> dict[str, ModelCopy]:
 
 
 def is_unwanted(name: str, copies: Copies) -> bool:
-    """Whether a checkpoint's tensor is of a copy, or of compressed gradients, that this run does not keep.
+    """Whether a checkpoint's tensor is of a copy, of compressed gradients or outer steps, that this run does not keep.
 
     >>> is_unwanted("copies/EMA/0.weight", {"SWA": None}), is_unwanted("model/0.weight", {})
     (True, False)
     """
     kind, _, path = name.partition("/")
-    return kind == FEEDBACK or (kind == COPIES and path.partition("/")[0] not in copies)
+    return kind in (FEEDBACK, SYNCHRONIZATION) or (kind == COPIES and path.partition("/")[0] not in copies)
 
 
 def copy_tensors(

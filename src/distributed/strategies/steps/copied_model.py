@@ -24,6 +24,21 @@ class CopiedModel:
     optimizer: torch.optim.Optimizer
     copies: Copies
 
+    def state(self) -> StateTree:
+        """See `Strategy`."""
+        raise NotImplementedError
+
+    def own_state(self) -> StateTree:
+        """What this rank alone has of a state; {}: `state` is all."""
+        return {}
+
+    def load_own_state(self, own: StateTree) -> None:
+        """What `own_state` gave on this rank, where as many ranks resume as have saved; after `load_state`."""
+
+    def compared(self) -> StateTree:
+        """The state of this rank as a resume certificate compares it."""
+        return self.state()
+
     def _whole(self) -> AbstractContextManager[None]:
         """A scope in which the model has the parameters of the user and the optimizer."""
         raise NotImplementedError

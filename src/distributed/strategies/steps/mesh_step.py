@@ -15,14 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.core.plan import Plan
 from distributed.data.loading.loader import Microbatch
 from distributed.runtime.session import Session
-from distributed.runtime.torch_compat import foreach_mul_
-from distributed.strategies.base import NonFiniteLoss, Outcome, StepOutput, StepTask
+from distributed.runtime.torch_compat import foreach_mul_, gradient_order
+from distributed.runtime.torch_module_compat import forget_unscaled
+from distributed.strategies.base import NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.parameter_hooks import ParameterHooks
 from distributed.strategies.checks.reduction import reduction_check
-from distributed.strategies.checks.sparse_layers import refuse_sparse
+from distributed.strategies.checks.sparse_layers import refuse_sparse, sparse_parameters
 from distributed.strategies.checks.torch_errors import explain
+from distributed.strategies.data_parallel.bucket_layout import BucketChoice, BucketLayout, different, said_of
 from distributed.strategies.data_parallel.ddp import StepModule, buffers_can_differ, release, replicate
+from distributed.strategies.data_parallel.reduction_clock import ReductionClock
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
 from distributed.strategies.placement import local
 from distributed.strategies.speed.memory_format import lay_out_state
@@ -35,6 +38,8 @@ class MeshStep(StepByHand):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        self._layout = BucketLayout(plan.replicate.bucket_cap_mb)
+        self.bucket_choice: BucketChoice | None = None  # while buckets are measured, and from then on
         self._restore_layers: Callable[[], None] = lambda: None
         self._saved: set[str] | None = None  # the names of the tensors that a checkpoint holds; None: all
 
@@ -112,9 +117,9 @@ class MeshStep(StepByHand):
             module = StepModule(self.module, lambda model, loss: loss)
         elif self._task.has_own_step:
             module = StepModule(self.module, self._task.run)
-        device, sends_buffers = self._session.device, self._buffers_differ and not self.is_by_hand
-        plan = self._plan.replicate
-        return replicate(module, plan, device, sends_buffers=sends_buffers, group=group, is_alike=is_alike)
+        how: dict[str, Any] = {"group": group, "is_alike": is_alike, "layout": self._layout}
+        how["sends_buffers"] = self._buffers_differ and not self.is_by_hand
+        return replicate(module, self._plan.replicate, self._session.device, **how)
 
     def _run_own_step(self, model: nn.Module, batch: Any) -> Outcome:
         return model(batch) if isinstance(model, DistributedDataParallel) else self._task.run(model, batch)
@@ -128,14 +133,54 @@ class MeshStep(StepByHand):
         self._check_reduction()
 
     def _check_reduction(self) -> None:
-        """Check the reduction of DDP, if training calls DDP."""
+        """Check the reduction of DDP, and time it, if training calls DDP."""
+        self.clock.reduction = None
         if isinstance(self._model, DistributedDataParallel):
             self._check_reduced = reduction_check(self._model, self.module, self._session.rank)
+            if self._plan.is_replicated and not self._phases and not sparse_parameters(self.module):
+                self.clock.reduction = self._time_reduction(self._model)
+
+    def _time_reduction(self, replicated: DistributedDataParallel) -> ReductionClock | None:
+        """By DDP's timers, unless hooks send something else than its buckets."""
+        if self._plan.replicate.compression.kind != "none":
+            return None
+        return ReductionClock(replicated, self._layout, self._session)
 
     def _lay_out_state(self) -> None:
         """Give the optimizer's state the memory format of the parameters, which DDP may have changed."""
         if isinstance(self._model, DistributedDataParallel):
             lay_out_state(self.optimizer)
+
+    def bucket_sizes(self, caps_mb: Sequence[float]) -> list[float]:
+        """Of several sizes those that come to different buckets; none: DDP reduces no gradients here."""
+        if not isinstance(self._model, DistributedDataParallel):
+            return []
+        return different(caps_mb, [p for p in self.module.parameters() if p.requires_grad])
+
+    def gradient_order(self) -> tuple[int, ...]:
+        """Trained parameters by their numbers, as the last step came to their gradients; (): the last one first."""
+        assert isinstance(self._model, DistributedDataParallel), "DDP has taken the step"
+        order = gradient_order(self._model)
+        return () if order == list(range(len(order)))[::-1] else tuple(order)
+
+    def choose_buckets(self, choice: BucketChoice) -> None:
+        """Reduce in these buckets from the next step on; every rank calls it after the same step."""
+        is_other, self.bucket_choice = choice.layout != self._layout, choice
+        self._layout = choice.layout
+        if is_other and isinstance(self._model, DistributedDataParallel):
+            self._replicate_again()
+
+    def _state_beside(self) -> StateTree:
+        found = super()._state_beside()
+        return found if self.bucket_choice is None else found | {"buckets": self.bucket_choice.to_save()}
+
+    def _load_state_beside(self, tree: StateTree) -> None:
+        super()._load_state_beside(tree)
+        if self._plan.replicate.tunes_buckets and "buckets" in tree:
+            choice = BucketChoice.from_saved(tree["buckets"])
+            self.choose_buckets(choice)
+            if choice.is_settled:
+                self.decisions.append(said_of(choice))
 
     def _pass_and_update(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         return self._finish_step(self._pass_explained(microbatches, measure), measure)
@@ -155,6 +200,14 @@ class MeshStep(StepByHand):
             holds = False
         with super()._special_scope(micro, synchronizes), self._model.no_sync() if holds else nullcontext():  # type: ignore[operator]
             yield
+
+    def forget_step(self) -> None:
+        self._in_step = False
+        if self._low is not None:
+            self._low.forget()
+        self._forget_gradients()
+        if self._scaler is not None:
+            forget_unscaled(self._scaler)
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
         is_whole = passed.weight is None and self._low is None

@@ -53,7 +53,10 @@ class StepByHand(PhasedStep):
                 part.training = was
 
     def open_step(self, *, measure: bool) -> None:
-        """Begin a step, in which no parameter changes before `close_step`."""
+        """Begin a step, in which no parameter changes before `close_step`. One that was not closed leaves nothing."""
+        if self._in_step and self._manual is None:
+            self.forget_step()
+        self._norm = self._clip_later = None
         self._begin_step()
         self.clock.begin(measure)
         if self._manual is not None:
@@ -185,6 +188,10 @@ class StepByHand(PhasedStep):
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.close()
+
+    def forget_step(self) -> None:
+        """Drop the gradients of a step that was begun and is not completed."""
+        raise NotImplementedError
 
     def _finish_step(self, passed: Passed, measure: bool) -> StepOutput:
         raise NotImplementedError

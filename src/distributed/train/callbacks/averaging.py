@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from distributed.core.errors import Problem
+from distributed.core.plan import Plan
 from distributed.runtime.torch_compat import foreach_copy_, foreach_lerp_
-from distributed.strategies.base import ModelCopy
+from distributed.strategies.base import ModelCopy, StepTask
 from distributed.strategies.model.copies import distinct, wide
 from distributed.train.callbacks.callback import Callback, TrainingControl
 
@@ -35,6 +37,14 @@ class WeightAveraging(Callback):
         self.updates = 0
         self._kept: ModelCopy = {}  # the model's own, while the averages are in their place
         self._pairs: tuple[list[str], list[str]] | None = None  # names of what is averaged, and of what is copied
+
+    def check(self, plan: Plan, task: StepTask, evaluates: bool) -> list[Problem]:
+        meets = plan.replicate.synchronization.kind
+        if meets == "every_step":
+            return []
+        what = f"{type(self).__name__} with synchronization={meets!r}"
+        why = "a replica that steps alone has weights of its own, so each rank would have another average"
+        return [Problem(what, why=why, do=f"set synchronization='every_step', or leave {type(self).__name__} out")]
 
     def share(self, run: TrainingControl) -> float | None:
         """After a step, how much the present weights count in the average, from 0 to 1; None: nothing is averaged."""

@@ -56,7 +56,7 @@ class SWA(WeightAveraging):
             )
 
     def check(self, plan: Plan, task: StepTask, evaluates: bool) -> list[Problem]:
-        found = []
+        found = super().check(plan, task, evaluates)
         if self.start_epoch >= plan.epochs and not plan.is_dev_run:
             what = f"SWA(start_epoch={self.start_epoch}), and the run has epochs={plan.epochs}"
             do = f"SWA(start_epoch={max(0, plan.epochs * 3 // 4)})"

@@ -26,6 +26,7 @@ from distributed.train.checks.samples import SampleCheck
 from distributed.train.checks.user_state import UserState
 from distributed.train.evaluation import Evaluator, Loaders
 from distributed.train.loaders import Loader
+from distributed.train.loop_parts.bucket_trial import bucket_trial
 from distributed.train.loop_parts.steering import Steering
 from distributed.train.loop_parts.step_reports import StepReports
 from distributed.train.loop_parts.validation import Validation, names_of
@@ -116,6 +117,7 @@ class LoopParts:
             on_retrained=self._retrain,
             on_called=self._look_at_callbacks,
         )
+        self._buckets = bucket_trial(plan, strategy, session, tell=self._events.warn, put=self._state.folder.put_beside)
         self._capture: StepCapture | None = None
         self._train_step: Callable[..., StepOutput] = steps_of(
             strategy, session, then=self._begin_capture, steps_done=self._steps_done, tell=self._events.warn
@@ -161,6 +163,8 @@ class LoopParts:
     def _begin_capture(self) -> TrainStep:
         """What takes the steps of a run, once it is known how the model runs."""
         plan, session, strategy = self._plan, self._session, self._strategy
+        if plan.is_replicated and plan.replicate.compression.kind == "auto":
+            strategy.tell_choices(self._events.warn)  # type: ignore[attr-defined]  # as planned
         if plan.speed.capture == "off" or session.device.type != "cuda":
             return strategy.train_step
         self._capture = StepCapture(strategy, plan, session, self._events.warn, self._steps_done)  # type: ignore[arg-type]  # as planned

@@ -31,7 +31,7 @@ class StepReports:
         self._on_paces(reading.paces, step, reading.step_s)
         if not self._events.is_heard:
             return
-        metrics = dict(reading.metrics)
+        metrics, communication = dict(reading.metrics), reading.communication
         is_quick = is_captured and reading.step_s < _QUICK_S
         tell, self.due_at = self._events.tell_later if is_quick else self._events.tell, step + _LATER
         tell(
@@ -44,6 +44,8 @@ class StepReports:
                 samples_per_second=reading.samples_per_second,
                 gradient_norm=reading.gradient_norm,
                 device_utilization=self._utilization(),
+                communication_seconds=None if communication is None else communication.seconds,
+                communication_hidden=None if communication is None else communication.hidden,
                 metrics=metrics,
             )
         )

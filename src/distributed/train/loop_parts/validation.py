@@ -97,8 +97,8 @@ class Validation:
     def _check_names(self, metrics: Mapping[str, float], *, also_training: bool = False) -> None:
         """Raise where a setting names a metric that is not measured."""
         for setting, metric in self._named.items():
-            is_whole_set = metric.startswith(self._whole_set)  # or one of its values
-            if metric and not is_whole_set and (also_training or metric.startswith("val_")):
+            is_open = metric.startswith(self._whole_set)  # of a whole-set metric, whose values are not known yet
+            if metric and (also_training or (metric.startswith("val_") and not is_open)):
                 check_measured(metric, metrics, setting)
 
 

@@ -25,6 +25,8 @@ COMPONENTS = (
     "rng",
     "scaler",
     "compression",
+    "buckets",
+    "synchronization",
     "loss_fn",
     "loss",
     "model",

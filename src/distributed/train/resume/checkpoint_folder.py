@@ -85,6 +85,10 @@ class CheckpointFolder:
         """Records of the steps after a checkpoint lie under its name, so that those of other runs stay."""
         self.storage.write(_record_of(name, self._lineage.line), data)
 
+    def put_beside(self, step: int, name: str, data: bytes) -> None:
+        """For who resumes from the checkpoint of that step, which may be older than what is to be known."""
+        self.put_record(f"witness/step-{step:06d}/{name}", data)
+
     def drop_records(self) -> None:
         """Those of checkpoints that are there no longer."""
         kept = whole_names(self.storage)
@@ -102,6 +106,11 @@ def record_reader(path: str) -> Callable[[str], bytes | None]:
         return storage.read(record) if storage.size(record) is not None else None
 
     return read
+
+
+def read_beside(path: str, step: int, name: str) -> bytes | None:
+    """What `put_beside` wrote for who resumes from the checkpoint at a path, which is of that step."""
+    return record_reader(path)(f"witness/step-{step:06d}/{name}")
 
 
 def _read(path: str) -> tuple[str, Manifest] | None:

@@ -23,6 +23,9 @@ class RankPace(NamedTuple):
     data_s: float  # waiting for batches
     compute_s: float  # from a batch to the last backward pass
     link_s: float = 0.0  # a message to the next rank and back; 0 where it was not measured since the last reading
+    reduction_s: float = 0.0  # of the last step's gradients by themselves; 0 where it was not measured
+    exposed_s: float = 0.0  # of that, what its backward pass did not hide; with the wait for slower ranks
+    backward_s: float = 0.0  # the backward pass of that step
 
     @property
     def own_s(self) -> float:
@@ -47,7 +50,7 @@ class Pace:
             begun = perf_counter()
 
     def row(self) -> list[float]:
-        """Three numbers for each rank, those of the others 0, to be added up over the ranks; and what rank 0 wants."""
+        """Numbers for each rank, those of the others 0, to be added up over the ranks; and what rank 0 wants."""
         if self._ranks == 1:
             return []
         width = len(RankPace._fields)
@@ -73,4 +76,5 @@ class Pace:
             compute_s = self._clock.device_seconds
             data_s *= self._clock.was_idle  # a batch that came while the device was still busy delayed nothing
         self._data_s, self._steps, self._clock_from = 0.0, 0, self._clock.seconds
-        return RankPace(data_s, compute_s, self._links.take() if self._links is not None else 0.0)
+        timed = self._clock.reduction.take() if self._clock.reduction is not None else None
+        return RankPace(data_s, compute_s, self._links.take() if self._links is not None else 0.0, *(timed or ()))

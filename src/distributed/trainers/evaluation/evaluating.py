@@ -25,6 +25,7 @@ from distributed.core.run_dir import RunDir
 from distributed.data.named_sources import NamedSources
 from distributed.launch.preflight import new_run_dir
 from distributed.launch.run_lock import owned
+from distributed.planner.decisions.network import announce_network
 from distributed.planner.hardware import probe_for
 from distributed.planner.memory import ModelSize
 from distributed.planner.planning import JobProfile, make_plan
@@ -91,6 +92,7 @@ def evaluate_in_world(request: EvaluationRequest, world: WorkerEnv) -> Any:
     """Metrics, or predictions, on every rank of a world that torchrun, srun, mpirun or our command line made."""
     rendezvous = meet(world, world.run_dir, request.config.collective_timeout_s)
     plan = request.plan(world.run_dir or request.run_dir, rendezvous.env)
+    announce_network(request.config, plan.num_nodes, plan.device, rendezvous.env)
     session = open_session(plan, world, None, rendezvous)
     plan = plan.for_world(session.world_size, session.env.num_nodes)
     check_alike(plan, session)

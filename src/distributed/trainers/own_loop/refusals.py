@@ -21,6 +21,11 @@ def refuse_for_loop(plan: Plan, config: DistributedConfig, *, has_several: bool,
     problems = _problems(own, f"set backend='pytorch-ddp', or {_BY_TRAINER}", {
         backend: (not takes_parts, f"{backend} takes whole steps"),
     })  # fmt: skip
+    is_auto = plan.replicate.compression.kind == "auto"
+    name_it = f"name the kind, such as compression='bf16', or {_BY_TRAINER}"
+    problems += _problems(own, name_it, {
+        "compression='auto'": (is_auto, "whole steps are measured, and yours has parts that only you know"),
+    })  # fmt: skip
     problems += _problems(own, _BY_TRAINER, {
         f"pipeline_parallel={mesh.pp}": (mesh.pp > 1, "the stages of a pipeline run parts of a step in another order"),
         f"context_parallel={mesh.cp}": (mesh.cp > 1, "a step of the trainer checks that the model allows shards"),
@@ -28,11 +33,13 @@ def refuse_for_loop(plan: Plan, config: DistributedConfig, *, has_several: bool,
     })  # fmt: skip
     evaluates = plan.validation != ValidationPlan(sanity_batches=plan.validation.sanity_batches)
     tries_sanity = config.given("sanity_val_steps") and bool(config.sanity_val_steps)
+    meets = plan.replicate.synchronization.kind
     replaces = "a rank is replaced while the others keep their place, and a loop of yours starts again with all of them"
     problems += _problems(own, f"leave it out, or {_BY_TRAINER}", {
         "val_check_interval": (evaluates, "your loop evaluates when it passes over the evaluation data"),
         "sanity_val_steps": (tries_sanity, "nothing evaluates before your loop does"),
         "slow_rank='replace'": (plan.slow_rank == "replace", replaces),
+        f"synchronization={meets!r}": (meets != "every_step", "the loop's own code would see one replica of many"),
         "capture=True": (plan.speed.capture == "on", "a captured step repeats kernels without the code of your loop"),
     })  # fmt: skip
     if has_several:

@@ -15,6 +15,7 @@ from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.preflight import check_port, check_resume, run_dir_of
 from distributed.launch.request import LaunchRequest
 from distributed.observe.shown_error import show_error
+from distributed.planner.decisions.network import network_of
 from distributed.planner.resources import Resources
 from distributed.trainers.launching import next_attempt_in, run_on_screen
 
@@ -44,6 +45,7 @@ def _run(config: DistributedConfig, resources: Resources, engine: str) -> None:
         gpus=torch.cuda.device_count() if resources.shares_gpus else 0,
         warm=config.warm_start,
         address=config.address,
+        network=network_of(config, 1, resources.device),
     ).for_engine(engine, config)
     at = check_resume(config.resumes and config.resume_from_checkpoint)
     with next_attempt_in(run_dir, [*at, *check_port(launch)], resumes=resumes) as attempt:

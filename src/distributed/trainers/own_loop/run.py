@@ -10,6 +10,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from distributed.core.config import DistributedConfig
 from distributed.core.env import WorkerEnv
 from distributed.core.history import History
 from distributed.core.plan import Decision
-from distributed.data.loading.loader import Microbatch
 from distributed.data.source import Source
-from distributed.strategies.base import MetricSum, NonFiniteLoss, StepOutput
+from distributed.strategies.base import MetricSum, NonFiniteLoss
 from distributed.train.callbacks.calls import Control
 from distributed.train.checks.anomalies import AnomalyWatch
 from distributed.train.given.step_results import logged_value
@@ -34,10 +34,20 @@ from distributed.trainers.own_loop import misuses
 from distributed.trainers.own_loop.batches import EvaluationBatches, TrainingBatches
 from distributed.trainers.own_loop.opening import OpenRun, open_run
 from distributed.trainers.own_loop.prepared import is_loader, name_among, sorted_by_kind
+from distributed.trainers.own_loop.step_in_progress import StepInProgress
 from distributed.trainers.own_loop.tracked import Stateful, Tracked
 from distributed.trainers.summary.asked import print_summary
 
 _NOTHING = nullcontext()
+
+
+class Pass(Enum):
+    """That of an epoch over its training data."""
+
+    NOT_BEGUN = auto()
+    OPEN = auto()  # the loop holds its iterator
+    LEFT = auto()  # before the end
+    ENDED = auto()
 
 
 class TrainingRun:
@@ -55,18 +65,13 @@ class TrainingRun:
         self.history: History | None = None  # after the last epoch
         self.metrics, self._tracked = dict[str, float](), Tracked()  # the newest means over all ranks; what is saved
         self._open: OpenRun | None = None
-        self._turn: Turn | None = None  # the one that is to be taken, or is
         self._has_begun = False
-        self._has_passed = False  # whether all of this epoch's batches were
-        self._micro: Microbatch | None = None  # of the batch that the loop is at
-        self._is_last = False  # of its step
-        self._has_loss = False  # whether its loss went backward
-        self._output: StepOutput | None = None  # of the step, once it is taken
-        self._has_stepped = False  # whether several optimizers have, each by itself, and the step is to be closed
+        self._pass = Pass.NOT_BEGUN
+        self._turn: Turn | None = None  # the one that is to be taken, or is
+        self._step: StepInProgress | None = None  # of that turn; None: it is an evaluation
         self._size: int | None = None  # samples of the batch that is evaluated
         self._anomalies: AnomalyWatch | None = None
         self._optimizers: dict[int, str] = {}  # the names of several, by their ids
-        self._logged = MetricTotals()
         self._evaluated = MetricTotals()
 
     # ---- before the loop
@@ -120,18 +125,15 @@ class TrainingRun:
         Give the weight where it is not their number: the count of tokens, for example. The gradient of a step is then
         that of the mean over all ranks. With several optimizers, each batch may have several passes and steps.
         """
-        opened, micro = self._in_batch("backward")
-        if self._output is not None and not self._optimizers:
-            raise misuses.backward_after_step()
+        opened, step = self._in_batch("backward")
         if self._size is not None:
             raise misuses.backward_in_evaluation()
         given = None if weight is None else torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
         try:
             with _NOTHING if self._anomalies is None else self._anomalies.explaining():
-                opened.strategy.backward(micro, loss, given)
+                step.backward(loss, given)
         except NonFiniteLoss as found:
             opened.turns.throw(found)  # raises, with the step and its samples
-        self._has_loss = True
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Reduce the gradients over the ranks, clip them, step the optimizer and drop them; whether it did.
@@ -139,20 +141,13 @@ class TrainingRun:
         Under gradient accumulation it does so with the last batch of a step, and nothing before. With several
         optimizers, it is for the one that is named, and drops the gradients of its parameters.
         """
-        opened, _ = self._in_batch("step")
+        opened, step = self._in_batch("step")
         if self._optimizers:
-            opened.strategy.step_one(name_among(self._optimizers, optimizer))
-            self._has_stepped = True
+            step.take_one(name_among(self._optimizers, optimizer))
             return True
         if optimizer is not None and optimizer is not opened.strategy.optimizer:
             raise misuses.unknown_optimizer(optimizer)
-        if not self._has_loss or self._output is not None:
-            raise misuses.step_before("run.backward" if not self._has_loss else "the next batch")
-        if not self._is_last:
-            return False
-        assert self._turn is not None
-        self._output = opened.strategy.close_step(measure=self._turn.measures)
-        return True
+        return step.take()
 
     def log(self, weight: float | None = None, **values: Any) -> None:
         """Report numbers of this batch: averaged over ranks, by samples or by `weight`.
@@ -161,10 +156,9 @@ class TrainingRun:
         both, each rank counts as one sample, and they are among the metrics of the epoch.
         """
         logged = {name: logged_value(name, value, weight, of_own_loop=True) for name, value in values.items()}
-        if self._size is None and self._micro is not None:
-            assert self._turn is not None
-            if self._turn.measures and self._micro.size:
-                self._logged.add(sum_logged(logged, self._micro.size))
+        if self._size is None and (step := self._at) is not None:
+            if step.measures and step.size:
+                step.logged.add(sum_logged(logged, step.size))
         else:
             self._evaluated.add(sum_logged(logged, 1 if self._size is None else self._size))
 
@@ -216,7 +210,7 @@ class TrainingRun:
             self._opened.loop.end_early()
             self._report_step()
             while self.history is None:
-                self._take_turn(None if self._turn is None or self._turn.microbatches is not None else self._means())
+                self._take_turn(None if self._turn is None or self._step is not None else self._means())
         return self.history
 
     def __enter__(self) -> TrainingRun:
@@ -240,11 +234,17 @@ class TrainingRun:
     def _control(self) -> Control:
         return self._opened.loop.callbacks.control
 
-    def _in_batch(self, call: str) -> tuple[OpenRun, Microbatch]:
-        opened = self._opened
-        if self._micro is None:
+    @property
+    def _at(self) -> StepInProgress | None:
+        """The step at a batch of which the loop is; None: it is between two, or outside of a pass."""
+        step = self._step
+        return None if step is None or step.batch is None else step
+
+    def _in_batch(self, call: str) -> tuple[OpenRun, StepInProgress]:
+        opened, step = self._opened, self._at
+        if step is None:
             raise misuses.outside_of_pass(f"run.{call}")
-        return opened, self._micro
+        return opened, step
 
     def _next_epoch(self) -> bool:
         opened = self._opened
@@ -254,7 +254,6 @@ class TrainingRun:
             self._take_turn(None)
         else:
             self._leave_pass()
-            self._has_passed = False
             if self._turn is not None:
                 self._take_turn(self._means())
         return self._turn is not None
@@ -262,61 +261,50 @@ class TrainingRun:
     def _leave_pass(self) -> None:
         """End the epoch, where the loop has left its pass before the end."""
         self._report_step()
-        if self._turn is not None and self._turn.microbatches is not None:
+        if self._step is not None:
             self._take_turn(None)
+        if self._pass is not Pass.OPEN:  # else the next one is refused: the scope of its batch was not left
+            self._pass = Pass.NOT_BEGUN
 
     def _report_step(self) -> None:
         """Answer the turn whose step was taken; also where the loop has left its pass after that."""
-        measures = self._turn is not None and self._turn.measures
-        if self._has_stepped:
-            self._has_stepped, self._output = False, self._opened.strategy.close_step(measure=measures)
-        if self._output is not None:
-            output, self._output = self._output, None
-            if measures:
-                output, self._logged = output._replace(metrics=self._logged.sums), MetricTotals()
+        output = None if self._step is None else self._step.answer()
+        if output is not None:
             self._take_turn(output)
 
     def _take_turn(self, answer: Any) -> None:
+        """Answer this turn, and let the next one begin."""
+        opened, self._step = self._opened, None
         try:
-            self._turn = self._opened.turns.send(answer)
+            self._turn = turn = opened.turns.send(answer)
         except StopIteration as end:
             self._turn = None
             self._ended(end.value)
+        else:
+            if turn.microbatches is not None:
+                self._step = StepInProgress(opened.strategy, turn, has_several=bool(self._optimizers))
 
     def _batches(self) -> Iterator[Any]:
         opened = self._opened
         if self._turn is None:
             raise misuses.outside_of_epochs()
-        if self._micro is not None or self._has_passed:
+        if self._pass in (Pass.OPEN, Pass.ENDED):
             raise misuses.second_pass()
+        self._pass, begins = Pass.OPEN, True
+        watched = nullcontext if self._anomalies is None else self._anomalies.watching
         opened.strategy.train(True)
         self._report_step()
-        begins = True
-        while self._turn is not None and (micros := self._turn.microbatches) is not None:
-            if not self._optimizers:
-                opened.loop.follow_trained(meets=begins)
-            opened.strategy.open_step(measure=self._turn.measures)
-            begins = False
-            try:
-                for at, micro in enumerate(micros):
-                    self._is_last, self._has_loss = at == len(micros) - 1, False
-                    watching = _NOTHING if self._anomalies is None else self._anomalies.watching()
-                    with watching, opened.strategy.scope(micro, is_last=self._is_last) as batch:
-                        self._micro = micro
-                        yield batch
-                    if self._optimizers:
-                        self._has_stepped = True  # also where none has: the batch is a step of the run
-                    else:
-                        self._check_taken()
-            finally:
-                self._micro = None
-                opened.strategy.forget_scopes()
-            self._report_step()
-        self._has_passed = True
-
-    def _check_taken(self) -> None:
-        if not self._has_loss or (self._output is None and self._is_last):
-            raise misuses.missing_call("run.backward" if not self._has_loss else "run.step")
+        try:
+            while self._step is not None:
+                if not self._optimizers:
+                    opened.loop.follow_trained(meets=begins)
+                begins = False
+                yield from self._step.batches(watched)
+                self._report_step()
+            self._pass = Pass.ENDED
+        finally:
+            if self._pass is Pass.OPEN:
+                self._pass = Pass.LEFT
 
     def _evaluation(self, source: Source) -> EvaluationBatches:
         opened = self._opened
@@ -365,7 +353,7 @@ class TrainingRun:
 
     def _end_with_the_process(self) -> None:
         """No collective here: another rank may have failed, or be somewhere else."""
-        if self._has_begun and self._micro is None:
+        if self._has_begun and self._at is None:
             message = "the loop was left before its last epoch, and what it trained since the last checkpoint is lost"
             warnings.warn(f"{message}: call run.finish() after it", stacklevel=1)
         self._abandon()

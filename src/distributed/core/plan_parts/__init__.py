@@ -1,0 +1,1 @@
+"""Parts of a plan, each with what can be read off it."""
