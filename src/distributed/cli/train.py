@@ -9,20 +9,20 @@ import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 
 from distributed.cli import options as opt
+from distributed.cli.dry_run import overrides_of, refuse, try_out
 from distributed.cli.program import about_plain_script, about_preloads, has_input, program_of, read_command
 from distributed.cli.settings import gather
 from distributed.cli.words import ScriptCommand
 from distributed.core.atomic import make_private
 from distributed.core.config import DistributedConfig
-from distributed.core.documents.run_config import RunConfig, given_settings
+from distributed.core.documents.run_config import RunConfig
 from distributed.core.engines.engine import ENGINES, Engine, launching
 from distributed.core.env import (
-    DRY_RUN,
     JOIN_TOKEN,
     OVERRIDES,
     WorkerEnv,
@@ -30,7 +30,7 @@ from distributed.core.env import (
     join_token_in_env,
     worker_env,
 )
-from distributed.core.errors import ConfigError, DistributedError, LaunchError, PlanError, Problem
+from distributed.core.errors import ConfigError, LaunchError, Problem
 from distributed.core.plan import Decision
 from distributed.core.run_dir import RunDir
 from distributed.core.secrets import mask_arguments
@@ -145,7 +145,7 @@ def train(
     }
     program = read_command(script, module, tuple(context.obj or ()))
     if dry_run:
-        _try_out(*program, config_path=config, words=settings or [], options=options, value=dry_run)
+        try_out(*program, config_path=config, words=settings or [], options=options, value=dry_run)
     job = _prepare(*program, config_path=config, words=settings or [], options=options, join_token=join_token)
     if option := "--local_rank" if local_rank_of_old else "--local-rank" if local_rank else "":
         if job.engine.spans:
@@ -219,7 +219,7 @@ def _prepare(
         node_rank=config.node_rank,
         master_addr=config.master_addr,
         master_port=config.master_port,
-        env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
+        env={OVERRIDES: json.dumps(overrides_of(config))} if config.given_values() else {},
         attempt=next_attempt(target) if config.resumes else 0,
         device=resources.device,
         shares_gpus=resources.shares_gpus,
@@ -238,7 +238,7 @@ def _prepare(
     # Several nodes know only after their rendezvous whether this begins a run.
     if request.most_nodes == 1 or engine.spans:
         launch_problems += check_run_dir(target, resume=config.resumes)
-    _refuse(problems, obstacles, launch_problems)
+    refuse(problems, obstacles, launch_problems)
     ENGINES.require(chosen)
     preloads = [] if engine.spans else about_preloads(request)
     return TrainJob(config, request, (*decisions, *network.decisions, *preloads), tuple(planned), engine)
@@ -260,61 +260,8 @@ def _join_token(option: str | None, request: LaunchRequest, problems: list[Probl
         return ""
 
 
-def _try_out(
-    command: tuple[str, ...],
-    problems: list[Problem],
-    *,
-    config_path: str | None,
-    words: list[str],
-    options: dict[str, str | None],
-    value: str,
-) -> NoReturn:
-    """Replace this process by the script, as rank 0 of a dry run of that many ranks."""
-    ranks = int(value) if value.isdecimal() else 0
-    if not ranks:
-        why = "the value of --dry-run is a number of ranks, at least 1"
-        problems.append(Problem(f"--dry-run={value}", why=why, do="--dry-run=8"))
-    try:
-        config = gather(config_path, words, options)
-        if config.num_gpus not in (None, ranks):
-            what = f"--dry-run={value}, but num_gpus={config.num_gpus}"
-            problems.append(Problem(what, why="both set the number of ranks", do="leave num_gpus out"))
-        config = config.merged(_sizes(config, ranks or 1), "--dry-run")
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    obstacles: list[Problem] = []
-    whole = adopt(config, problems, ranks or None)
-    plan_parallel(whole, ranks or 1, config.num_nodes, device="cpu", decisions=[], problems=obstacles)
-    _refuse(problems, obstacles, [])
-    variables = {OVERRIDES: json.dumps(_given(config)), DRY_RUN: str(ranks)}
-    os.execve(sys.executable, (sys.executable, *command), inherited_environ() | variables)
-
-
-def _sizes(config: DistributedConfig, ranks: int) -> dict[str, int]:
-    """The settings `num_nodes` and `num_gpus` for a dry run of that many ranks."""
-    per_node = config.gpus_per_node
-    nodes = max(1, ranks // per_node) if per_node and not config.given("num_nodes") else config.num_nodes
-    return ({"num_nodes": nodes} if nodes > 1 else {}) | {"num_gpus": ranks}
-
-
-def _refuse(settings: list[Problem], obstacles: list[Problem], launch: list[Problem]) -> None:
-    """One error with all problems, of the kind of the first."""
-    kinds: list[tuple[type[DistributedError], list[Problem]]] = [
-        (ConfigError, settings),
-        (PlanError, obstacles),
-        (LaunchError, launch),
-    ]
-    for kind, problems in kinds:
-        if problems:
-            raise kind([*settings, *obstacles, *launch])
-
-
 def _threads(hardware: Hardware, ranks: int) -> int:
     return max(1, hardware.cpu_cores // ranks)
-
-
-def _given(config: DistributedConfig) -> dict[str, list[object]]:
-    return {name: [setting.value, setting.source] for name, setting in given_settings(config).items()}
 
 
 def _show_dry_run(job: TrainJob) -> None:
@@ -338,7 +285,7 @@ def _launch_owned(job: TrainJob, held: ExitStack) -> None:
         request = replace(request, run_dir=first.run_dir, attempt=first.attempt)
     else:
         held.enter_context(owned(request.run_dir, resume=resumes))
-        _refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
+        refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
         request = replace(request, attempt=next_attempt(request.run_dir))
     attempt_dir = RunDir(request.run_dir).attempt(request.attempt)
     typer.echo("\n".join([*job.told, f"logs of the ranks: {attempt_dir}"]), err=True)
