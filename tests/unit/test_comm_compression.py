@@ -18,7 +18,7 @@ from distributed.comm.compression.quantized import BLOCK
 from distributed.comm.compression.sparse import drawn
 from distributed.core.env import WorkerEnv
 from distributed.core.errors import ConfigError
-from distributed.core.plan import CompressionPlan
+from distributed.core.plan_parts.compression import CompressionPlan
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import TensorShard
 from distributed.strategies.data_parallel.compressed_gradients import FedBackGradients

@@ -8,7 +8,8 @@ import pytest
 
 from distributed.core.config import DistributedConfig
 from distributed.core.errors import ConfigError, PlanError
-from distributed.core.plan import CompressionPlan, Plan
+from distributed.core.plan import Plan
+from distributed.core.plan_parts.compression import CompressionPlan
 from distributed.planner.hardware import Gpu, Hardware
 from distributed.planner.planning import JobProfile, make_plan
 from distributed.strategies.data_parallel.ddp import why_not_captured

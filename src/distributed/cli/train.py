@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import sys
-from dataclasses import replace
-from typing import Any, NoReturn
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
 
 import typer
 
 from distributed.cli import options as opt
-from distributed.cli.program import about_preloads, has_input, read_command
+from distributed.cli.dry_run import overrides_of, refuse, try_out
+from distributed.cli.program import about_plain_script, about_preloads, has_input, program_of, read_command
 from distributed.cli.settings import gather
-from distributed.cli.train_launch import TrainJob, become_rank, launch, refuse, show_dry_run
 from distributed.cli.words import ScriptCommand
+from distributed.core.atomic import make_private
 from distributed.core.config import DistributedConfig
-from distributed.core.documents.run_config import given_settings
-from distributed.core.engines.engine import ENGINES, launching
+from distributed.core.documents.run_config import RunConfig
+from distributed.core.engines.engine import ENGINES, Engine, launching
 from distributed.core.env import (
-    DRY_RUN,
     JOIN_TOKEN,
     OVERRIDES,
+    WorkerEnv,
     inherited_environ,
     join_token_in_env,
     worker_env,
 )
-from distributed.core.errors import ConfigError, Problem
+from distributed.core.errors import ConfigError, LaunchError, Problem
 from distributed.core.plan import Decision
+from distributed.core.run_dir import RunDir
+from distributed.core.secrets import mask_arguments
+from distributed.launch.base import launcher_of
+from distributed.launch.local import LocalLauncher
+from distributed.launch.node.command import rank_argv
+from distributed.launch.node.stop_signals import Stopped
 from distributed.launch.preflight import (
     check_port,
     check_resume,
@@ -35,8 +45,13 @@ from distributed.launch.preflight import (
     next_attempt,
     run_dir_of,
 )
+from distributed.launch.rendezvous.elastic import elastic_nodes
 from distributed.launch.rendezvous.join_token import read_join_token
+from distributed.launch.rendezvous.nodes import News, Nodes, Round
 from distributed.launch.request import LaunchRequest
+from distributed.launch.run_lock import owned
+from distributed.launch.supervise.restart_limits import RestartLimits
+from distributed.observe.live import RunScreen
 from distributed.planner.adoption import adopt
 from distributed.planner.decisions.network import network_here, network_of
 from distributed.planner.hardware import Hardware, probe_for, probe_hardware
@@ -130,7 +145,7 @@ def train(
     }
     program = read_command(script, module, tuple(context.obj or ()))
     if dry_run:
-        _try_out(*program, config_path=config, words=settings or [], options=options, value=dry_run)
+        try_out(*program, config_path=config, words=settings or [], options=options, value=dry_run)
     job = _prepare(*program, config_path=config, words=settings or [], options=options, join_token=join_token)
     if option := "--local_rank" if local_rank_of_old else "--local-rank" if local_rank else "":
         if job.engine.spans:
@@ -138,11 +153,11 @@ def train(
         job = replace(job, request=replace(job.request, local_rank_option=option))
     world = worker_env()
     if world is not None and not any(job.config.given(name) for name in _SIZES):
-        become_rank(job, world, dry_run is not None)
+        _become_rank(job, world, dry_run is not None)
     elif dry_run is not None:
-        show_dry_run(job)
+        _show_dry_run(job)
     else:
-        launch(job)
+        _launch(job)
 
 
 class TrainCommand(ScriptCommand):
@@ -150,6 +165,23 @@ class TrainCommand(ScriptCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [f"{word}=" if word == "--dry-run" else word for word in args])
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """A checked launch: settings, request, decisions and engine."""
+
+    config: DistributedConfig
+    request: LaunchRequest
+    decisions: tuple[Decision, ...]
+    planned: tuple[Decision, ...]  # for a Trainer in the program, of which nothing is known before it runs
+    engine: Engine
+
+    @property
+    def told(self) -> list[str]:
+        """What is decided, as it is printed."""
+        if_so = f"(if {program_of(self.request.command)} uses a Trainer or distributed.start)"
+        return [*map(str, self.decisions), *(f"{decision} {if_so}" for decision in self.planned)]
 
 
 def _prepare(
@@ -187,7 +219,7 @@ def _prepare(
         node_rank=config.node_rank,
         master_addr=config.master_addr,
         master_port=config.master_port,
-        env={OVERRIDES: json.dumps(_given(config))} if config.given_values() else {},
+        env={OVERRIDES: json.dumps(overrides_of(config))} if config.given_values() else {},
         attempt=next_attempt(target) if config.resumes else 0,
         device=resources.device,
         shares_gpus=resources.shares_gpus,
@@ -228,46 +260,95 @@ def _join_token(option: str | None, request: LaunchRequest, problems: list[Probl
         return ""
 
 
-def _try_out(
-    command: tuple[str, ...],
-    problems: list[Problem],
-    *,
-    config_path: str | None,
-    words: list[str],
-    options: dict[str, str | None],
-    value: str,
-) -> NoReturn:
-    """Replace this process by the script, as rank 0 of a dry run of that many ranks."""
-    ranks = int(value) if value.isdecimal() else 0
-    if not ranks:
-        why = "the value of --dry-run is a number of ranks, at least 1"
-        problems.append(Problem(f"--dry-run={value}", why=why, do="--dry-run=8"))
-    try:
-        config = gather(config_path, words, options)
-        if config.num_gpus not in (None, ranks):
-            what = f"--dry-run={value}, but num_gpus={config.num_gpus}"
-            problems.append(Problem(what, why="both set the number of ranks", do="leave num_gpus out"))
-        config = config.merged(_sizes(config, ranks or 1), "--dry-run")
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    obstacles: list[Problem] = []
-    whole = adopt(config, problems, ranks or None)
-    plan_parallel(whole, ranks or 1, config.num_nodes, device="cpu", decisions=[], problems=obstacles)
-    refuse(problems, obstacles, [])
-    variables = {OVERRIDES: json.dumps(_given(config)), DRY_RUN: str(ranks)}
-    os.execve(sys.executable, (sys.executable, *command), inherited_environ() | variables)
-
-
-def _sizes(config: DistributedConfig, ranks: int) -> dict[str, int]:
-    """The settings `num_nodes` and `num_gpus` for a dry run of that many ranks."""
-    per_node = config.gpus_per_node
-    nodes = max(1, ranks // per_node) if per_node and not config.given("num_nodes") else config.num_nodes
-    return ({"num_nodes": nodes} if nodes > 1 else {}) | {"num_gpus": ranks}
-
-
 def _threads(hardware: Hardware, ranks: int) -> int:
     return max(1, hardware.cpu_cores // ranks)
 
 
-def _given(config: DistributedConfig) -> dict[str, list[object]]:
-    return {name: [setting.value, setting.source] for name, setting in given_settings(config).items()}
+def _show_dry_run(job: TrainJob) -> None:
+    request = job.request
+    for line in job.told:
+        typer.echo(line)
+    typer.echo(str(launcher_of(job.engine).render(request, RestartLimits.of(job.config))))
+
+
+def _launch(job: TrainJob) -> None:
+    with ExitStack() as held:
+        _launch_owned(job, held)
+
+
+def _launch_owned(job: TrainJob, held: ExitStack) -> None:
+    """One node, or the first of several, has the run directory for itself while this lasts."""
+    request, nodes, first = job.request, None, None
+    resumes = job.config.resumes
+    if request.most_nodes > 1 and not job.engine.spans:
+        nodes, first = _join_rendezvous(job, held)
+        request = replace(request, run_dir=first.run_dir, attempt=first.attempt)
+    else:
+        held.enter_context(owned(request.run_dir, resume=resumes))
+        refuse([], [], check_run_dir(request.run_dir, resume=resumes))  # what was waited for may have begun since
+        request = replace(request, attempt=next_attempt(request.run_dir))
+    attempt_dir = RunDir(request.run_dir).attempt(request.attempt)
+    typer.echo("\n".join([*job.told, f"logs of the ranks: {attempt_dir}"]), err=True)
+    make_private(request.run_dir)
+    if first is None or (first.place.node_rank == 0 and not first.restarts):
+        RunConfig.of(job.config, request.command).write(request.run_dir)
+    printed = [str(decision) for decision in (*job.decisions, *job.planned)]
+    screen = RunScreen(request.run_dir, request.attempt, shows_progress=job.config.progress, printed=printed)
+    limits = RestartLimits.of(job.config)
+    try:
+        if nodes is None:
+            launcher_of(job.engine).run(request, screen, limits=limits, on_stop=screen.stopping)
+        else:
+            LocalLauncher().run(request, screen, nodes=nodes, first=first, limits=limits, on_stop=screen.stopping)
+    except Stopped as stopped:
+        typer.echo(f"{stopped}; logs and what was saved: {request.run_dir}", err=True)
+        is_preempted = stopped.signal in (signal.SIGTERM, signal.SIGUSR1)
+        raise typer.Exit(job.config.requeue_exit_code if is_preempted else stopped.exit_code) from None
+    finally:
+        screen.close()
+    if text := about_plain_script(job.config, job.engine, request.command, request.run_dir):
+        typer.echo(text, err=True)
+
+
+def _become_rank(job: TrainJob, world: WorkerEnv, dry_run: bool) -> None:
+    """Under a launcher that has made a world already, this process is one of its ranks."""
+    command = rank_argv(sys.executable, job.request.command_of(world.local_rank))
+    if world.is_main or dry_run:
+        typer.echo(
+            f"rank {world.rank} of {world.world_size}, started by {world.launcher}: no more are started [num_gpus]",
+            err=True,
+        )
+    if dry_run:
+        typer.echo(shlex.join(mask_arguments(command)))
+        return
+    network = network_of(job.config, world.num_nodes, job.request.device, world)(inherited_environ())
+    os.execve(command[0], command, inherited_environ() | dict(job.request.env) | network)
+
+
+def _join_rendezvous(job: TrainJob, held: ExitStack) -> tuple[Nodes, Round]:
+    request = job.request
+    host, port = request.rendezvous_endpoint
+    typer.echo(f"rendezvous at {host}:{port}: waiting for {request.num_nodes} nodes", err=True)
+    nodes = elastic_nodes(request, run_dir_given=job.config.run_dir is not None and not job.config.fast_dev_run)
+    # Checked before other nodes write there; whether it matters is known after the rendezvous.
+    resumes = job.config.resumes
+    problems = check_run_dir(request.run_dir, resume=resumes, may_reuse=False)  # the attempt's number is agreed on
+    first = nodes.gather(request.attempt)
+    place = first.place
+    if place.node_rank == 0 and not first.restarts and not problems:
+        try:
+            held.enter_context(owned(first.run_dir, resume=job.config.resumes))
+        except LaunchError as used:
+            problems = list(used.problems)
+    if problems and not first.restarts:  # on any node: each writes the logs of its ranks
+        host = first.hosts[place.node_rank]
+        nodes.tell(News(place.node_rank, host, "failed", problems[0].what, exit_code=LaunchError.exit_code))
+        nodes.leave(ok=False)
+        raise LaunchError(problems)
+    ranks = f"ranks {place.rank_offset} to {place.rank_offset + place.ranks - 1} of {place.world_size}"
+    typer.echo(
+        f"this is node {place.node_rank} of {', '.join(first.hosts)}, with {ranks if place.ranks else 'no ranks yet'},"
+        f" rendezvous at {place.master_addr}:{place.master_port}",
+        err=True,
+    )
+    return nodes, first

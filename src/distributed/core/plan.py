@@ -14,7 +14,6 @@ from distributed.core.batch_plan import BatchPlan
 from distributed.core.choices import (
     Collectives,
     CompileMode,
-    Compression,
     Device,
     FrequencyUnit,
     Interval,
@@ -35,6 +34,7 @@ from distributed.core.choices import (
 from distributed.core.documents import typed_json
 from distributed.core.errors import PlanError
 from distributed.core.mesh import MeshSpec
+from distributed.core.plan_parts.compression import CompressionPlan
 from distributed.core.plan_parts.synchronization import SynchronizationPlan
 from distributed.core.run_dir import RunDir
 
@@ -94,21 +94,6 @@ class SchedulePlan:
     @property
     def is_constant(self) -> bool:
         return self.kind == "constant" and not self.warmup_steps and not self.warmup_epochs
-
-
-@dataclass(frozen=True)
-class CompressionPlan:
-    """What ranks send in place of their gradients."""
-
-    kind: Compression = "none"
-    ratio: float = 0.01  # of a tensor's numbers, for topk and randomk
-    rank: int = 4  # of the factors, for powersgd
-    min_size: int = 4096  # numbers of a tensor below which it is sent whole
-
-    @property
-    def keeps(self) -> bool:
-        """Whether each rank keeps what it has not sent for the next step."""
-        return self.kind not in ("none", "fp16", "bf16")
 
 
 @dataclass(frozen=True)

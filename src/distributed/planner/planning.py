@@ -16,7 +16,6 @@ from distributed.core.env import WorkerEnv, inherited_environ
 from distributed.core.errors import PlanError, Problem
 from distributed.core.plan import (
     CheckpointPlan,
-    CompressionPlan,
     Decision,
     MlflowPlan,
     ObservePlan,
@@ -26,6 +25,7 @@ from distributed.core.plan import (
     SchedulePlan,
     ValidationPlan,
 )
+from distributed.core.plan_parts.compression import CompressionPlan
 from distributed.core.registry import load_target
 from distributed.core.run_dir import RunDir
 from distributed.core.values import parse_best, parse_changes, parse_duration, parse_frequency, parse_interval
@@ -35,7 +35,7 @@ from distributed.planner.decisions.buckets import BUCKET_CAP_MB, plan_buckets
 from distributed.planner.decisions.compression import plan_compression
 from distributed.planner.decisions.dev_run import as_dev_run
 from distributed.planner.decisions.limits import plan_limits
-from distributed.planner.decisions.network import plan_network
+from distributed.planner.decisions.network import add_network
 from distributed.planner.decisions.precision import plan_precision
 from distributed.planner.decisions.reproducible import plan_virtual_ranks
 from distributed.planner.decisions.slow_rank import slow_rank_problems
@@ -134,16 +134,8 @@ def make_plan(
     problems += slow_rank_problems(config, plan, has_batchnorm=profile.has_batchnorm, world=world)
     plan_compression(config, plan, profile.task, decisions, problems)
     plan_buckets(config, plan, profile.task, decisions, problems)
-    network = plan_network(
-        config,
-        resources,
-        hardware=hardware,
-        environ=inherited_environ(),
-        world=world,
-        engine=plan.strategy,
-    )
-    problems += network.problems
-    decisions += network.decisions
+    both: dict[str, Any] = {"decisions": decisions, "problems": problems}
+    add_network(config, resources, hardware=hardware, engine=plan.strategy, world=world, **both)
     problems += too_little_memory(plan, profile.size, not profile.owns_optimizer, hardware)
     engine = ENGINES.entries[plan.strategy]
     if engine.plans:

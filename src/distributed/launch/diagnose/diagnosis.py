@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distributed.launch.diagnose.causes import TIERS, UNKNOWN, Cause, cause_of_signal, causes_of
-from distributed.launch.diagnose.lines import Line
+from distributed.launch.diagnose.lines import LogLine
 from distributed.launch.diagnose.sources import Reported, RunRemains, gather
 from distributed.launch.diagnose.tracebacks import Traceback, tracebacks
 from distributed.launch.diagnose.watchdog import Waits, find_missing
@@ -32,7 +32,7 @@ class ShownCause:
     """A line that shows a cause."""
 
     cause: Cause
-    line: Line
+    line: LogLine
     where: str = ""  # the user's line that it came from
     message: str = ""
     is_final: bool = False  # the rank ended with it
@@ -92,7 +92,7 @@ def conclude(evidence: RunRemains) -> Diagnosis:
     )
 
 
-def _blamed(found: Sequence[ShownCause], waits: Waits, root: Line | None) -> ShownCause:
+def _blamed(found: Sequence[ShownCause], waits: Waits, root: LogLine | None) -> ShownCause:
     """The first finding, with what others know of it: its rank, and the line of the user's that the rank ended in."""
     first = found[0]
     if first.line.rank is None and root is not None and first.line.path == root.path:
@@ -108,7 +108,7 @@ def _of_reports(evidence: RunRemains, named: int | None) -> Iterator[ShownCause]
     for report in evidence.reported:
         rank = report.rank if report.rank >= 0 else None
         text = report.message.strip()
-        line = Line(report.path, 0, text.partition("\n")[0], rank, report.host, report.time)
+        line = LogLine(report.path, 0, text.partition("\n")[0], rank, report.host, report.time)
         cause = _cause_of_report(report)
         where = next((found.where for found in _read(report.traceback, line) if found.where), "")
         yield ShownCause(cause, line, where, text, is_final=True, is_named=rank is not None and rank == named)
@@ -126,8 +126,8 @@ def _peer_lost() -> Cause:
     return next(iter(causes_of("Connection closed by peer")))
 
 
-def _read(text: str, line: Line) -> list[Traceback]:
-    lines = [Line(line.path, 0, part, line.rank) for part in text.splitlines()]
+def _read(text: str, line: LogLine) -> list[Traceback]:
+    lines = [LogLine(line.path, 0, part, line.rank) for part in text.splitlines()]
     return list(tracebacks(lines))
 
 
@@ -166,7 +166,7 @@ def _cause_of(error: Traceback) -> Cause:
     return min(found, key=lambda cause: TIERS.index(cause.tier), default=UNKNOWN)
 
 
-def _root_cause(evidence: RunRemains) -> Line | None:
+def _root_cause(evidence: RunRemains) -> LogLine | None:
     """The rank that torchrun calls the root cause."""
     for lines in evidence.lines.values():
         for at, line in enumerate(lines):
@@ -176,11 +176,11 @@ def _root_cause(evidence: RunRemains) -> Line | None:
                 number = re.match(r"\d+", fields.get("rank", ""))
                 rank = int(number[0]) if number else None
                 text = next((part for part in block if "Signal" in part), f"exitcode  : {fields.get('exitcode', '')}")
-                return Line(line.path, line.number, text.strip(), rank, fields.get("host", ""))
+                return LogLine(line.path, line.number, text.strip(), rank, fields.get("host", ""))
     return None
 
 
-def _of_exit(line: Line) -> Cause | None:
+def _of_exit(line: LogLine) -> Cause | None:
     found = _SIGNAL.search(line.text)
     return cause_of_signal(int(found[1])) if found is not None else None
 

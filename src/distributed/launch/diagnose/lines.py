@@ -36,7 +36,7 @@ Moment = tuple[int, int, int, int, float]  # month, day, hour, minute, second: n
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """One line of a log."""
 
     path: Path
@@ -51,7 +51,7 @@ class Line:
         return f"{self.path}:{self.number}" if self.number else str(self.path)
 
 
-def read_lines(path: Path, rank: int | None = None, host: str = "") -> Iterator[Line]:
+def read_lines(path: Path, rank: int | None = None, host: str = "") -> Iterator[LogLine]:
     """The lines of a log, of a very long one its beginning and its end. `rank`: whose log it is, if one rank's."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -63,7 +63,7 @@ def read_lines(path: Path, rank: int | None = None, host: str = "") -> Iterator[
         yield from _lines(path, file.read(), 0, rank, host)
 
 
-def _lines(path: Path, content: bytes, first: int, rank: int | None, host: str) -> Iterator[Line]:
+def _lines(path: Path, content: bytes, first: int, rank: int | None, host: str) -> Iterator[LogLine]:
     for number, raw in enumerate(content.split(b"\n"), first):
         text = _ESCAPES.sub("", raw.decode("utf-8", "replace")).rstrip("\r")
         *_, text = text.rsplit("\r", 1)  # of a progress bar, what it showed last
@@ -71,7 +71,7 @@ def _lines(path: Path, content: bytes, first: int, rank: int | None, host: str) 
             yield parse_line(text, path, number if first else 0, rank, host)
 
 
-def parse_line(text: str, path: Path, number: int, rank: int | None = None, host: str = "") -> Line:
+def parse_line(text: str, path: Path, number: int, rank: int | None = None, host: str = "") -> LogLine:
     """
     >>> line = parse_line("[rank3]:[E321 02:07:08.4 ProcessGroupNCCL.cpp:607] timeout", Path("x"), 1)
     >>> line.rank, line.time
@@ -84,7 +84,7 @@ def parse_line(text: str, path: Path, number: int, rank: int | None = None, host
             rank = int(found)
         host = prefix["host"] or host
         text = text[prefix.end() :]
-    return Line(path, number, text, rank, host, moment_of(text))
+    return LogLine(path, number, text, rank, host, moment_of(text))
 
 
 def moment_of(text: str) -> Moment | None:

@@ -15,7 +15,7 @@ from distributed.core.errors import ConfigError
 from distributed.core.events import AttemptEnded, Event, EventTail, RankFailed, RankStalled, RunEnded
 from distributed.core.protocol.failure import FailureRecord
 from distributed.core.run_dir import AttemptDir, RunDir
-from distributed.launch.diagnose.lines import Line, Moment, read_lines
+from distributed.launch.diagnose.lines import LogLine, Moment, read_lines
 
 _LOG = re.compile(r"(\.(log|out|err|txt)|^std(out|err)|^dmesg|^syslog|^messages)[\w.-]*$", re.IGNORECASE)
 _RANK = re.compile(
@@ -44,7 +44,7 @@ class RunRemains:
     """All that was found in one place."""
 
     root: Path
-    lines: dict[int | None, list[Line]]  # by rank; None: of no rank that is known
+    lines: dict[int | None, list[LogLine]]  # by rank; None: of no rank that is known
     reported: Sequence[Reported] = ()
     first_rank: int | None = None  # that failed first, by those who watched
     attempts: Sequence[AttemptEnded] = ()  # the faults that the run has survived, or tried to
@@ -103,7 +103,7 @@ def _evidence(
     events: Sequence[Event] = (),
     has_ended_well: bool = False,
 ) -> RunRemains:
-    lines: dict[int | None, list[Line]] = {}
+    lines: dict[int | None, list[LogLine]] = {}
     unread = []
     for path, rank in files:
         if not path.is_file():  # a pipe, which has no end, or a link to nothing

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distributed.launch.diagnose.lines import Line
+from distributed.launch.diagnose.lines import LogLine
 
 _BEGIN = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$')
@@ -23,12 +23,12 @@ _MOST_LINES = 400  # of one traceback
 class Traceback:
     """One traceback: its error's line, the rest of the message, and the last frame of the user's own code."""
 
-    error: Line
+    error: LogLine
     message: str
     where: str  # "train.py:31 in forward"; "" if no frame is the user's
 
 
-def tracebacks(lines: Sequence[Line]) -> Iterator[Traceback]:
+def tracebacks(lines: Sequence[LogLine]) -> Iterator[Traceback]:
     """Those of one rank, in their order. One that Python only prints in passing (`Exception ignored in`) is none."""
     number = 0
     while number < len(lines):
@@ -41,7 +41,7 @@ def tracebacks(lines: Sequence[Line]) -> Iterator[Traceback]:
             yield found
 
 
-def _read(lines: Sequence[Line], number: int) -> tuple[int, Traceback | None]:
+def _read(lines: Sequence[LogLine], number: int) -> tuple[int, Traceback | None]:
     where = ""
     for at in range(number, min(len(lines), number + _MOST_LINES)):
         text = lines[at].text

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distributed.launch.diagnose.lines import Line
+from distributed.launch.diagnose.lines import LogLine
 
 _TIMEOUT = re.compile(
     r"\[Rank (\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
@@ -22,7 +22,7 @@ class Waits:
     notes: Sequence[str] = ()
 
 
-def find_missing(lines: Mapping[int | None, Sequence[Line]]) -> Waits:
+def find_missing(lines: Mapping[int | None, Sequence[LogLine]]) -> Waits:
     """Nothing where no watchdog has spoken."""
     waiting: dict[int, tuple[int, str]] = {}
     enqueued: dict[int, int] = {}

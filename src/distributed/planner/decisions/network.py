@@ -89,6 +89,22 @@ def plan_network(
     return NetworkChoice(choice.variables, choice.decisions, (*choice.problems, *wrong))
 
 
+def add_network(
+    config: DistributedConfig,
+    resources: Resources,
+    *,
+    hardware: Hardware,
+    engine: str,
+    world: WorkerEnv | None,
+    decisions: list[Decision],
+    problems: list[Problem],
+) -> None:
+    """What is set on this node, among the decisions and problems of a plan."""
+    found = plan_network(config, resources, hardware=hardware, environ=inherited_environ(), engine=engine, world=world)
+    decisions += found.decisions
+    problems += found.problems
+
+
 def network_here(config: DistributedConfig, resources: Resources, hardware: Hardware, engine: str) -> NetworkChoice:
     """Of this node, before ranks are started. Under another launcher, which knows its nodes, each rank plans it."""
     if worker_env() is not None:

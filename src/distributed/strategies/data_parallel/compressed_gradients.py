@@ -22,7 +22,8 @@ from distributed.comm.compression.exchange import Exchange, ExchangePlace, Gathe
 from distributed.comm.compression.feedback import ErrorFeedback, flat
 from distributed.comm.compression.kinds import CASTS, make_compressor
 from distributed.core.errors import TaskError
-from distributed.core.plan import CompressionPlan, Decision
+from distributed.core.plan import Decision
+from distributed.core.plan_parts.compression import CompressionPlan
 from distributed.runtime.session import Session
 
 _NAME = "compressed gradients"

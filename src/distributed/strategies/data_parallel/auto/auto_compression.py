@@ -28,7 +28,8 @@ from distributed.comm.compression.feedback import FEEDBACK, ErrorFeedback, row_b
 from distributed.comm.compression.loss_watch import WINDOW, LossWatch
 from distributed.comm.compression.prediction import BucketCost, GradientLink
 from distributed.core.atomic import replace_file
-from distributed.core.plan import CompressionPlan, Decision
+from distributed.core.plan import Decision
+from distributed.core.plan_parts.compression import CompressionPlan
 from distributed.core.run_dir import RunDir
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box, TensorShard

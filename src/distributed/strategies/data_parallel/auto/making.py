@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from distributed.comm.compression.choice import STEPS_NEEDED
-from distributed.core.plan import CompressionPlan, Plan
+from distributed.core.plan import Plan
+from distributed.core.plan_parts.compression import CompressionPlan
 from distributed.runtime.session import Session
 from distributed.runtime.torch_module_compat import loss_scale_tensors
 from distributed.strategies.data_parallel.auto.auto_compression import AutoCompression
