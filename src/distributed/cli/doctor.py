@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import distributed
-from distributed.cli.doctor_network import show_network
+from distributed.cli.doctor_network import Finding, show_network
 from distributed.core.choices import FindingState
 from distributed.core.engines.engine import ENGINES, matrix
 from distributed.core.env import inherited_environ
@@ -44,16 +44,6 @@ print(json.dumps({
     "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "",
 }))
 """
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One fact. `state` is ok, missing (something optional), or broken (nothing can be trained)."""
-
-    name: str
-    value: str
-    state: FindingState = "ok"
-    do: str = ""
 
 
 def doctor(

@@ -37,14 +37,16 @@ class NodesAsked:
     join_token: str | None = None  # as it was given; None: in the environment, or in a file that node 0 leaves
 
 
-def measure_network(nodes: NodesAsked, asked: NetworkAsked, interface: str, notify: Notify) -> NetworkTimes:
+def measure_network(
+    nodes: NodesAsked, asked: NetworkAsked, interface: str, *, notify: Notify, say: Callable[[str], None]
+) -> NetworkTimes:
     """`interface`: to measure; "": the one on the way to master_addr, or the loopback of one machine."""
     machine = probe_network(Hardware(), nodes.master_addr or "")
     chosen = choose_interface(machine, interface, is_alone=nodes.num_nodes == 1)
     with ended_by_signals():
         if nodes.num_nodes == 1:
             return _on_one_machine(machine, chosen, asked, notify)
-        return _between_nodes(nodes, machine, chosen, asked, notify=notify)
+        return _between_nodes(nodes, machine, chosen, asked, notify=notify, say=say)
 
 
 def choose_interface(machine: NetworkMachine, name: str, *, is_alone: bool) -> NetworkInterface:
@@ -58,7 +60,7 @@ def choose_interface(machine: NetworkMachine, name: str, *, is_alone: bool) -> N
     if not name:
         loopback = next((one for one in machine.interfaces if one.kind == "loopback" and one.addresses), None)
         found = loopback if is_alone else machine.carrier
-        if found is None or not found.addresses:
+        if found is None or not found.reachable_at:
             raise LaunchError(
                 "no interface of this machine leads to others", why=f"there is {there}", do="--interface …"
             )
@@ -66,19 +68,19 @@ def choose_interface(machine: NetworkMachine, name: str, *, is_alone: bool) -> N
     found = machine.named(name)
     if found is None:
         raise ConfigError(f"--interface {name}: this machine has no such interface", why=f"there is {there}")
-    if not (found.is_up and found.addresses):
+    if not (found.is_up and found.reachable_at):
         why = "it is down" if not found.is_up else "it has no address"
         raise ConfigError(f"--interface {name} cannot be measured", why=f"{why}; there is {there}")
     return found
 
 
 def _introduce(rank: int, host: str, machine: NetworkMachine, interface: NetworkInterface) -> MeasuredNode:
-    four = [address for address in interface.addresses if ":" not in address]
+    four = [address for address in interface.reachable_at if ":" not in address]
     return MeasuredNode(
         rank,
         host,
         interface=interface.name,
-        address=(four or list(interface.addresses))[0],
+        address=(four or list(interface.reachable_at))[0],
         speed_mbit=interface.speed_mbit,
         mtu=interface.mtu,
         rdma=measurable(machine.usable_rdma),
@@ -86,14 +88,23 @@ def _introduce(rank: int, host: str, machine: NetworkMachine, interface: Network
 
 
 def _between_nodes(
-    nodes: NodesAsked, machine: NetworkMachine, interface: NetworkInterface, asked: NetworkAsked, *, notify: Notify
+    nodes: NodesAsked,
+    machine: NetworkMachine,
+    interface: NetworkInterface,
+    asked: NetworkAsked,
+    *,
+    notify: Notify,
+    say: Callable[[str], None],
 ) -> NetworkTimes:
     request = _request(nodes)
+    host, port = request.rendezvous_endpoint
+    say(f"rendezvous at {host}:{port}: waiting for {nodes.num_nodes} nodes")
     members = elastic_nodes(request)
     try:
         first = members.gather(0)
         place = first.place
         me = _introduce(place.node_rank, socket.gethostname(), machine, interface)
+        say(f"this is node {me.rank} of {', '.join(first.hosts)}, over {me.interface}")
         check = _watching(members, first.hosts)
         try:
             found = NodeMeasurement(members.door(), me, place.num_nodes, check=check).run(asked, notify)
