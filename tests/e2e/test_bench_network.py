@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from distributed.bench.network.benchmark import NodesAsked, measure_network
+from distributed.bench.network.turns import NetworkAsked
 from distributed.chaos.hosts import Host, Hosts
+from distributed.core.errors import ConfigError
 from tests.conftest import clean_environ
 
 REASON = Hosts.available()
@@ -154,6 +157,11 @@ def test_node_without_the_token_takes_no_part(hosts: Hosts, tmp_path: Path) -> N
         for node in nodes:
             node.kill()
             node.wait()
+
+
+def test_options_of_several_nodes_are_refused_on_one() -> None:
+    with pytest.raises(ConfigError, match="--master-addr, but --num-nodes is 1"):
+        measure_network(NodesAsked(master_addr="h0"), NetworkAsked(), "", notify=lambda *a: None, say=print)
 
 
 def test_one_machine_measures_its_own_loopback(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from distributed.core.registry import DISTRIBUTION, is_installed
 from distributed.launch.ports import free_port
 from distributed.planner.hardware import Hardware, probe_hardware
 from distributed.planner.network.probe import probe_network
+from distributed.planner.network.proposals import SMALL_SHM_BYTES
 
 _OLDEST_TORCH = (2, 11)
-_SMALL_SHM_BYTES = 512 * 2**20
 _ALIKE = {"tensorflow": ("tensorflow-cpu",)}  # distributions that bring the same module
 
 # In a process of its own: a broken torch may abort rather than raise.
@@ -151,7 +151,7 @@ def _machine(hardware: Hardware) -> Iterator[Finding]:
         yield Finding("sharing GPUs", f"{more}: several on each, not for speed")
     if os.path.isdir("/dev/shm"):
         size = shutil.disk_usage("/dev/shm").total
-        small = size < _SMALL_SHM_BYTES
+        small = size < SMALL_SHM_BYTES
         yield Finding(
             "/dev/shm",
             f"{size / 2**30:.2f} GiB" + ("; data loader workers may not fit" if small else ""),
