@@ -113,6 +113,8 @@ def test_carrier_is_on_the_route_else_the_fastest() -> None:
     down = replace(ENS8, is_up=False)
     assert names(replace(CPUS, interfaces=(LO, ETH0, down), route=""), CPU_RUN)["GLOO_SOCKET_IFNAME"] == "eth0"
     assert names(NetworkMachine((LO, DOCKER)), CPU_RUN) == {}, "a bridge of containers leads nowhere"
+    unconfigured = replace(ENS8, addresses=("fe80::1", "169.254.7.7"))
+    assert names(replace(CPUS, interfaces=(LO, ETH0, unconfigured), route=""), CPU_RUN)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def test_every_proposal_has_a_reason() -> None:
@@ -202,6 +204,7 @@ def test_wrong_interface_is_named_with_those_there_are() -> None:
     assert not wrong_names(CPUS, {"NCCL_SOCKET_IFNAME": "ib"}, uses_nccl=False), "nothing reads it"
     assert wrong_names(CPUS, {"NCCL_SOCKET_IFNAME": "ib"}, uses_nccl=True)
     assert not wrong_names(CPUS, {"NCCL_SOCKET_IFNAME": "^docker"}, uses_nccl=True)
+    assert not wrong_names(CPUS, {"GLOO_SOCKET_IFNAME": "eth0:1"}, uses_nccl=False)
     assert not wrong_names(NetworkMachine(), {"GLOO_SOCKET_IFNAME": "eth7"}, uses_nccl=False), "nothing is known"
 
 

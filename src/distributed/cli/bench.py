@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, get_args
 
 import typer
@@ -156,7 +157,8 @@ def network(
 
     nodes = NodesAsked(num_nodes, master_addr, master_port, node_rank, join_token)
     with progress() as notify:
-        found = measure_network(nodes, NetworkAsked(streams, seconds), interface, notify)
+        asked = NetworkAsked(streams, seconds)
+        found = measure_network(nodes, asked, interface, notify=notify, say=partial(typer.echo, err=True))
     show(network_table(found), found.to_dict(), json_file, None)
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import distributed
-from distributed.cli.doctor_network import show_network
+from distributed.cli.doctor_network import Finding, show_network
 from distributed.core.choices import FindingState
 from distributed.core.engines.engine import ENGINES, matrix
 from distributed.core.env import inherited_environ
@@ -30,9 +30,9 @@ from distributed.core.registry import DISTRIBUTION, is_installed
 from distributed.launch.ports import free_port
 from distributed.planner.hardware import Hardware, probe_hardware
 from distributed.planner.network.probe import probe_network
+from distributed.planner.network.proposals import SMALL_SHM_BYTES
 
 _OLDEST_TORCH = (2, 11)
-_SMALL_SHM_BYTES = 512 * 2**20
 _ALIKE = {"tensorflow": ("tensorflow-cpu",)}  # distributions that bring the same module
 
 # In a process of its own: a broken torch may abort rather than raise.
@@ -44,16 +44,6 @@ print(json.dumps({
     "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "",
 }))
 """
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One fact. `state` is ok, missing (something optional), or broken (nothing can be trained)."""
-
-    name: str
-    value: str
-    state: FindingState = "ok"
-    do: str = ""
 
 
 def doctor(
@@ -161,7 +151,7 @@ def _machine(hardware: Hardware) -> Iterator[Finding]:
         yield Finding("sharing GPUs", f"{more}: several on each, not for speed")
     if os.path.isdir("/dev/shm"):
         size = shutil.disk_usage("/dev/shm").total
-        small = size < _SMALL_SHM_BYTES
+        small = size < SMALL_SHM_BYTES
         yield Finding(
             "/dev/shm",
             f"{size / 2**30:.2f} GiB" + ("; data loader workers may not fit" if small else ""),

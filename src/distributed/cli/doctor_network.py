@@ -20,8 +20,8 @@ _MEMLOCK_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class NetworkFinding:
-    """What else is there besides interfaces and ports, in words."""
+class Finding:
+    """One fact. `state` is ok, missing (something optional), or broken (nothing can be trained)."""
 
     name: str
     value: str
@@ -45,7 +45,7 @@ def show_network(machine: NetworkMachine, environ: Mapping[str, str], *, as_json
 
 def _record(
     machine: NetworkMachine,
-    findings: list[NetworkFinding],
+    findings: list[Finding],
     proposals: tuple[Proposal, ...],
     environ: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _state_of(port: RdmaPort) -> str:
     return "active" if port.is_active else port.state.lower() or "not active"
 
 
-def _facts(findings: list[NetworkFinding]) -> Table:
+def _facts(findings: list[Finding]) -> Table:
     table = _table("GPUs and limits", ("", "", ""))
     for found in findings:
         advice = f"{found.value}\ndo: {found.do}" if found.do else found.value
@@ -110,25 +110,25 @@ def _proposals(proposals: tuple[Proposal, ...], environ: Mapping[str, str]) -> T
     return table
 
 
-def _findings(machine: NetworkMachine) -> Iterator[NetworkFinding]:
+def _findings(machine: NetworkMachine) -> Iterator[Finding]:
     yield from _gpus(machine)
     yield from _limits(machine)
 
 
-def _gpus(machine: NetworkMachine) -> Iterator[NetworkFinding]:
+def _gpus(machine: NetworkMachine) -> Iterator[Finding]:
     if not machine.gpus:
-        yield NetworkFinding("GPUs", "none that nvidia-smi shows: ranks are CPU processes, and gloo sends")
+        yield Finding("GPUs", "none that nvidia-smi shows: ranks are CPU processes, and gloo sends")
         return
     topology = machine.topology
     kinds = topology.between_gpus()
     if machine.gpus > 1:
-        yield NetworkFinding("between GPUs", ", ".join(kinds) or "not known: nvidia-smi topo -m says nothing")
+        yield Finding("between GPUs", ", ".join(kinds) or "not known: nvidia-smi topo -m says nothing")
     for gpu in topology.gpus:
         cards = [f"{card} {topology.paths[gpu, card]}" for card in topology.cards if (gpu, card) in topology.paths]
         if cards:
-            yield NetworkFinding(f"{gpu} to network cards", ", ".join(cards))
+            yield Finding(f"{gpu} to network cards", ", ".join(cards))
     if machine.rdma:
-        yield NetworkFinding(
+        yield Finding(
             "GPUDirect",
             machine.gpu_direct or "neither nvidia_peermem nor dmabuf: what cards send goes through host memory",
             "ok" if machine.gpu_direct else "missing",
@@ -136,17 +136,17 @@ def _gpus(machine: NetworkMachine) -> Iterator[NetworkFinding]:
         )
 
 
-def _limits(machine: NetworkMachine) -> Iterator[NetworkFinding]:
+def _limits(machine: NetworkMachine) -> Iterator[Finding]:
     limits = machine.limits
     where = "this container" if limits.is_container else "this machine"
     if limits.shm_bytes is not None:
         small = limits.shm_bytes < SMALL_SHM_BYTES
         text = f"{limits.shm_bytes / 2**30:.2f} GiB" + ("; ranks of one node exchange through it" if small else "")
         do = "docker run --shm-size=2g …, or --ipc=host" if small else ""
-        yield NetworkFinding("/dev/shm", text, "missing" if small else "ok", do)
+        yield Finding("/dev/shm", text, "missing" if small else "ok", do)
     memlock, needs = limits.memlock_bytes, bool(machine.rdma)
     low = needs and memlock is not None and memlock < _MEMLOCK_BYTES
-    yield NetworkFinding(
+    yield Finding(
         "locked memory",
         ("unlimited" if memlock is None else f"{memlock / 2**20:g} MiB")
         + ("; InfiniBand registers its buffers there" if low else ""),
@@ -155,7 +155,7 @@ def _limits(machine: NetworkMachine) -> Iterator[NetworkFinding]:
     )
     files = limits.open_files
     few = files is not None and files < _FEWEST_FILES
-    yield NetworkFinding(
+    yield Finding(
         "open files",
         "unlimited" if files is None else str(files),
         "missing" if few else "ok",
@@ -163,7 +163,7 @@ def _limits(machine: NetworkMachine) -> Iterator[NetworkFinding]:
     )
     memory = "no limit" if limits.memory_bytes is None else f"{limits.memory_bytes / 2**30:.1f} GiB"
     cpus = "no limit" if limits.cpus is None else f"{limits.cpus:g} cores"
-    yield NetworkFinding(f"cgroup of {where}", f"memory: {memory}; CPU time: {cpus}")
+    yield Finding(f"cgroup of {where}", f"memory: {memory}; CPU time: {cpus}")
     if machine.rdma and not machine.opens_rdma:
         do = "docker run --device=/dev/infiniband …"
-        yield NetworkFinding("/dev/infiniband", f"{where} cannot open the ports", "missing", do)
+        yield Finding("/dev/infiniband", f"{where} cannot open the ports", "missing", do)

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from distributed.bench.network.node import NodeMeasurement, Notify
@@ -25,6 +25,8 @@ from distributed.planner.hardware import Hardware
 from distributed.planner.network.machine import NetworkInterface, NetworkMachine, list_interfaces
 from distributed.planner.network.probe import probe_network
 
+_LEAVE_S = 10.0  # for the other process to end by itself
+
 
 @dataclass(frozen=True)
 class NodesAsked:
@@ -37,14 +39,25 @@ class NodesAsked:
     join_token: str | None = None  # as it was given; None: in the environment, or in a file that node 0 leaves
 
 
-def measure_network(nodes: NodesAsked, asked: NetworkAsked, interface: str, notify: Notify) -> NetworkTimes:
+def measure_network(
+    nodes: NodesAsked, asked: NetworkAsked, interface: str, *, notify: Notify, say: Callable[[str], None]
+) -> NetworkTimes:
     """`interface`: to measure; "": the one on the way to master_addr, or the loopback of one machine."""
+    _check_alone(nodes)
     machine = probe_network(Hardware(), nodes.master_addr or "")
     chosen = choose_interface(machine, interface, is_alone=nodes.num_nodes == 1)
     with ended_by_signals():
         if nodes.num_nodes == 1:
             return _on_one_machine(machine, chosen, asked, notify)
-        return _between_nodes(nodes, machine, chosen, asked, notify=notify)
+        return _between_nodes(nodes, machine, chosen, asked, notify=notify, say=say)
+
+
+def _check_alone(nodes: NodesAsked) -> None:
+    given = {name: value for name, value in asdict(nodes).items() if name != "num_nodes" and value is not None}
+    if nodes.num_nodes == 1 and given:
+        option = f"--{next(iter(given)).replace('_', '-')}"
+        why = "one machine is measured with itself, and meets no other"
+        raise ConfigError(f"{option}, but --num-nodes is 1", why=why, do=f"--num-nodes 2, or leave {option} out")
 
 
 def choose_interface(machine: NetworkMachine, name: str, *, is_alone: bool) -> NetworkInterface:
@@ -54,31 +67,30 @@ def choose_interface(machine: NetworkMachine, name: str, *, is_alone: bool) -> N
     >>> choose_interface(NetworkMachine((lo,)), "", is_alone=True).name
     'lo'
     """
-    there = list_interfaces(machine)
+    there, carrier = f"there is {list_interfaces(machine)}", machine.carrier
+    do = f"--interface {carrier.name}" if carrier is not None else "distributed doctor --network"
     if not name:
         loopback = next((one for one in machine.interfaces if one.kind == "loopback" and one.addresses), None)
-        found = loopback if is_alone else machine.carrier
-        if found is None or not found.addresses:
-            raise LaunchError(
-                "no interface of this machine leads to others", why=f"there is {there}", do="--interface …"
-            )
+        found = loopback if is_alone else carrier
+        if found is None or not found.reachable_at:
+            raise LaunchError("no interface of this machine leads to others", why=there, do=do)
         return found
     found = machine.named(name)
     if found is None:
-        raise ConfigError(f"--interface {name}: this machine has no such interface", why=f"there is {there}")
-    if not (found.is_up and found.addresses):
+        raise ConfigError(f"--interface {name}: this machine has no such interface", why=there, do=do)
+    if not (found.is_up and found.reachable_at):
         why = "it is down" if not found.is_up else "it has no address"
-        raise ConfigError(f"--interface {name} cannot be measured", why=f"{why}; there is {there}")
+        raise ConfigError(f"--interface {name} cannot be measured", why=f"{why}; {there}", do=do)
     return found
 
 
 def _introduce(rank: int, host: str, machine: NetworkMachine, interface: NetworkInterface) -> MeasuredNode:
-    four = [address for address in interface.addresses if ":" not in address]
+    four = [address for address in interface.reachable_at if ":" not in address]
     return MeasuredNode(
         rank,
         host,
         interface=interface.name,
-        address=(four or list(interface.addresses))[0],
+        address=(four or list(interface.reachable_at))[0],
         speed_mbit=interface.speed_mbit,
         mtu=interface.mtu,
         rdma=measurable(machine.usable_rdma),
@@ -86,14 +98,23 @@ def _introduce(rank: int, host: str, machine: NetworkMachine, interface: Network
 
 
 def _between_nodes(
-    nodes: NodesAsked, machine: NetworkMachine, interface: NetworkInterface, asked: NetworkAsked, *, notify: Notify
+    nodes: NodesAsked,
+    machine: NetworkMachine,
+    interface: NetworkInterface,
+    asked: NetworkAsked,
+    *,
+    notify: Notify,
+    say: Callable[[str], None],
 ) -> NetworkTimes:
     request = _request(nodes)
+    host, port = request.rendezvous_endpoint
+    say(f"rendezvous at {host}:{port}: waiting for {nodes.num_nodes} nodes")
     members = elastic_nodes(request)
     try:
         first = members.gather(0)
         place = first.place
         me = _introduce(place.node_rank, socket.gethostname(), machine, interface)
+        say(f"this is node {me.rank} of {', '.join(first.hosts)}, over {me.interface}")
         check = _watching(members, first.hosts)
         try:
             found = NodeMeasurement(members.door(), me, place.num_nodes, check=check).run(asked, notify)
@@ -172,6 +193,7 @@ def _other_process(door: StoreDoor, node: MeasuredNode) -> Iterator[Callable[[],
 
     try:
         yield check
-        other.wait(10)
+        with suppress(subprocess.TimeoutExpired):
+            other.wait(_LEAVE_S)
     finally:
         kill_all(other)

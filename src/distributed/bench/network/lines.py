@@ -31,7 +31,7 @@ _RETRANSMITS_AT = 100  # of tcpi_total_retrans in Linux's tcp_info
 
 
 @dataclass(frozen=True)
-class Line:
+class MeasuredLine:
     """One connection of a turn."""
 
     connection: socket.socket
@@ -60,10 +60,10 @@ class Listener:
     def close(self) -> None:
         self._server.close()
 
-    def accept(self, turn: int, count: int, timeout_s: float) -> list[Line]:
+    def accept(self, turn: int, count: int, timeout_s: float) -> list[MeasuredLine]:
         """The lines of a turn, in order. Who does not know the secret is hung up on, and costs a moment."""
         deadline = time.monotonic() + timeout_s
-        found: dict[int, Line] = {}
+        found: dict[int, MeasuredLine] = {}
         while len(found) < count:
             self._server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
@@ -76,7 +76,7 @@ class Listener:
                 ) from None
             number = self._admit(connection, turn)
             if number is not None:
-                found[number[0]] = Line(connection, sends=not number[1])
+                found[number[0]] = MeasuredLine(connection, sends=not number[1])
         return [found[number] for number in sorted(found)]
 
     def _admit(self, connection: socket.socket, turn: int) -> tuple[int, bool] | None:
@@ -102,13 +102,13 @@ class Listener:
 
 def dial_lines(
     address: str, port: int, secret: str, turn: int, *, sends: tuple[bool, ...], timeout_s: float
-) -> list[Line]:
+) -> list[MeasuredLine]:
     """A line for each of `sends`: whether this side sends on it."""
-    lines: list[Line] = []
+    lines: list[MeasuredLine] = []
     try:
         for number, is_sender in enumerate(sends):
             connection = dial(f"tcp:{address}:{port}", secret, timeout_s)
-            lines.append(Line(connection, is_sender))
+            lines.append(MeasuredLine(connection, is_sender))
             connection.sendall(_HEAD.pack(turn, number, is_sender))
     except (OSError, StoreLostError) as failed:
         for line in lines:

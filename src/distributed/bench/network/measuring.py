@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, quantiles
 
-from distributed.bench.network.lines import Line
+from distributed.bench.network.lines import MeasuredLine
 from distributed.core.errors import LaunchError
 from distributed.core.protocol.store_wire import StoreLostError, receive
 
@@ -57,7 +57,7 @@ def summarize_trips(seconds: Sequence[float]) -> RoundTrips:
     )
 
 
-def ask_and_time(line: Line, seconds: float) -> RoundTrips:
+def ask_and_time(line: MeasuredLine, seconds: float) -> RoundTrips:
     """The side that asks; it ends the turn by closing the line."""
     taken: list[float] = []
     connection = line.connection
@@ -73,7 +73,7 @@ def ask_and_time(line: Line, seconds: float) -> RoundTrips:
     return summarize_trips(taken[_WARM_UP_TRIPS:])
 
 
-def answer_all(line: Line) -> None:
+def answer_all(line: MeasuredLine) -> None:
     """The side that answers, until the other one closes the line."""
     line.connection.settimeout(_SILENT_S)
     try:
@@ -83,14 +83,14 @@ def answer_all(line: Line) -> None:
         return
 
 
-class Stream:
+class StreamTurn:
     """All lines of a turn: a thread sends on each that this side sends on, another reads each that it receives.
 
     The receiver counts, as what was sent may still be on its way: bytes that arrive between `omitted_s` after the first
     byte and `seconds` later.
     """
 
-    def __init__(self, lines: Sequence[Line], seconds: float, omitted_s: float) -> None:
+    def __init__(self, lines: Sequence[MeasuredLine], seconds: float, omitted_s: float) -> None:
         self._lines, self._seconds, self._omitted_s = lines, seconds, omitted_s
         self._bins = [[0] * max(1, round(seconds / _BIN_S)) for _ in lines]
         self._first = 0.0
@@ -114,7 +114,7 @@ class Stream:
             return None
         return summarize_bins(self._bins, self._seconds)
 
-    def _guard(self, number: int, line: Line) -> None:
+    def _guard(self, number: int, line: MeasuredLine) -> None:
         try:
             line.connection.settimeout(_SILENT_S)
             if line.sends:
@@ -124,7 +124,7 @@ class Stream:
         except OSError as failed:
             self._failures.append(failed)
 
-    def _send(self, line: Line) -> None:
+    def _send(self, line: MeasuredLine) -> None:
         """Longer than is counted on the other side, which hangs up when it has enough."""
         chunk = memoryview(bytearray(_CHUNK))
         try:
@@ -133,7 +133,7 @@ class Stream:
         except ConnectionError:
             return
 
-    def _receive(self, line: Line, bins: list[int]) -> None:
+    def _receive(self, line: MeasuredLine, bins: list[int]) -> None:
         buffer, width = bytearray(_CHUNK), self._seconds / len(bins)
         while True:
             count = line.connection.recv_into(buffer)

@@ -13,14 +13,14 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
-from distributed.bench.network.lines import Line, Listener, dial_lines
-from distributed.bench.network.measuring import Stream, answer_all, ask_and_time
+from distributed.bench.network.lines import Listener, MeasuredLine, dial_lines
+from distributed.bench.network.measuring import StreamTurn, answer_all, ask_and_time
 from distributed.bench.network.rdma import serving, write_to
-from distributed.bench.network.turns import MeasuredNode, NetworkAsked, NetworkTimes, Turn, collect, plan_turns
+from distributed.bench.network.turns import MeasuredNode, NetworkAsked, NetworkTimes, NetworkTurn, collect, plan_turns
 from distributed.core.env import StoreDoor
 from distributed.core.errors import LaunchError
 from distributed.core.protocol.store_client import StoreClient
-from distributed.core.protocol.store_wire import StoreLateError
+from distributed.core.protocol.store_wire import StoreLateError, StoreLostError
 
 _LOOK_S = 1.0
 _MEET_S = 60.0
@@ -61,18 +61,36 @@ class NodeMeasurement:
     def _take(
         self,
         number: int,
-        turn: Turn,
+        turn: NetworkTurn,
         asked: NetworkAsked,
         listener: Listener,
         *,
         nodes: Sequence[MeasuredNode],
         secret: str,
     ) -> dict[str, Any]:
+        other = nodes[turn.answerer if self._me.rank == turn.asker else turn.asker]
+        try:
+            if turn.kind == "rdma":
+                return self._take_rdma(number, turn, asked, other)
+            return self._take_lines(number, turn, asked, listener, other=other, secret=secret)
+        except (LaunchError, OSError, StoreLostError) as failed:
+            self._check()  # which may know what has become of the other
+            why = failed.problems[0].why if isinstance(failed, LaunchError) else str(failed)
+            what = f"the measurement with node {other.rank} ({other.host}) broke off"
+            raise LaunchError(what, why=why, do="start it again on all nodes") from failed
+
+    def _take_lines(
+        self,
+        number: int,
+        turn: NetworkTurn,
+        asked: NetworkAsked,
+        listener: Listener,
+        *,
+        other: MeasuredNode,
+        secret: str,
+    ) -> dict[str, Any]:
         asks = self._me.rank == turn.asker
-        if turn.kind == "rdma":
-            return self._take_rdma(number, turn, asked, nodes)
         if asks:
-            other = nodes[turn.answerer]
             lines = dial_lines(other.address, other.port, secret, number, sends=turn.sends, timeout_s=_CONNECT_S)
         else:
             lines = listener.accept(number, len(turn.sends), _CONNECT_S)
@@ -82,13 +100,13 @@ class NodeMeasurement:
             for line in lines:
                 line.close()
 
-    def _measure(self, turn: Turn, asked: NetworkAsked, lines: list[Line], asks: bool) -> dict[str, Any]:
+    def _measure(self, turn: NetworkTurn, asked: NetworkAsked, lines: list[MeasuredLine], asks: bool) -> dict[str, Any]:
         if turn.kind == "latency":
             if asks:
                 return {"trips": asdict(ask_and_time(lines[0], asked.seconds))}
             answer_all(lines[0])
             return {}
-        arrived = Stream(lines, asked.seconds, asked.omitted_s).run()
+        arrived = StreamTurn(lines, asked.seconds, asked.omitted_s).run()
         sent_again = [line.retransmits for line in lines if line.sends]
         counts = [count for count in sent_again if count is not None]
         return {
@@ -96,7 +114,7 @@ class NodeMeasurement:
             "retransmits": sum(counts) if sent_again and len(counts) == len(sent_again) else None,
         }
 
-    def _take_rdma(self, number: int, turn: Turn, asked: NetworkAsked, nodes: Sequence[MeasuredNode]) -> dict[str, Any]:
+    def _take_rdma(self, number: int, turn: NetworkTurn, asked: NetworkAsked, other: MeasuredNode) -> dict[str, Any]:
         """The answerer's memory is written to; the writer knows how fast, and tells the other."""
         if self._me.rank == turn.answerer:
             with serving(self._me.rdma, asked.seconds) as port:
@@ -106,7 +124,7 @@ class NodeMeasurement:
             return said
         port = int(self._wait([f"rdma/{number}/port"], asked.turn_timeout_s)[0])
         try:
-            rate = write_to(self._me.rdma, nodes[turn.answerer].address, port, asked.seconds)
+            rate = write_to(self._me.rdma, other.address, port, asked.seconds)
             said = {"arrived": {"gbit_s": rate, "low_gbit_s": None, "high_gbit_s": None}}
         except LaunchError as failed:  # the measurement over TCP counts all the same
             said = {"failed": failed.problems[0].why}
@@ -130,7 +148,7 @@ class NodeMeasurement:
             )
 
 
-def _words(turn: Turn) -> str:
+def _words(turn: NetworkTurn) -> str:
     one, other = turn.nodes if turn.asker_sends else turn.nodes[::-1]
     if turn.kind == "both":
         return f"{turn.streams} streams each way between nodes {one} and {other}"

@@ -11,6 +11,7 @@ from distributed.bench.network.turns import MeasuredNode, NetworkTimes
 from distributed.bench.table import make_table
 
 _KINDS = {"stream": "TCP", "both": "TCP, both ways", "rdma": "ib_write_bw"}
+_RATES = ("how", "streams", "Gbit/s", "least", "most", "nominal", "resent")
 _ABOUT = """\
 Bytes that arrive, in 10⁹ bits a second; least and most: of tenths of a second. nominal: their part of the slower
 link's speed, headers not counted. resent: TCP segments. both ways: at once. Round trips: of 64 bytes, one at a time;
@@ -23,8 +24,7 @@ def network_table(found: NetworkTimes) -> Group:
     for row in found.latency:
         shown = (row[name] for name in ("median_us", "p99_us", "low_us", "jitter_us"))
         trips.add_row(f"{row['from']} ⇄ {row['to']}", *(f"{value:.1f}" for value in shown))
-    rates = make_table("nodes", "how", "streams", "Gbit/s", "least", "most", "nominal", padding=(0, 1, 0, 0))
-    rates.add_column("resent", justify="right", no_wrap=True)
+    rates = make_table("nodes", *_RATES, padding=(0, 1, 0, 0))
     for row in found.throughput:
         figures = (_rate(row[name]) for name in ("gbit_s", "low_gbit_s", "high_gbit_s"))
         again = "–" if row["retransmits"] is None else str(row["retransmits"])

@@ -17,7 +17,7 @@ Kind = Literal["latency", "stream", "both", "rdma"]
 
 
 @dataclass(frozen=True)
-class Turn:
+class NetworkTurn:
     """One measurement of two nodes; the first of them dials."""
 
     kind: Kind
@@ -52,6 +52,9 @@ class MeasuredNode:
     rdma: str = ""  # device/port that ib_write_bw can measure here; "": none
 
 
+_TOLD = ("rank", "host", "interface", "speed_mbit", "mtu", "rdma")  # in the record, without addresses
+
+
 @dataclass(frozen=True)
 class NetworkAsked:
     """What is measured."""
@@ -69,7 +72,7 @@ class NetworkAsked:
         return 60.0 + 4 * self.seconds
 
 
-def plan_turns(nodes: Sequence[MeasuredNode], streams: int) -> tuple[Turn, ...]:
+def plan_turns(nodes: Sequence[MeasuredNode], streams: int) -> tuple[NetworkTurn, ...]:
     """
     >>> nodes = [MeasuredNode(rank, f"n{rank}", "eth0", "") for rank in range(2)]
     >>> [(turn.kind, turn.streams, turn.asker_sends) for turn in plan_turns(nodes, 4)][:3]
@@ -78,16 +81,16 @@ def plan_turns(nodes: Sequence[MeasuredNode], streams: int) -> tuple[Turn, ...]:
     return tuple(turn for one, other in combinations(nodes, 2) for turn in _of_pair(one, other, streams))
 
 
-def _of_pair(one: MeasuredNode, other: MeasuredNode, streams: int) -> Iterator[Turn]:
+def _of_pair(one: MeasuredNode, other: MeasuredNode, streams: int) -> Iterator[NetworkTurn]:
     a, b = one.rank, other.rank
-    yield Turn("latency", a, b)
+    yield NetworkTurn("latency", a, b)
     for count in dict.fromkeys((1, streams)):
-        yield Turn("stream", a, b, count)
-        yield Turn("stream", a, b, count, asker_sends=False)
-    yield Turn("both", a, b, streams)
+        yield NetworkTurn("stream", a, b, count)
+        yield NetworkTurn("stream", a, b, count, asker_sends=False)
+    yield NetworkTurn("both", a, b, streams)
     if one.rdma and other.rdma:
-        yield Turn("rdma", a, b)
-        yield Turn("rdma", b, a)
+        yield NetworkTurn("rdma", a, b)
+        yield NetworkTurn("rdma", b, a)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class NetworkTimes:
             "versions": describe_versions(),
             "settings": asdict(self.asked),
             "load_average": load_average(),
-            "nodes": [asdict(node) for node in self.nodes],
+            "nodes": [{name: getattr(node, name) for name in _TOLD} for node in self.nodes],
             "latency": list(self.latency),
             "throughput": list(self.throughput),
             "missing": self.missing,
@@ -119,7 +122,7 @@ Said = dict[int, dict[str, Any]]  # what the two nodes of a turn said of it, by 
 
 
 def collect(
-    nodes: Sequence[MeasuredNode], asked: NetworkAsked, turns: Sequence[Turn], results: Sequence[Said]
+    nodes: Sequence[MeasuredNode], asked: NetworkAsked, turns: Sequence[NetworkTurn], results: Sequence[Said]
 ) -> NetworkTimes:
     """All of it in rows; `results` has a value for each turn."""
     latency, throughput, missing = [], [], {}

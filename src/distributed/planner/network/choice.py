@@ -142,7 +142,7 @@ def wrong_names(
         _wrong(variable, environ[variable], name, machine, who)
         for variable in _EXACT
         for name in environ.get(variable, "").split(",")
-        if name and name not in names
+        if name and name.partition(":")[0] not in names  # eth0:1 is a second address of eth0
     ]
     text = environ.get("NCCL_SOCKET_IFNAME", "")
     if uses_nccl and text and not nccl_interfaces(text, names):

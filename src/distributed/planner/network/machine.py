@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Literal
 
 InterfaceKind = Literal[
@@ -25,9 +26,14 @@ class NetworkInterface:
     driver: str = ""  # "": it is virtual, or the kernel does not tell
 
     @property
+    def reachable_at(self) -> tuple[str, ...]:
+        """Its addresses without those that the system gives to any interface, which lead no further than its link."""
+        return tuple(address for address in self.addresses if not ip_address(address).is_link_local)
+
+    @property
     def carries(self) -> bool:
         """Whether it may lead to another machine: containers' bridges and tunnels seldom do, and are left out."""
-        return self.is_up and bool(self.addresses) and self.kind in _CARRYING
+        return self.is_up and bool(self.reachable_at) and self.kind in _CARRYING
 
     @property
     def gbit(self) -> str:

@@ -55,7 +55,7 @@ def name_interface(machine: NetworkMachine, run: NetworkRun) -> Iterator[Proposa
     carrier = machine.carrier
     if carrier is None or run.nodes < 2:
         return
-    others = [one.name for one in machine.interfaces if one.addresses and one is not carrier]
+    others = [one.name for one in machine.interfaces if one.reachable_at and one is not carrier]
     beside = f", and not {first_of(others)}" if others else ""
     how = "the other nodes are reached over it" if carrier.name == machine.route else "it is the fastest that is up"
     why = f"{how}{f' ({carrier.gbit})' if carrier.gbit else ''}{beside}"
