@@ -37,8 +37,8 @@ REST = (
     Script("sharded/fsdp1_t5.py"),
     Script("sharded/tensor_parallel.py"),
     Script("sharded/pipeline.py"),
-    Script("sharded/checkpoint_dcp.py", runs=((), ())),
-    Script("sharded/async_checkpoint.py"),
+    Script("sharded/checkpoint_dcp.py", runs=((), ()), by_size=(".metadata",)),  # with a random identifier
+    Script("sharded/async_checkpoint.py", by_size=(".metadata",)),
     Script("rpc/parameter_server.py"),
     Script("rpc/remote_references.py"),
     Script("accelerate/gradient_accumulation.py"),
@@ -75,7 +75,11 @@ REST = (
 
 
 def compare(script: Script, folder: Path, ours: Launch, theirs: Launch) -> None:
-    here, there = outcome(script, folder / "ours", ours), outcome(script, folder / "torchrun", theirs)
+    here = outcome(script, folder / "ours", ours)
+    for attempt in range(3):  # ranks of torchrun now and then abort or hang in gloo's destructor, when all is done
+        there = outcome(script, folder / f"torchrun-{attempt}", theirs)
+        if not there.has_crashed:
+            break
     assert {here.codes, there.codes} == {(code,) * len(script.runs) for code in script.codes}, (
         here.output + there.output
     )

@@ -20,7 +20,9 @@ FOLDER = Path(__file__).parent
 _RANK = (str(FOLDER / "torchrun_rank.py"),)
 _LOSS = re.compile(r"\bloss (-?\d[\d.]*(?:e[-+]\d+)?|nan|inf)")
 _EVENTS = re.compile(r"(events\.out\.tfevents)\..*")
-_TIMEOUT_S = 900  # a launch of a soak test imports torch in each of its processes, on a machine that may be busy
+_TIMEOUT_S = 600  # a launch of a soak test imports torch in each of its processes, on a machine that may be busy
+_CUT = f"ended by the test after {_TIMEOUT_S} s"
+_CRASHED = re.compile(rf"exitcode\s*: -(?:6|11)\b|{_CUT}")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Outcome:
     losses: tuple[str, ...]
     files: dict[str, str]
     output: str
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether torchrun has told of a rank that was aborted, or has not ended."""
+        return _CRASHED.search(self.output) is not None
 
 
 Ended = subprocess.CompletedProcess[str]
@@ -153,5 +160,5 @@ def _run(command: list[str], folder: Path) -> Ended:
     except subprocess.TimeoutExpired:
         started.terminate()  # a launcher ends its ranks
         out, err = started.communicate()
-        err += f"\nended by the test after {_TIMEOUT_S} s"
+        err += f"\n{_CUT}"
     return subprocess.CompletedProcess(command, started.returncode, out, err)

@@ -56,7 +56,7 @@ def main():
     for epoch in range(1, 3):
         train(model, rank, loader, optimizer, epoch)
         scheduler.step()
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(True, True)):
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
         state = model.state_dict()
     if rank == 0:
         torch.save(state, "t5-model.pt")
