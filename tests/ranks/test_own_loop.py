@@ -397,5 +397,8 @@ def test_run_refuses_what_it_cannot_prepare(tmp_path: Path) -> None:
         prepare(Net(), loader, reproducible="bitwise")
     with pytest.raises(PlanError, match="sanity_val_steps"):
         prepare(Net(), loader, loader, sanity_val_steps=3)
+    auto = distributed.start(num_gpus=1, batch_size=4, run_dir=str(tmp_path / "auto"), compression="auto")
+    with pytest.raises(PlanError, match="compression='auto'"):
+        auto.prepare(Net(), loader)
     with pytest.raises(TaskError, match=r"run\.prepare"):
         distributed.start(num_gpus=1, progress=False).step()

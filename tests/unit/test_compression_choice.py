@@ -96,7 +96,7 @@ def test_gain_has_to_pay_for_the_steps_that_are_worth_less() -> None:
     assert choose(trial).kind == "bf16"
     only = choose(replace(trial, kinds={"topk": trial.kinds["topk"]}))
     assert only.kind == "none"
-    assert "topk needs 1.5 steps for one" in only.reason
+    assert "a run needs 1.5 steps with it for one" in only.reason
 
 
 def test_ranks_agree_on_the_longest_times() -> None:

@@ -133,7 +133,7 @@ class Replicated(MeshStep):
         if compression.weighs:
             self._note_weight = lambda weight, micro: compression.weigh(weight, micro, self._model, self._unit)
         if isinstance(compression, AutoCompression):
-            compression.begin()
+            compression.begin(self.module)
             self._take_step = compression.watching(self._take_step, self._send_whole)
             self.tell_choices = compression.tell_by
 

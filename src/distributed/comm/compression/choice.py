@@ -105,7 +105,7 @@ class MeasuredSteps:
 def choose(measured: MeasuredSteps) -> KindChoice:
     """The kind that brings a run on soonest, if any pays."""
     link, whole_s = measured.link, measured.step_s
-    seen = f"of a step's {_time(whole_s)}, {_time(measured.waits_s)} wait for the link ({link.mbit_per_s:,.3g} Mbit/s)"
+    seen = f"of a step's {_time(whole_s)}, {_time(measured.waits_s)} wait for the link ({_rate(link.bytes_per_s)})"
     if not measured.can_gain:
         return KindChoice("none", f"{seen}, so no kind can shorten it by {MARGIN:.0%}")
     predicted = {kind: measured.step_s_of(kind) for kind in measured.kinds}
@@ -114,11 +114,15 @@ def choose(measured: MeasuredSteps) -> KindChoice:
     said = f"{seen}; predicted with {steps}"
     if best == "none":
         return KindChoice("none", seen)
-    bound = _bandwidth(measured.crossover(best))
+    crossover = measured.crossover(best)
     if predicted[best] * STEPS_NEEDED[best] < (1 - MARGIN) * whole_s:
-        return KindChoice(best, f"{said}; {bound[0]} of {best}")
-    needs = f"{best} needs {STEPS_NEEDED[best]:g} steps for one" if STEPS_NEEDED[best] > 1 else "too little is gained"
-    return KindChoice("none", f"{said}; {needs}; {bound[1]}")
+        return KindChoice(best, f"{said}; {_above(crossover)} whole gradients are faster than those of {best}")
+    few = (
+        f"a run needs {STEPS_NEEDED[best]:g} steps with it for one"
+        if STEPS_NEEDED[best] > 1
+        else "too little is gained"
+    )
+    return KindChoice("none", f"{said}; {best} is nearest, but {few}: {_below(crossover)} its steps are shorter")
 
 
 def _timed(cost: BucketCost, left: object) -> BucketCost:
@@ -126,14 +130,17 @@ def _timed(cost: BucketCost, left: object) -> BucketCost:
     return BucketCost(rounds, next(left))  # type: ignore[call-overload]
 
 
-def _bandwidth(crossover: float) -> tuple[str, str]:
-    """For a kind that is taken, and for one that is not."""
-    if crossover == math.inf:
-        return "at no bandwidth are whole gradients faster than those", "its steps are shorter at any bandwidth"
-    if not crossover:
-        return "whole gradients are faster at any bandwidth than those", "its steps are longer at any bandwidth"
-    rate = f"{crossover * 8 / 1e6:,.3g} Mbit/s"
-    return f"above {rate} whole gradients are faster than those", f"its steps are shorter below {rate}"
+def _above(crossover: float) -> str:
+    return "at no bandwidth" if crossover == math.inf else f"above {_rate(crossover)}"
+
+
+def _below(crossover: float) -> str:
+    return "at no bandwidth" if not crossover else f"below {_rate(crossover)}"
+
+
+def _rate(bytes_per_s: float) -> str:
+    mbit = bytes_per_s * 8 / 1e6
+    return f"{mbit:,.0f} Mbit/s" if mbit >= 10 else f"{mbit:.2g} Mbit/s"
 
 
 def _time(seconds: float) -> str:

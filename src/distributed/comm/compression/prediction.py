@@ -25,10 +25,6 @@ class GradientLink:
     bytes_per_s: float  # that a rank sends while it receives as many
     latency_s: float  # of a collective of a few bytes
 
-    @property
-    def mbit_per_s(self) -> float:
-        return self.bytes_per_s * 8 / 1e6
-
     def seconds(self, sent: WireRound) -> float:
         return sent.collectives * self.latency_s + sent.wire_bytes / self.bytes_per_s
 

@@ -13,6 +13,7 @@ what was chosen after the steps that it repeats, and measures only what was not 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ class AutoCompression(StepCompression):
         self._measuring = MeasuredGradients(session)
         super().__init__(self._measuring, session, ranks=ranks, stepped=stepped)
         self._plan, self._kinds, self._make = plan, kinds, make
-        self._settings = [ranks, plan.ratio, plan.rank, plan.min_size]
+        self._settings: list[Any] = [ranks, plan.ratio, plan.rank, plan.min_size]
         self._file, self._switches = RunDir(run_dir).compression, list[KindSwitch]()
         self._module: nn.Module | None = None
         self.stage: Stage = "measuring"
@@ -117,8 +118,10 @@ class AutoCompression(StepCompression):
     def decisions(self) -> list[Decision]:
         return []
 
-    def begin(self) -> None:
+    def begin(self, module: nn.Module) -> None:
         """Every rank calls it once, before the first step: rank 0 may know what an earlier attempt has chosen."""
+        shapes = [(name, *parameter.shape) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._settings.append(hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest())
         text = ""
         if self._session.is_main:
             with contextlib.suppress(FileNotFoundError):
@@ -193,11 +196,19 @@ class AutoCompression(StepCompression):
         if number < _TRIED or self.stage != "measuring":
             return
         if number - _TRIED < len(self._kinds):
-            measuring.trial = self._made(self._kinds[number - _TRIED], ErrorFeedback())
+            with contextlib.suppress(torch.OutOfMemoryError):
+                measuring.trial = self._made(self._kinds[number - _TRIED], ErrorFeedback())
         else:
-            assert self._measured is not None
-            self._measured = self._agree(replace(self._measured, kinds=dict(self._costs)))
-            self._choose()
+            self._choose_of_tried()
+
+    def _choose_of_tried(self) -> None:
+        """Of the kinds for which every rank has memory."""
+        assert self._measured is not None
+        lacks = torch.tensor([not costs for costs in self._costs.values()], dtype=torch.float64)
+        lacking: list[float] = self._session.max(_AGREED, lacks.to(self._session.device)).tolist()
+        kinds = {kind: costs for (kind, costs), lack in zip(self._costs.items(), lacking, strict=True) if not lack}
+        self._measured = self._agree(replace(self._measured, kinds=kinds))
+        self._choose()
 
     def _look_at_link(self) -> None:
         """Nothing has to be tried, if steps do not wait for the link."""
@@ -246,7 +257,11 @@ class AutoCompression(StepCompression):
         self._switches.append(chosen)
         if self._session.is_main:
             written = {"settings": self._settings, "switches": [vars(switch) for switch in self._switches]}
-            replace_file(self._file, json.dumps(written))
+            try:
+                replace_file(self._file, json.dumps(written))
+            except OSError as failed:
+                why = f"{self._file} cannot be written ({failed}); a rank that dies before the next checkpoint may"
+                self._tell(f"{why} let the run choose anew, and then its bytes differ")
         self._apply(chosen)
 
     def _apply(self, chosen: KindSwitch) -> None:

@@ -98,9 +98,9 @@ class MeasuredGradients(CompressedGradients):
         return GradientLink(sum(self._sent_bytes) / max(took, 1e-9), latency)
 
     def tried(self) -> tuple[BucketCost, ...]:
-        """What the kind takes that was tried in the last step."""
-        found, self._tried, self.trial = tuple(self._tried), [], None
-        return found
+        """What the kind takes that was tried in the last step; (): there was no memory for it."""
+        found, self._tried, self.trial = self._tried, [], None
+        return tuple(found) if len(found) == len(self._ready) else ()
 
     def rounds_of(self, bucket: dist.GradBucket) -> Rounds:
         buffer = bucket.buffer()
@@ -112,8 +112,7 @@ class MeasuredGradients(CompressedGradients):
         self._ready.append(self._watch.mark())
         self._sent_bytes.append(wire_bytes(Sum(buffer), self._session.world_size))
         if self.trial is not None:
-            with torch.no_grad():
-                self._tried.append(self._try(self.trial, bucket))
+            self._try(self.trial, bucket)
         if not self.is_alone:
             future = super().reduce_bucket(bucket)
         else:
@@ -146,13 +145,17 @@ class MeasuredGradients(CompressedGradients):
             future.set_result(buffer)
         self._held = []
 
-    def _try(self, reducer: CompressedGradients, bucket: dist.GradBucket) -> BucketCost:
+    @torch.no_grad()
+    def _try(self, reducer: CompressedGradients, bucket: dist.GradBucket) -> None:
         """A kind's own work on a bucket, and what it would send; nothing is sent."""
-        for _ in range(_TRIES):
-            reducer.begin()
-            cost = self._walk(reducer, BucketCopy(bucket.buffer().clone(), bucket.parameters()))
-            reducer.commit()  # so that the next time is that of a later step
-        return cost
+        try:
+            for _ in range(_TRIES):
+                reducer.begin()
+                cost = self._walk(reducer, BucketCopy(bucket.buffer().clone(), bucket.parameters()))
+                reducer.commit()  # so that the next time is that of a later step
+            self._tried.append(cost)
+        except torch.OutOfMemoryError:
+            self.trial = None
 
     def _walk(self, reducer: CompressedGradients, bucket: BucketCopy) -> BucketCost:
         mark, ranks = self._watch.mark, self._session.world_size
