@@ -71,6 +71,11 @@ class OverlappedTrainer(Trainer):
         return loss
 
     @property
+    def bucket_cap_mb(self) -> float | None:
+        """The size of buckets that the next step has; None before the first one."""
+        return None if self._steps is None else self._steps.bucket_cap_mb
+
+    @property
     def communication(self) -> CommunicationShare | None:
         """Of the last step that was measured; None: none was, or DDP does not reduce its gradients."""
         return None if self._steps is None else self._steps.communication

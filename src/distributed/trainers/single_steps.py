@@ -77,7 +77,7 @@ class SingleSteps:
             )
             self.communication: CommunicationShare | None = None  # of the last step that was measured
             self._buckets, self._steps = bucket_trial(plan, strategy, self._session, tell=self._say), 0
-            self._strategy, self._trained = strategy, None
+            self._strategy, self._trained, self._cap_mb = strategy, None, plan.replicate.bucket_cap_mb
             if not (job.task.has_phases or job.task.is_manual):  # which say themselves what they train
                 self._trained = TrainedParameters(job.task.model)
             self._ranks, self._held = plan.mesh.data_ranks, held.pop_all()
@@ -109,6 +109,12 @@ class SingleSteps:
             self.communication = share_of(pace.read(session.sum("paces of a step", row).tolist()))
         loss = torch.as_tensor(output.loss, dtype=torch.float64, device=session.device)
         return float(session.sum("loss of a step", loss).item()) / session.world_size
+
+    @property
+    def bucket_cap_mb(self) -> float:
+        """Of DDP's buckets, for the next step."""
+        choice = getattr(self._strategy, "bucket_choice", None)
+        return self._cap_mb if choice is None else float(choice.layout.cap_mb)
 
     def _say(self, message: str) -> None:
         if self._session.is_main:

@@ -59,11 +59,12 @@ class BucketChoice:
 
     layout: BucketLayout  # of the coming step
     begun_at: int  # the step after which the measurement began
+    caps_mb: tuple[float, ...] = ()  # of the sizes that are compared
     is_settled: bool = False  # whether it is over
 
     def to_save(self) -> dict[str, object]:
         """As JSON has it."""
-        where = {"begun_at": self.begun_at, "is_settled": self.is_settled}
+        where = {"begun_at": self.begun_at, "caps_mb": list(self.caps_mb), "is_settled": self.is_settled}
         return {"cap_mb": self.layout.cap_mb, "order": list(self.layout.order), **where}
 
     @classmethod
@@ -74,7 +75,7 @@ class BucketChoice:
         True
         """
         layout = BucketLayout(float(saved["cap_mb"]), tuple(saved["order"]))
-        return cls(layout, saved["begun_at"], saved["is_settled"])
+        return cls(layout, saved["begun_at"], tuple(saved["caps_mb"]), saved["is_settled"])
 
 
 def said_of(choice: BucketChoice) -> Decision:

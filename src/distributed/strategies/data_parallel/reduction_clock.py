@@ -22,7 +22,7 @@ from distributed.runtime.torch_compat import reduction_times, time_reduction
 from distributed.strategies.compute_clock import ReductionTime
 from distributed.strategies.data_parallel.bucket_layout import BucketLayout
 
-_SHORT_S = 0.1  # what takes less than this is sent twice more, and the shortest time counts
+_SHORT_S = 0.5  # what takes less than this is sent twice more, and the shortest time counts
 
 
 class ReductionClock:

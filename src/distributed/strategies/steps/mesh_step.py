@@ -177,10 +177,9 @@ class MeshStep(StepByHand):
     def _load_state_beside(self, tree: StateTree) -> None:
         super()._load_state_beside(tree)
         if self._plan.replicate.tunes_buckets and "buckets" in tree:
-            choice = BucketChoice.from_saved(tree["buckets"])
-            self.choose_buckets(choice)
-            if choice.is_settled:
-                self.decisions.append(said_of(choice))
+            self.bucket_choice = BucketChoice.from_saved(tree["buckets"])  # followed when the next step begins
+            if self.bucket_choice.is_settled:
+                self.decisions.append(said_of(self.bucket_choice))
 
     def _pass_and_update(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         return self._finish_step(self._pass_explained(microbatches, measure), measure)

@@ -67,7 +67,6 @@ class BucketTrial:
     ) -> None:
         """`put`: writes down something for who resumes from the checkpoint of a step."""
         self._strategy, self._session, self._tell, self._put = strategy, session, tell, put
-        self._caps: list[float] = []
         self._timed: list[BucketTiming] = []
         self._saved: list[int] = []  # steps at which checkpoints without the choice were saved
         self._recorded: float | None = None  # the choice of who took these steps before
@@ -79,15 +78,16 @@ class BucketTrial:
             return
         choice = self._strategy.bucket_choice
         if choice is None:
-            choice = BucketChoice(BucketLayout(CAPS_MB[0]), begun_at=step - 1)
-        if choice.is_settled:
+            caps = self._strategy.bucket_sizes(CAPS_MB)
+            choice = BucketChoice(BucketLayout(CAPS_MB[0]), begun_at=step - 1, caps_mb=tuple(caps))
+        if choice.is_settled:  # of a state that was loaded
+            self._strategy.choose_buckets(choice)
             self._end()
             return
-        self._caps = self._caps or self._strategy.bucket_sizes(CAPS_MB)
-        if len(self._caps) < 2:
-            self._settle(choice, CAPS_MB[0], _why_one(bool(self._caps)))
+        if len(choice.caps_mb) < 2:
+            self._settle(choice, CAPS_MB[0], _why_one(bool(choice.caps_mb)))
             return
-        cap_mb = cap_of(step - choice.begun_at, self._caps)
+        cap_mb = cap_of(step - choice.begun_at, choice.caps_mb)
         self._strategy.choose_buckets(replace(choice, layout=replace(choice.layout, cap_mb=cap_mb)))
         self._wait()
         self._begun = time.perf_counter()
@@ -95,7 +95,7 @@ class BucketTrial:
     def step_ended(self, step: int, samples: int, *, is_measured: bool) -> None:
         """`is_measured`: more was done in this step than in others."""
         choice = self._strategy.bucket_choice
-        if self._is_over or choice is None or not self._caps:
+        if self._is_over or choice is None:
             return
         self._wait()
         number, took = step - choice.begun_at, time.perf_counter() - self._begun
@@ -104,7 +104,7 @@ class BucketTrial:
         if number == _WARM:
             order = self._share_order(self._strategy.gradient_order())
             self._strategy.choose_buckets(replace(choice, layout=replace(choice.layout, order=order)))
-        elif number >= steps_of_trial(self._caps):
+        elif number >= steps_of_trial(choice.caps_mb):
             self._decide(choice)
 
     def saved(self, step: int) -> None:
@@ -135,10 +135,10 @@ class BucketTrial:
             why = "as it was measured when these steps were taken first"
             self._settle(choice, self._recorded, why)
             return
-        own = seconds_of(self._timed, self._caps)
+        own = seconds_of(self._timed, choice.caps_mb)
         device = self._session.device
         slowest = self._session.max(_NAME, torch.tensor(own, dtype=torch.float64, device=device))
-        seconds = dict(zip(self._caps, slowest.tolist(), strict=True))
+        seconds = dict(zip(choice.caps_mb, slowest.tolist(), strict=True))
         self._settle(choice, fastest(seconds), said_of_times(seconds))
 
     def _settle(self, choice: BucketChoice, cap_mb: float, why: str) -> None:
