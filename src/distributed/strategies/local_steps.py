@@ -181,7 +181,8 @@ class LocalSteps(Replicated):
         aside, self._aside = self._aside, None
         if aside is not None:
             for name, tensor in self._tracked().items():
-                tensor.copy_(aside[name])
+                if name in aside:  # and no buffer that an evaluation has made
+                    tensor.copy_(aside[name])
 
     def train(self, mode: bool) -> None:
         """To evaluate is to evaluate the mean of the replicas."""
@@ -284,16 +285,18 @@ class LocalSteps(Replicated):
         if saved is None or not self._is_alone:
             return
         here = named_state(self.optimizer, self.module)  # the means, in the order of the run that saved them
-        states = _in_order_of(here["state"], saved["optimizer"])
-        load_named_state(self.optimizer, self.module, here | {"state": states})
-        lay_out_state(self.optimizer)
+        if here["state"]:  # else there was none, or this run has another optimizer
+            states = _in_order_of(here["state"], saved["optimizer"])
+            load_named_state(self.optimizer, self.module, here | {"state": states})
+            lay_out_state(self.optimizer)
         if self._scaler is not None and "scaler" in saved:
             self._scaler.load_state_dict(saved["scaler"])
         self._states_differ = True
         if "weights" in saved:
             self._names |= {name for name, _ in self.module.named_parameters() if name in saved["weights"]}
             for name, tensor in self._tracked().items():
-                tensor.copy_(saved["weights"][name])
+                if name in saved["weights"]:
+                    tensor.copy_(saved["weights"][name])
             self._weights_differ = True
 
     def shard_ranges(self, name: str, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
