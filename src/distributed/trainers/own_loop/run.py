@@ -292,9 +292,9 @@ class TrainingRun:
             raise misuses.second_pass()
         self._pass, begins = Pass.OPEN, True
         watched = nullcontext if self._anomalies is None else self._anomalies.watching
-        opened.strategy.train(True)
-        self._report_step()
         try:
+            opened.strategy.train(True)
+            self._report_step()
             while self._step is not None:
                 if not self._optimizers:
                     opened.loop.follow_trained(meets=begins)
