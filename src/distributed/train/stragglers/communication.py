@@ -34,13 +34,13 @@ class CommunicationShare(NamedTuple):
 
     @property
     def of_possible(self) -> float:
-        """The same over the most that a backward pass of this length can hide.
+        """The same over the most that a backward pass of this length can hide; a rank that is late hides more.
 
         >>> CommunicationShare(seconds=0.5, exposed_s=0.375, backward_s=0.25).of_possible
         0.5
         """
         possible = min(self.seconds, self.backward_s)
-        return max(0.0, self.seconds - self.exposed_s) / possible if possible else 0.0
+        return min(1.0, max(0.0, self.seconds - self.exposed_s) / possible) if possible else 0.0
 
 
 def share_of(paces: Sequence[RankPace]) -> CommunicationShare | None:
