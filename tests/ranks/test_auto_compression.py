@@ -202,6 +202,9 @@ def test_choice_of_other_ranks_is_made_again_and_loses_nothing(
     assert [switch["kind"] for switch in found["switches"]] == ["none"]
     assert found["saved"]["auto"]["ranks"] == 3
     assert not found["saved"]["left"]
+    alone = fit("auto", str(tmp_path / "one"), ranks=1, num_gpus=1, steps=30, resume_from_checkpoint=path)
+    for name, weights in cases["slow none"]["weights"].items():  # a single rank steps by what was left
+        torch.testing.assert_close(alone["weights"][name], weights, rtol=1e-4, atol=1e-6)
     assert_same(three["fast"], three["fast none"])  # whose thirds are rounded as DDP rounds them
 
 
