@@ -133,7 +133,7 @@ def run_rank(
                 return outcome
             assert line is not None
             model_is_stale = outcome.held is None and (outcome.had_begun or model_is_stale)
-            if model_is_stale and line.replaces:
+            if model_is_stale and line.replaces and not outcome.follows:
                 raise CannotGoOnError(f"rank {session.rank} lost its world", why=outcome.message)
             held = outcome.held
             with defer_signals_to_launcher():
@@ -155,6 +155,7 @@ class WorldLost:
     held: SurvivorState | None
     had_begun: bool
     message: str
+    follows: bool = False  # whether another rank held what this one would continue with
 
 
 def _run_world(
@@ -229,7 +230,7 @@ def _run_world(
         _write_down(failed, RunDir(plan.run_dir).attempt(env.attempt).lost(session.rank))
         had_begun = loop is not None and loop.has_begun
         holds = loop.held() if loop is not None and had_begun else held
-        return WorldLost(holds, had_begun or is_touched, str(failed))
+        return WorldLost(holds, had_begun or is_touched, str(failed), follows=strategy.is_follower)
     finally:
         if loop is not None:
             loop.close()

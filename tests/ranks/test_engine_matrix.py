@@ -66,6 +66,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "compression": {"compression": "fp16"},
     "feedback": {"compression": "topk"},
     "local_steps": {"synchronization": "local_sgd", "sync_every_n_steps": 2},
+    "asynchronous": {"synchronization": "asynchronous"},
     "adasum": {"gradient_reduction": "adasum", "communication_backend": "mpi"},
     "fusion": {"fusion_threshold_mb": 1, "cycle_time_ms": 2},
     "timeline": {"timeline": "timeline.json"},

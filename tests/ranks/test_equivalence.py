@@ -137,7 +137,7 @@ def train_by_hand(case: Case) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def train_with_ranks(case: Case, ranks: int, run_dir: str) -> dict[str, torch.Tensor]:
+def train_with_ranks(case: Case, ranks: int, run_dir: str, **more: Any) -> dict[str, torch.Tensor]:
     dtype = dtype_of(case)
     model = make_model(case.model, dtype)
     trainer = PyTorchDDPTrainer(
@@ -155,6 +155,7 @@ def train_with_ranks(case: Case, ranks: int, run_dir: str) -> dict[str, torch.Te
         loss_weighting="targets" if case.ignored else "auto",
         progress=False,
         run_dir=run_dir,
+        **more,
     )
     trainer.fit(DataLoader(make_data(case, dtype), batch_size=1, shuffle=True))
     return trainer.model.state_dict()

@@ -35,7 +35,7 @@ MESHES: list[dict[str, Any]] = [
     {"keep_best": "val_loss", "keep_best_k": 2, "keep_last": 1, "checkpoint_dir": "c", "warmup_epochs": 1},
     {"allow_change": "seed, data", "resume_from_checkpoint": True, "num_workers": "auto", "gradient_clipping": 1},
 ]
-FIELDS = {Plan: (4, "8d265b8a52d3"), RunConfig: (1, "0a5d3ef82f78")}  # version, and digest of what it stands for
+FIELDS = {Plan: (5, "8e134d2ec673"), RunConfig: (1, "0a5d3ef82f78")}  # version, and digest of what it stands for
 GPUS = Hardware(cpu_cores=8, gpus=(Gpu("GPU", compute_capability=9.0),) * 8)
 PROFILE = JobProfile(loader_batch_size=32, samples=4096, parameters=10**6, has_blocks=True)
 
@@ -66,7 +66,7 @@ def test_plan_of_any_engine_is_read_back(engine: str) -> None:
 
 def test_plan_of_another_version_is_refused() -> None:
     content = json.loads(plan().to_json())
-    with pytest.raises(ConfigError, match="schema version 99, and this release reads 4") as refused:
+    with pytest.raises(ConfigError, match="schema version 99, and this release reads 5") as refused:
         Plan.from_json(json.dumps(content | {"schema_version": 99}))
     assert "the release that wrote it" in refused.value.problems[0].do
     del content["schema_version"]

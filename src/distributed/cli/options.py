@@ -96,7 +96,9 @@ Compression = Annotated[
 ]
 Synchronization = Annotated[
     str | None,
-    typer.Option(metavar="KIND", help="When replicas meet: every_step, local_sgd, post_local_sgd or diloco."),
+    typer.Option(
+        metavar="KIND", help="When replicas meet: every_step, local_sgd, post_local_sgd, diloco or asynchronous."
+    ),
 ]
 Lora = Annotated[str | None, typer.Option(metavar="RANK", help="Train adapters of this rank; or true.")]
 ConfigFile = Annotated[str | None, typer.Option(metavar="FILE", help="A YAML file of settings.")]

@@ -39,7 +39,7 @@ from distributed.core.plan_parts.synchronization import SynchronizationPlan
 from distributed.core.run_dir import RunDir
 
 ENDLESS = 2**31 - 1  # epochs of a run whose script says when it ends
-PLAN_VERSION = 4  # of plan.json and of the plan in a manifest: raised with every change of a field
+PLAN_VERSION = 5  # of plan.json and of the plan in a manifest: raised with every change of a field
 
 
 @dataclass(frozen=True)

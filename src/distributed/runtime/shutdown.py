@@ -2,8 +2,9 @@
 
 It is asked for by a signal, which ends the run, or by the launcher, which wants the ranks in another world.
 
-After a signal each rank says so in the store and continues to train; once all have, rank 0 names a step two ahead. No
-rank waits for another, because one that waits outside a collective would hang one that waits inside.
+After a signal each rank says so in the store and continues to train; once all have, rank 0 names a step two ahead, or
+more where ranks may be further apart. No rank waits for another, because one that waits outside a collective would hang
+one that waits inside.
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ class StopRequest(StopSignals):
         named: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
         *,
         is_supervised: bool = False,
+        apart: int = 0,
     ) -> None:
+        """`apart`: steps by which ranks may be apart although none waits in a collective for another."""
         super().__init__(is_supervised=is_supervised)
         self._rank, self._world_size, self._store = rank, world_size, store
         self._asked_to_leave, self._named = asked_to_leave, named
         self._stop_at: int | None = None
         self._is_over = False  # the step that all agreed on is done
-        self._has_asked = False
+        self._has_asked, self._ahead = False, _AHEAD + apart
         self.is_leaving = False  # the ranks stop in order to continue in another world
 
     @property
@@ -96,7 +99,7 @@ class StopRequest(StopSignals):
             and self._store.check([f"stop/{r}" for r in range(self._world_size)])
         ):
             kind = "leave" if self.received is None else "stop"
-            self._store.set("stop/at", f"{kind} {step + _AHEAD}")
+            self._store.set("stop/at", f"{kind} {step + self._ahead}")
         if self._stop_at is None and self._store.check(["stop/at"]):
             kind, _, at = self._store.get("stop/at").decode().partition(" ")
             self._stop_at, self.is_leaving = int(at), kind == "leave"

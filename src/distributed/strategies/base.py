@@ -250,6 +250,8 @@ class Strategy(Protocol):
     lockstep_eval: bool  # whether an evaluation step needs all ranks at once
     decisions: list[Decision]  # how settings were applied to this model
     copies: Copies  # of the model, beside it: part of `state`
+    is_follower: bool  # whether this rank takes its state from another one, which holds all of it; after `setup`
+    is_timed: bool  # whether a step depends on the timing of the ranks, so that none can be repeated
 
     @property
     def is_gated(self) -> bool:

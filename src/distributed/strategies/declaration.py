@@ -55,6 +55,7 @@ WHOLE = {
     "compression": Support("without sharding"),
     "feedback": Support("without sharding"),
     "local_steps": Support("without sharding"),
+    "asynchronous": Support("without sharding"),
     "capture": Support("without sharding", device="cuda"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distributed.core.plan import Plan
+from distributed.strategies.asynchronous import Asynchronous
 from distributed.strategies.local_steps import LocalSteps
 from distributed.strategies.replicated import Replicated
 
@@ -17,6 +18,8 @@ def TorchMesh(plan: Plan) -> Replicated | Sharded:
     if plan.is_replicated:
         meets = plan.replicate.synchronization
         steps_alone = meets.kind == "diloco" or (meets.is_local and plan.world_size > 1)
+        if meets.kind == "asynchronous" and plan.world_size > 1 and plan.trains:
+            return Asynchronous(plan)
         return LocalSteps(plan) if steps_alone and plan.trains else Replicated(plan)
     if plan.mesh.pp > 1:
         from distributed.strategies.pipelined import Pipelined  # takes long to import

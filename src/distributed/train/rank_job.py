@@ -80,7 +80,16 @@ def open_loop(
         sets=job.evaluation,
     )
     rank, world_size, store = session.rank, session.world_size, session.store
-    with StopRequest(rank, world_size, store, asked_to_leave, session.named, is_supervised=is_supervised) as stop:
+    stopping = StopRequest(
+        rank,
+        world_size,
+        store,
+        asked_to_leave,
+        session.named,
+        is_supervised=is_supervised,
+        apart=plan.replicate.synchronization.max_staleness,
+    )
+    with stopping as stop:
         host.on_stop(stop.request)
         yield Loop(
             plan,

@@ -212,14 +212,15 @@ class RunState:
         if not self._plan.checkpoint.certificate:
             return None
         changed = tuple(map(str, resuming.changes))
-        if self._plan.checkpoint.own_rates:
-            return Verdict(
-                0, why="the resumed run has its own learning rates (resume_hyperparameters=config)", changed=changed
-            )
-        if not self.is_alike(restored):
-            return Verdict(0, why="other ranks, or another mesh, saved the checkpoint", changed=changed)
-        if resuming.others:
-            return Verdict(0, why="another run saved the checkpoint", changed=changed)
+        reasons = (
+            (self._strategy.is_timed, "with max_staleness above 0, the timing of the ranks is part of every step"),
+            (self._plan.checkpoint.own_rates, "it has its own learning rates (resume_hyperparameters=config)"),
+            (not self.is_alike(restored), "other ranks, or another mesh, saved the checkpoint"),
+            (resuming.others, "another run saved the checkpoint"),
+        )
+        for is_so, why in reasons:
+            if is_so:
+                return Verdict(0, why=why, changed=changed)
         if not self._certificate.resumed(restored.step, record_reader(restored.path), changed):
             return Verdict(0, why=f"nothing was recorded after step {restored.step}", changed=changed)
         return self._look({})

@@ -132,8 +132,8 @@ def _refuse_unused(plan: Plan, task: Task, callbacks: Sequence[Callback]) -> Non
         why = "the length of your loop, over which the rate would move, is not known"
         do = "leave lr_schedule and warmup_… out, and step a scheduler of your own in the loop"
         problems.append(Problem("train_step with a learning-rate schedule", why=why, do=do))
-    if plan.replicate.synchronization.is_local:
-        why = "the last steps of your loop would never be averaged: it does not say which they are"
+    if plan.replicate.synchronization.kind != "every_step":
+        why = "at the end of your loop the ranks would differ: it does not say which step is the last"
         problems.append(
             Problem(
                 f"train_step with synchronization={plan.replicate.synchronization.kind!r}",

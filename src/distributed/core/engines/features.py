@@ -113,7 +113,11 @@ ASKED: dict[str, Feature] = {
         by_value("compression", *_LOSSY),
     ),
     "local_steps": Feature(
-        "replicas that step alone: local SGD, post-local SGD, DiLoCo", by_setting("synchronization", "every_step")
+        "replicas that step alone: local SGD, post-local SGD, DiLoCo",
+        by_value("synchronization", "local_sgd", "post_local_sgd", "diloco"),
+    ),
+    "asynchronous": Feature(
+        "a parameter server whose workers do not wait for each step", by_value("synchronization", "asynchronous")
     ),
     "adasum": Feature("Adasum", by_value("gradient_reduction", "adasum")),
     "fusion": Feature(

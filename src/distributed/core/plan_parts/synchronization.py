@@ -21,11 +21,12 @@ class SynchronizationPlan:
     start: int = 0  # steps before the first of them, in which gradients are averaged
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
+    max_staleness: int = 0  # for asynchronous: updates that the parameters of a rank may lack
 
     @property
     def is_local(self) -> bool:
         """Whether replicas step alone, now or later."""
-        return self.kind != "every_step"
+        return self.kind not in ("every_step", "asynchronous")
 
     def meets_after(self, step: int) -> bool:
         """Whether the weights are averaged after this step; they are counted from 1."""

@@ -117,10 +117,11 @@ def _without_effect(config: DistributedConfig) -> list[Problem]:
         ("compression_ratio", kind not in ("topk", "randomk"), "compression='topk'"),
         ("compression_rank", kind != "powersgd", "compression='powersgd'"),
         ("compression_min_size", kind in ("none", "fp16", "bf16"), "compression='topk'"),
-        ("sync_every_n_steps", meets == "every_step", "synchronization='local_sgd'"),
+        ("sync_every_n_steps", meets in ("every_step", "asynchronous"), "synchronization='local_sgd'"),
         ("local_sgd_start", meets != "post_local_sgd", "synchronization='post_local_sgd'"),
         ("outer_learning_rate", meets != "diloco", "synchronization='diloco'"),
         ("outer_momentum", meets != "diloco", "synchronization='diloco'"),
+        ("max_staleness", meets != "asynchronous", "synchronization='asynchronous'"),
     ):
         if useless and name in config.model_fields_set:
             found.append(Problem(f"{name} is set, but would have no effect", do=f"set {do}, or leave {name} out"))

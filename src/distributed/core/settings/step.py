@@ -181,7 +181,8 @@ class CommunicationSettings(SettingsSection):
         "every_step",
         description="when replicas meet: every_step: with the gradients of each; local_sgd: they step alone, and their "
         "weights are averaged every sync_every_n_steps; post_local_sgd: so from local_sgd_start on; diloco: an outer "
-        "optimizer steps by what that average has changed",
+        "optimizer steps by what that average has changed; asynchronous: rank 0 steps by the gradients of all, and no "
+        "other rank waits for that within max_staleness",
     )
     sync_every_n_steps: int | None = Field(
         None, ge=1, description="steps that each replica takes alone between two averages; by default 16, diloco: 100"
@@ -191,6 +192,9 @@ class CommunicationSettings(SettingsSection):
     )
     outer_learning_rate: float = Field(0.7, gt=0, description="for diloco: of its outer steps")
     outer_momentum: float = Field(0.9, ge=0, lt=1, description="for diloco: Nesterov's, of its outer steps")
+    max_staleness: int = Field(
+        1, ge=0, description="for asynchronous: updates that a rank's parameters may lack; 0: every rank waits for each"
+    )
     gradient_reduction: Literal["average", "adasum"] = Field(
         "average", description="how the gradients of the ranks become one"
     )

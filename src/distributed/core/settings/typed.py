@@ -100,11 +100,12 @@ class TrainerSettings(TypedDict, total=False):
     compression_ratio: float
     compression_rank: int
     compression_min_size: int
-    synchronization: Literal["every_step", "local_sgd", "post_local_sgd", "diloco"]
+    synchronization: Literal["every_step", "local_sgd", "post_local_sgd", "diloco", "asynchronous"]
     sync_every_n_steps: int | None
     local_sgd_start: int | str | None
     outer_learning_rate: float
     outer_momentum: float
+    max_staleness: int
     gradient_reduction: Literal["average", "adasum"]
     fusion_threshold_mb: float | None
     cycle_time_ms: float | None

@@ -11,6 +11,7 @@ from distributed.core.errors import Problem
 from distributed.core.plan import Decision, Plan
 from distributed.core.plan_parts.synchronization import SynchronizationPlan
 from distributed.core.values import parse_start
+from distributed.planner.decisions.asynchronous import plan_asynchronous
 
 _EVERY = {"local_sgd": 16, "post_local_sgd": 16, "diloco": 100}
 _DENSE = "set synchronization='every_step'"
@@ -28,6 +29,10 @@ def plan_synchronization(
 ) -> Plan:
     """The plan with its synchronization. `task`: the features that it needs, and how it asks for each."""
     kind = config.synchronization
+    if kind == "asynchronous":
+        return plan_asynchronous(
+            config, plan, task=task, has_batchnorm=has_batchnorm, decisions=decisions, problems=problems
+        )
     if kind == "every_step" or "local_steps" not in ENGINES.entries[plan.strategy].can:  # which is refused already
         return plan
     start = _start(config, plan, samples, problems) if kind == "post_local_sgd" else 0

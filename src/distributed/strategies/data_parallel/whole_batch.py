@@ -174,7 +174,12 @@ class WholeBatch:
 
 
 class NoWholeBatch(WholeBatch):
-    """The scope for pipelines, whose ranks run a micro-batch at different times: such functions are refused."""
+    """The scope for ranks that run a micro-batch at different times, as pipelines do: such functions are refused."""
+
+    def __init__(self, *, normalizes: bool = True, asked: str = "pipeline_parallel") -> None:
+        """`asked`: the setting by which they do."""
+        super().__init__(normalizes=normalizes)
+        self._asked = asked
 
     def _replacements(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         whole = [(owner, name) for owner, name, _ in super()._replacements() if name not in _TABLES]
@@ -185,9 +190,9 @@ class NoWholeBatch(WholeBatch):
         def refuse(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if _needs_all(name, input, args, kwargs):
                 raise TaskError(
-                    f"the model calls {name}, with pipeline_parallel and several shares of a batch",
-                    why="the function needs the samples of all ranks at once, which a pipeline runs at different times",
-                    do="leave pipeline_parallel out"
+                    f"the model calls {name}, with {self._asked} and several shares of a batch",
+                    why="the function needs the samples of all ranks at once, which these run at different times",
+                    do=f"leave {self._asked} out"
                     + (", or set sync_batchnorm=False" if name.endswith("batch_norm") else ""),
                 )
             return own(input, *args, **kwargs)

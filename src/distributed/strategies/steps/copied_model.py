@@ -19,6 +19,8 @@ from distributed.strategies.model.copies import COPIES, ModelTensors, begun, cop
 class CopiedModel:
     """The base of strategies: here each rank has all of the model, and of its copies."""
 
+    is_follower = False  # whether this rank takes its state from another one, which holds all of it
+    is_timed = False  # whether a step depends on the timing of the ranks, so that none can be repeated
     _is_cut = False  # whether a rank has parts of tensors
     module: nn.Module
     optimizer: torch.optim.Optimizer

@@ -47,7 +47,7 @@ _DIFFERS = """
     compression_rank compression_min_size gradient_reduction drop_last
     lr_schedule warmup_steps warmup_epochs min_lr_ratio scheduler_interval scheduler_metric val_check_interval
     gradient_clip_value limit_train_batches overfit_batches
-    synchronization sync_every_n_steps local_sgd_start outer_learning_rate outer_momentum
+    synchronization sync_every_n_steps local_sgd_start outer_learning_rate outer_momentum max_staleness
 """
 _AROUND = """
     activation_checkpointing capture compile num_workers fused_optimizer channels_last tf32 communication_backend
