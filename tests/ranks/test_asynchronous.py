@@ -18,7 +18,7 @@ from distributed.comm.parameter_server.worker import WorkerSide
 from distributed.core.errors import RankFailedError, TaskError
 from distributed.data.checks.ledger import check_ledgers
 from distributed.testing import run_ranks
-from tests.ranks.test_compression import digits
+from tests.ranks.test_compression import Straight, digits, straight_data, weighted_step
 from tests.ranks.test_equivalence import CASES, dtype_of, make_model, train_by_hand, train_with_ranks
 
 RANKS, BOUND, SAMPLES = 3, 2, 96
@@ -138,6 +138,11 @@ def run_all(folder: str) -> dict[str, Any]:
         model = Unsteady()
         history = fit(model, f"{folder}/{key}", **how)
         found[key] = model.state_dict(), history.epochs[-1].metrics, history.checkpoint
+    weighted = {"loss_fn": None, "training_step": weighted_step}
+    found["weighted"] = [
+        fit(Straight(), f"{folder}/weighted-{n}", straight_data(), **weighted | how).epochs[-1].metrics["loss"]
+        for n, how in enumerate(({}, in_step))
+    ]
     found["refused"] = refused(folder)  # the runs after it are in the same process group
     found["learnt"] = [learn(f"{folder}/learnt-{n}", **how) for n, how in enumerate(({}, ASYNCHRONOUS))]
     found["still"] = [stand_still(folder, rank) for rank in (1, 0)]
@@ -168,6 +173,11 @@ def test_no_staleness_is_dense_training_with_layers_left_out(found: list[dict[st
     torch.testing.assert_close(weights, dense, rtol=1e-6, atol=1e-6)
     assert measured["loss"] == pytest.approx(numbers_of_dense["loss"], rel=1e-6)
     assert measured["staleness"] == 0
+
+
+def test_mean_over_what_a_step_counts_is_that_of_all_ranks(found: list[dict[str, Any]]) -> None:
+    dense, in_step = found[0]["weighted"]
+    assert in_step == pytest.approx(dense, rel=1e-6)
 
 
 def test_all_ranks_end_with_the_servers_bytes(found: list[dict[str, Any]]) -> None:
