@@ -36,7 +36,7 @@ class Script:
     ranks: int = 2
     codes: tuple[int, int] = (0, 0)  # ours, torchrun's, which is 1 whatever a rank ended with
     by_size: tuple[str, ...] = ()  # files whose content has times or addresses in it
-    by_name: tuple[str, ...] = ()  # files whose content has the folder in it
+    by_name: tuple[str, ...] = ()  # files whose content has the folder in it, or seconds
 
     @property
     def name(self) -> str:
