@@ -50,9 +50,13 @@ REST = (
     Script("accelerate/local_sgd.py"),
     Script("accelerate/tracking.py", by_size=("events.out.tfevents*",)),
     Script("accelerate/memory.py"),
-    Script("huggingface/run_clm.py", runs=((*_CLM, "--max_steps=6"), (*_CLM, _CLM_ON))),
-    Script("huggingface/lora.py"),
-    Script("lightning/trainer.py"),
+    Script(
+        "huggingface/run_clm.py",
+        runs=((*_CLM, "--max_steps=6"), (*_CLM, _CLM_ON)),
+        by_name=("trainer_state.json",),
+    ),
+    Script("huggingface/lora.py", by_size=("adapter_config.json",)),  # with the members of a set, in any order
+    Script("lightning/trainer.py", by_name=("epoch=1.ckpt", "last.ckpt")),
     Script("lightning/fabric.py", runs=((), ())),
     Script(
         "config/hydra_app",

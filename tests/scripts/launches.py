@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent
 _RANK = (str(FOLDER / "torchrun_rank.py"),)
 _LOSS = re.compile(r"\bloss (-?\d[\d.]*(?:e[-+]\d+)?|nan|inf)")
 _EVENTS = re.compile(r"(events\.out\.tfevents)\..*")
+_TIME = re.compile(r"/\d{10}\.\d+/")
 _TIMEOUT_S = 600  # a launch of a soak test imports torch in each of its processes, on a machine that may be busy
 _CUT = f"ended by the test after {_TIMEOUT_S} s"
 _CRASHED = re.compile(rf"exitcode\s*: -(?:6|11)\b|{_CUT}")
@@ -35,7 +36,7 @@ class Script:
     ranks: int = 2
     codes: tuple[int, int] = (0, 0)  # ours, torchrun's, which is 1 whatever a rank ended with
     by_size: tuple[str, ...] = ()  # files whose content has times or addresses in it
-    by_name: tuple[str, ...] = ()  # files whose content has the folder in it
+    by_name: tuple[str, ...] = ()  # files whose content has the folder in it, or seconds
 
     @property
     def name(self) -> str:
@@ -91,7 +92,7 @@ def outcome(script: Script, folder: Path, launch: Launch) -> Outcome:
 
 def _name(path: Path) -> str:
     """Without the time, host and process that TensorBoard puts into a name."""
-    return _EVENTS.sub(r"\1", path.as_posix())
+    return _TIME.sub("/time/", _EVENTS.sub(r"\1", path.as_posix()))
 
 
 def _content(path: Path, script: Script) -> str:
