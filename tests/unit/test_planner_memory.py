@@ -39,6 +39,12 @@ def test_model_too_large_for_one_rank_is_refused() -> None:
         plan(3, gpus=2, num_gpus=2)
 
 
+def test_outer_optimizer_of_diloco_is_counted() -> None:
+    plan(5, gpus=2, num_gpus=2, synchronization="local_sgd")
+    with pytest.raises(PlanError, match=r"a rank needs at least 6\.0 GiB on its GPU, with 5\.0 GiB"):
+        plan(5, gpus=2, num_gpus=2, synchronization="diloco")
+
+
 @pytest.mark.parametrize(
     "fits",
     [

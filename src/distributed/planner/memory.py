@@ -51,7 +51,8 @@ def _state(plan: Plan, size: ModelSize, makes_optimizer: bool) -> float:
     trained = 0 if plan.memory.lora is not None else size.trained  # adapters are small, and their size is not known
     moments = _MOMENTS.get(plan.optimizer.name, 0) if makes_optimizer else 0
     narrow = 0.5 if plan.speed.parameters != "fp32" else 1.0
-    return narrow * (size.parameters + trained * (1 + moments))
+    outer = 2 if plan.replicate.synchronization.kind == "diloco" else 0  # what a round began with, and the momentum
+    return narrow * (size.parameters + trained * (1 + moments + outer))
 
 
 def _cut(plan: Plan) -> int:
