@@ -121,7 +121,7 @@ class LocalSteps(Replicated):
         if isinstance(self._model, DistributedDataParallel):
             release(self._model)
         self._model = self.module
-        self._check_reduced = self._whole_batch = self._changes = None
+        self._check_reduced = self._whole_batch = self._changes = self.clock.reduction = None
         self._is_alone, self._buffers_differ = True, False
 
     def _finish_passes(self, passed: Passed) -> torch.Tensor | float:
