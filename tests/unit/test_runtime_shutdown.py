@@ -7,13 +7,14 @@ import signal
 import pytest
 import torch.distributed as dist
 
+from distributed.core.plan_parts.synchronization import SynchronizationPlan
 from distributed.runtime.shutdown import StopRequest
 
 
-def requests(ranks: int, asked: list[bool] | None = None) -> list[StopRequest]:
+def requests(ranks: int, asked: list[bool] | None = None, *, apart: int = 0) -> list[StopRequest]:
     store = dist.HashStore()
     wants = asked if asked is not None else [False]
-    return [StopRequest(rank, ranks, store, lambda: wants[0]) for rank in range(ranks)]
+    return [StopRequest(rank, ranks, store, lambda: wants[0], apart=apart) for rank in range(ranks)]
 
 
 def last_steps(stops: list[StopRequest], *, first: int = 1, limit: int = 20) -> list[int]:
@@ -48,6 +49,17 @@ def test_agreed_step_is_not_yet_taken_by_any_rank() -> None:
     assert not stops[0].due(4)
     assert [stops[1].due(step) for step in (6,)] == [True]
     assert [stops[0].due(step) for step in (5, 6)] == [False, True]
+
+
+def test_ranks_that_step_alone_end_at_the_same_step() -> None:
+    """Rank 1 has come to the end of a round of 16 steps, and waits there for rank 0, which names the step."""
+    stops = requests(2, apart=SynchronizationPlan("local_sgd", every=16).apart)
+    for stop in stops:
+        stop.request(signal.SIGTERM)
+    assert not stops[1].due(31)
+    assert not stops[0].due(16)
+    ends = [next(step for step in range(first, 60) if stop.due(step)) for stop, first in zip(stops, (17, 32), strict=True)]
+    assert ends[0] == ends[1] >= 32
 
 
 def test_launchers_leave_request_ends_the_world_not_the_run() -> None:

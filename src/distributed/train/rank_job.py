@@ -87,7 +87,7 @@ def open_loop(
         asked_to_leave,
         session.named,
         is_supervised=is_supervised,
-        apart=plan.replicate.synchronization.max_staleness,
+        apart=plan.replicate.synchronization.apart,
     )
     with stopping as stop:
         host.on_stop(stop.request)

@@ -28,6 +28,15 @@ class SynchronizationPlan:
         """Whether replicas step alone, now or later."""
         return self.kind not in ("every_step", "asynchronous")
 
+    @property
+    def apart(self) -> int:
+        """Steps by which ranks may be apart although none waits for another.
+
+        >>> SynchronizationPlan().apart, SynchronizationPlan("local_sgd", every=16).apart
+        (0, 16)
+        """
+        return self.every if self.is_local else self.max_staleness
+
     def meets_after(self, step: int) -> bool:
         """Whether the weights are averaged after this step; they are counted from 1."""
         alone = step - self.start
