@@ -45,6 +45,11 @@ def plan_buckets(
             "what is sent are then not the buckets, and what a tensor has left to send is no step's own",
             _A_NUMBER,
         ),
+        "synchronization='post_local_sgd'": (
+            config.synchronization == "post_local_sgd",  # others refuse any size
+            "replicas that step alone reduce no gradients, and the steps before may be too few to measure",
+            _A_NUMBER,
+        ),
         task.get("manual", ""): (
             "manual" in task,
             "its steps reduce gradients after their backward passes, which hide nothing",
