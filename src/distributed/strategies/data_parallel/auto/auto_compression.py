@@ -246,10 +246,14 @@ class AutoCompression(StepCompression):
 
     def _agreed_losses(self) -> list[float]:
         """Of the last steps, those of the whole batches; none is kept."""
-        found = torch.stack([torch.as_tensor(loss, dtype=torch.float64) for loss in self._losses])
-        self._losses = []
-        whole: list[float] = self._session.sum("losses of a window", found.to(self._session.device)).tolist()
+        found, self._losses = self._own_losses(), []
+        whole: list[float] = self._session.sum("losses of a window", found).tolist()
         return [loss / self._ranks for loss in whole]
+
+    def _own_losses(self) -> torch.Tensor:
+        """Those of the window so far; of a run that was resumed, the first ones are numbers."""
+        device = self._session.device
+        return torch.stack([torch.as_tensor(loss, dtype=torch.float64, device=device) for loss in self._losses])
 
     def _switch(self, kind: str, reason: str) -> None:
         """A choice of this attempt, which all ranks make after this step."""
@@ -340,7 +344,7 @@ class AutoCompression(StepCompression):
             "watch": self._watch.state(),
         }
         if self._losses:
-            row = torch.stack([torch.as_tensor(loss, dtype=torch.float64) for loss in self._losses])[None]
+            row = self._own_losses()[None]
             shape = (session.world_size, len(self._losses))
             found["losses"] = TensorShard(shape, row.dtype, ((row_box(session.rank, shape), row),))
         return {FEEDBACK: found | {"auto": auto}}
