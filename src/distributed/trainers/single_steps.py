@@ -77,6 +77,8 @@ class SingleSteps:
             )
             self.communication: CommunicationShare | None = None  # of the last step that was measured
             self._buckets, self._steps = bucket_trial(plan, strategy, self._session, tell=self._say), 0
+            if plan.is_replicated and plan.replicate.compression.kind == "auto":
+                strategy.tell_choices(self._say)
             self._strategy, self._trained, self._cap_mb = strategy, None, plan.replicate.bucket_cap_mb
             if not (job.task.has_phases or job.task.is_manual):  # which say themselves what they train
                 self._trained = TrainedParameters(job.task.model)
