@@ -216,3 +216,14 @@ def test_command_prints_text_and_json() -> None:
     assert found["first"]["rank"] == 1
     assert found["first"]["do"]
     assert "preempted" in CliRunner().invoke(app, ["diagnose", "--causes"]).output
+
+
+@pytest.mark.parametrize("part", ["/dev/shm ", "Assertion `index ", "connect() ", "unable to open file "])
+def test_line_of_a_megabyte_is_read_in_moments(part: str, tmp_path: Path) -> None:
+    """Patterns that begin anew at each part took the square of the line: hours. A test that hangs fails."""
+    log = tmp_path / "rank-2.log"
+    log.write_text(part * (1_000_000 // len(part)) + "CUDA out of memory\n")
+    assert found_in(diagnose(log)) == ("gpu-out-of-memory", None)
+    diagnosis = diagnose(tmp_path)
+    assert found_in(diagnosis) == ("gpu-out-of-memory", 2)
+    assert len(diagnosis.first.line.text) < 5_000  # type: ignore[union-attr]
