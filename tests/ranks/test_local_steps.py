@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from distributed import Callback, Trainer
 from distributed.checkpoint.restore.reading import load
-from distributed.core.errors import ReplicasDifferError, TaskError
+from distributed.core.errors import MismatchError, ReplicasDifferError, TaskError
 from distributed.testing import run_ranks
 
 BATCH, WIDTH = 6, 8
@@ -62,6 +62,21 @@ class Recorder(nn.Module):
         return found + self.seldom(x) if is_used else found  # type: ignore[misc]
 
 
+class Reshaping(Recorder):
+    """Buffers of which forward makes new ones: of another shape on each rank, or only in an evaluation."""
+
+    def __init__(self, *, unlike: bool) -> None:
+        super().__init__()
+        self.is_unlike = unlike
+        for name in ("one", "other"):
+            self.register_buffer(name, torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = dist.get_rank() if self.is_unlike else 5 * (not self.training)
+        self.one, self.other = torch.ones(2 + size), torch.ones(2 - size if self.is_unlike else 2)
+        return super().forward(x)
+
+
 def targets_of(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x[:, 0] * x[:, 1], x[:, 2], x[:, 3].abs(), x.sum(1)], 1)
 
@@ -90,7 +105,8 @@ class Watch(Callback):
 
 def fit(folder: str, *, ranks: int = 2, samples: int = 99, **options: Any) -> dict[str, Any]:
     """A run, and all that a test looks at."""
-    model = Recorder(normalizes=options.pop("normalizes", False), leaves_out=options.pop("leaves_out", False))
+    kept = {name: options.pop(name, False) for name in ("normalizes", "leaves_out")}
+    model = Reshaping(unlike=options.pop("unlike")) if "unlike" in options else Recorder(**kept)
     first, watch = copy.deepcopy(model), Watch(model)
     if "training_step" not in options:
         options["loss_fn"] = nn.MSELoss()
@@ -147,6 +163,10 @@ def run_cases(folder: str) -> dict[str, Any]:
             whole = fit(f"{folder}/{name}-short", max_steps=10, **options)
         given = {"resume_from_checkpoint": saved_at(whole, path)} | options
         found[f"{name} from {path}"] = fit(f"{folder}/{name}-{path}", **given)
+    found["reshaped"] = fit(f"{folder}/reshaped", unlike=False, val_check_interval=3, **LOCAL | ADAM)
+    with pytest.raises(MismatchError) as failed:
+        fit(f"{folder}/unlike", unlike=True, checkpoint_frequency="1000 steps", sanity_val_steps=0, **LOCAL | ADAM)
+    found["unlike"] = str(failed.value)
     return found
 
 
@@ -245,6 +265,16 @@ def test_replicas_take_the_steps_of_a_loop_by_hand(case: str, ranks: list[dict[s
     one, other = (found[case] for found in ranks)
     assert_same(one["weights"], other["weights"])
     assert_close(one["weights"], by_hand(BY_HAND[case], one["first"], [one["seen"], other["seen"]]))
+
+
+def test_buffers_of_unlike_shapes_are_not_averaged(ranks: list[dict[str, Any]]) -> None:
+    """Lain end to end they have as many numbers on both ranks."""
+    for found in ranks:
+        assert (
+            "rank 0 holds one torch.float32 [2], other torch.float32 [2]; rank 1 one torch.float32 [3]"
+            in found["unlike"]
+        )
+        assert_same(found["reshaped"]["weights"], found["adam"]["weights"])  # what an evaluation made changes nothing
 
 
 def test_average_after_each_step_of_sgd_is_dense(ranks: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from distributed.launch.diagnose.diagnosis import Diagnosis, diagnose
 from distributed.launch.diagnose.lines import _HEAD_BYTES, _TAIL_BYTES
 from distributed.launch.diagnose.text import to_json, to_text
 
+TRACEBACK = "Traceback (most recent call last):\n"
 RECORDED = sorted((Path(__file__).parent / "failures").glob("*.log"))
 
 
@@ -216,3 +217,26 @@ def test_command_prints_text_and_json() -> None:
     assert found["first"]["rank"] == 1
     assert found["first"]["do"]
     assert "preempted" in CliRunner().invoke(app, ["diagnose", "--causes"]).output
+
+
+@pytest.mark.parametrize("part", ["/dev/shm ", "Assertion `index ", "connect() ", "unable to open file "])
+def test_line_of_a_megabyte_is_read_in_moments(part: str, tmp_path: Path) -> None:
+    """Patterns that begin anew at each part took the square of the line: hours. A test that hangs fails."""
+    log = tmp_path / "rank-2.log"
+    log.write_text(part * (1_000_000 // len(part)) + "CUDA out of memory\n")
+    assert found_in(diagnose(log)) == ("gpu-out-of-memory", None)
+    diagnosis = diagnose(tmp_path)
+    assert found_in(diagnosis) == ("gpu-out-of-memory", 2)
+    assert len(diagnosis.first.line.text) < 5_000  # type: ignore[union-attr]
+
+
+def test_traceback_at_the_end_of_a_very_long_log_is_read(tmp_path: Path) -> None:
+    """Its lines have no numbers. What was survived further up, in the part that is read, is not the end."""
+    log = tmp_path / "rank-2.log"
+    errors = [
+        f'{TRACEBACK}  File "/me/t.py", line {n}, in f\n{e}\n' for n, e in ((3, "OSError: x"), (8, "KeyError: y"))
+    ]
+    log.write_text(_TAIL_BYTES * "step\n" + errors[0] + 1000 * "step\n" + errors[1])
+    diagnosis = diagnose(tmp_path)
+    assert diagnosis.first is not None
+    assert (diagnosis.first.where, diagnosis.first.line.rank) == ("/me/t.py:8 in f", 2)

@@ -10,11 +10,14 @@ Anchor and outer momentum are computed of the same bytes on all ranks, and so ar
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from distributed.core.errors import MismatchError
 from distributed.runtime.session import Session
 
 StateTree = dict[str, Any]
@@ -27,8 +30,10 @@ _NARROW = (torch.bfloat16, torch.float16)
 def mean_over_ranks(name: str, tensors: Mapping[str, torch.Tensor], session: Session) -> dict[str, torch.Tensor]:
     """The mean of each tensor over all ranks, the same bytes on each; of integers, those of rank 0.
 
-    Every rank calls it with tensors of the same names and shapes; what lies together is sent together.
+    Every rank calls it with tensors of the same names and shapes, else it raises MismatchError; what lies together is
+    sent together.
     """
+    _compare(name, tensors, session)
     found: dict[str, torch.Tensor] = {}
     held: dict[torch.dtype, list[str]] = {}
     for key, tensor in tensors.items():
@@ -45,6 +50,23 @@ def mean_over_ranks(name: str, tensors: Mapping[str, torch.Tensor], session: Ses
         if keys:
             found |= _mean(name, {one: tensors[one] for one in keys}, dtype, session)
     return found
+
+
+def _compare(name: str, tensors: Mapping[str, torch.Tensor], session: Session) -> None:
+    """Lain end to end, tensors of other shapes would be averaged with one another, without an error."""
+    own = [f"{key} {tensor.dtype} {list(tensor.shape)}" for key, tensor in tensors.items()]
+    digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=8).hexdigest()
+    if len(set(session.gather_texts(name, digest))) == 1:
+        return
+    first, *others = (json.loads(text) for text in session.gather_texts(name, json.dumps(own)))
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    of_first, of_other = ([text for text in one if text not in two] for one, two in ((first, other), (other, first)))
+    has_first, has_other = (", ".join(some[:3]) or "the same in another order" for some in (of_first, of_other))
+    raise MismatchError(
+        f"the {name} cannot be had: rank 0 holds {has_first}; rank {rank} {has_other}",
+        why="parameters and buffers are averaged, each with those of the same name and shape on the other ranks",
+        do="let them have one shape on all ranks; keep what grows with a rank's own samples in an attribute, no buffer",
+    )
 
 
 def _mean(

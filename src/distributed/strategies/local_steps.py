@@ -120,6 +120,7 @@ class LocalSteps(Replicated):
         """From here on no gradients are averaged; all ranks hold the same."""
         if isinstance(self._model, DistributedDataParallel):
             release(self._model)
+            self.clock.reduction = None  # which asks DDP's timers
         self._model = self.module
         self._check_reduced = self._whole_batch = self._changes = self.clock.reduction = None
         self._is_alone, self._buffers_differ = True, False
@@ -181,7 +182,7 @@ class LocalSteps(Replicated):
         aside, self._aside = self._aside, None
         if aside is not None:
             for name, tensor in self._tracked().items():
-                if name in aside:  # and no buffer that an evaluation has made
+                if name in aside and aside[name].shape == tensor.shape:  # no buffer that an evaluation has made
                     tensor.copy_(aside[name])
 
     def train(self, mode: bool) -> None:

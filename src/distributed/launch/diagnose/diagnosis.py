@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -135,8 +135,9 @@ def _of_lines(evidence: RunRemains, named: int | None) -> Iterator[ShownCause]:
     for rank, lines in evidence.lines.items():
         is_named = rank is not None and rank == named
         errors = list(tracebacks(lines))
-        final = _final(errors)
-        ends_at = lines.index(final.error) if final is not None else len(lines) - 1
+        places = {id(line): at for at, line in enumerate(lines)}
+        final = _final(errors, places)
+        ends_at = places[id(final.error)] if final is not None else len(lines) - 1
         inside = {id(error.error) for error in errors}
         for error in errors:
             is_final = error is final
@@ -152,12 +153,15 @@ def _of_lines(evidence: RunRemains, named: int | None) -> Iterator[ShownCause]:
                     yield ShownCause(cause, line, message=line.text, is_final=is_near, is_named=is_named)
 
 
-def _final(errors: Sequence[Traceback]) -> Traceback | None:
-    """The error that ended a rank: of the last that are no consequence, the one that was raised first."""
+def _final(errors: Sequence[Traceback], places: Mapping[int, int]) -> Traceback | None:
+    """The error that ended a rank: of the last that are no consequence, the one that was raised first.
+
+    `places`: of lines among those that were read, by their ids. In the end of a long log they have no numbers.
+    """
     if not errors:
         return None
-    last = errors[-1].error.number or math.inf
-    late = [error for error in errors if (error.error.number or math.inf) > last - 2 * _NEAR_END]
+    *_, last = found = [error.error.number or places[id(error.error)] for error in errors]
+    late = [error for error, at in zip(errors, found, strict=True) if at > last - 2 * _NEAR_END]
     return min(late, key=lambda error: (TIERS.index(_cause_of(error).tier), late.index(error)))
 
 

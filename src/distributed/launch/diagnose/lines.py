@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _HEAD_BYTES, _TAIL_BYTES = 1 << 18, 1 << 23  # of a log: what a run began with, and what it ended with
+_LONGEST = 4_096  # characters of a line that are looked at: a pattern can take the square of them
 _PREFIX = re.compile(
     r"^\s*(?:"
     r"\[(?:r|rank ?|default)(?P<tagged>\d+)\]:?"
@@ -68,7 +69,12 @@ def _lines(path: Path, content: bytes, first: int, rank: int | None, host: str) 
         text = _ESCAPES.sub("", raw.decode("utf-8", "replace")).rstrip("\r")
         *_, text = text.rsplit("\r", 1)  # of a progress bar, what it showed last
         if text.strip():
-            yield parse_line(text, path, number if first else 0, rank, host)
+            yield parse_line(_shortened(text), path, number if first else 0, rank, host)
+
+
+def _shortened(text: str) -> str:
+    """A line with its beginning and its end, where the error is that a dump of a megabyte is about."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 :]}"
 
 
 def parse_line(text: str, path: Path, number: int, rank: int | None = None, host: str = "") -> LogLine:
