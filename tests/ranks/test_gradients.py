@@ -335,7 +335,8 @@ def test_parametrized_model_trains_on_ranks_as_in_one_process(tmp_path: Path) ->
 
 def test_missing_gradient_on_one_rank_ends_the_run_unrestarted(tmp_path: Path) -> None:
     """One rank's step leaves parameters out: nobody's is taken, nothing starts again, and the run can go on."""
-    often = {"checkpoint_frequency": "1 steps"}
+    # A save under way is given up when its run ends with an error.
+    often = {"checkpoint_frequency": "1 steps", "checkpoint_async": False}
     case = Case(often, "one_rank")
     with pytest.raises(RankFailedError, match="got no gradient on rank 1"):
         train(case, tmp_path)

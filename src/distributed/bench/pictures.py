@@ -235,7 +235,41 @@ def _percentiles(row: Record) -> str:
     return f"p50 {p50} s, p95 {p95} s · {row['recovered']} of {row['kills']}"
 
 
+def _network(record: Record) -> Sheet:
+    rates = [
+        make_bar(
+            f"{row['from']} → {row['to']}, {_streams(row)}",
+            row["gbit_s"],
+            f"{say('{:.3f}', row['gbit_s'])} Gbit/s",
+            spread=_between(row["low_gbit_s"], row["high_gbit_s"]),
+            is_ours=True,
+        )
+        for row in record["throughput"]
+    ]
+    trips = [
+        make_bar(
+            f"{row['from']} ⇄ {row['to']}",
+            row["median_us"],
+            f"{_microseconds(row['median_us'])}, p99 {_microseconds(row['p99_us'])}",
+            is_ours=True,
+        )
+        for row in record["latency"]
+    ]
+    panels = [
+        Bars("rates", "10⁹ bits a second that arrive; line: least and most of tenths of a second", tuple(rates)),
+        Bars("round trips", "of 64 bytes, one at a time; bar: median", tuple(trips)),
+    ]
+    return Sheet("Network between nodes", where(record), [panel for panel in panels if panel.bars], "")
+
+
+def _streams(row: Record) -> str:
+    if row["kind"] == "rdma":
+        return "ib_write_bw"
+    return _times(row["streams"], "stream") + (", both ways" if row["kind"] == "both" else "")
+
+
 DRAWINGS: Drawings = {
+    "network": _network,
     "throughput": _throughput,
     "script": _script,
     "scaling": _scaling,

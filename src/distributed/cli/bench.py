@@ -138,6 +138,7 @@ def network(
     streams: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Connections at once, besides 1.")] = 4,
     seconds: Annotated[float, typer.Option(min=0.2, metavar="S", help="That are counted of each turn.")] = 2.0,
     json_file: JsonFile = None,
+    picture: PictureFile = None,
 ) -> None:
     """What the network carries between machines, as iperf3 and ib_write_bw measure it.
 
@@ -159,7 +160,7 @@ def network(
     with progress() as notify:
         asked = NetworkAsked(streams, seconds)
         found = measure_network(nodes, asked, interface, notify=notify, say=partial(typer.echo, err=True))
-    show(network_table(found), found.to_dict(), json_file, None)
+    show(network_table(found), found.to_dict(), json_file, picture)
 
 
 @app.command("scaling")

@@ -243,8 +243,12 @@ class AttemptDir(_Folder):
         found = self.path.glob(f"{_HEARTBEAT}*")
         return {int(path.name.removeprefix(_HEARTBEAT)): path for path in found}
 
+    def failures(self) -> list[Path]:
+        """Of the ranks that have written down how they failed."""
+        return sorted(self.path.glob(f"{_FAILURE}*.json"))
+
     def has_failures(self) -> bool:
-        return any(self.path.glob(f"{_FAILURE}*.json"))
+        return bool(self.failures())
 
     def logs(self) -> list[Path]:
         return list(self.path.glob("rank-*.log"))

@@ -110,7 +110,7 @@ class NetworkTimes:
             "machine": describe_machine(),
             "versions": describe_versions(),
             "settings": asdict(self.asked),
-            "load_average": load_average(),
+            "load_average": {"before": None, "after": load_average()},
             "nodes": [{name: getattr(node, name) for name in _TOLD} for node in self.nodes],
             "latency": list(self.latency),
             "throughput": list(self.throughput),

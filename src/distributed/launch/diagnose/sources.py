@@ -141,7 +141,7 @@ def _latest_logs(attempts: Sequence[AttemptDir]) -> dict[int, Path]:
 def _records(attempts: Sequence[AttemptDir]) -> list[FailureRecord]:
     found = []
     for attempt in attempts:
-        for path in sorted(attempt.path.glob("failure-*.json")):
+        for path in attempt.failures():
             try:
                 record = FailureRecord.read(path)
             except (ValueError, TypeError):
@@ -215,7 +215,7 @@ def _inside(folder: Path, path: str) -> Path | None:
     if not path:
         return None
     given = Path(path)
-    moved = folder / "attempts" / given.parent.name / given.name
+    moved = RunDir(folder).attempts / given.parent.name / given.name
     return next((found for found in (moved, given) if found.is_file()), None)
 
 
