@@ -43,6 +43,7 @@ def test_one_rank_is_told_that_it_measures_nothing() -> None:
         ({"find_unused_parameters": True}, {}, "find_unused_parameters"),
         ({"static_graph": True}, {}, "static_graph"),
         ({"compression": "topk"}, {}, "compression='topk'"),
+        ({"synchronization": "post_local_sgd"}, {}, "synchronization='post_local_sgd'"),
         ({}, {"manual": "manual_optimization"}, "manual_optimization"),
         ({}, {"several_optimizers": "training_step(model, batch, optimizer)"}, "training_step"),
         ({}, {"closure": "optimizer LBFGS"}, "LBFGS"),

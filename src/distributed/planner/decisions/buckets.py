@@ -45,6 +45,11 @@ def plan_buckets(
             "what is sent are then not the buckets, and what a tensor has left to send is no step's own",
             _A_NUMBER,
         ),
+        "synchronization='post_local_sgd'": (  # the others, in which no step is dense, refuse any size
+            config.synchronization == "post_local_sgd",
+            "from local_sgd_start on no gradients are reduced, and steps of that kind would be timed with the others",
+            _A_NUMBER,
+        ),
         task.get("manual", ""): (
             "manual" in task,
             "its steps reduce gradients after their backward passes, which hide nothing",
