@@ -45,9 +45,9 @@ def plan_buckets(
             "what is sent are then not the buckets, and what a tensor has left to send is no step's own",
             _A_NUMBER,
         ),
-        "synchronization='post_local_sgd'": (
-            config.synchronization == "post_local_sgd",  # others refuse any size
-            "replicas that step alone reduce no gradients, and the steps before may be too few to measure",
+        "synchronization='post_local_sgd'": (  # the others, in which no step is dense, refuse any size
+            config.synchronization == "post_local_sgd",
+            "from local_sgd_start on no gradients are reduced, and steps of that kind would be timed with the others",
             _A_NUMBER,
         ),
         task.get("manual", ""): (
