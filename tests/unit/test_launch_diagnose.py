@@ -103,6 +103,18 @@ def test_log_that_is_no_text_is_read(tmp_path: Path) -> None:
     assert found_in(diagnose(tmp_path)) == ("gpu-out-of-memory", 0)
 
 
+def test_log_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    """Of lines, and of messages that ranks have written down."""
+    evil = "\x1b]0;title\x07\x1b[2J\x08\x9b31m"
+    (tmp_path / "rank-0.log").write_text(f"10%\r100% {evil}CUDA out of memory{evil}\n")
+    error = tmp_path / "attempt_0" / "1" / "error.json"
+    error.parent.mkdir(parents=True)
+    error.write_text(json.dumps({"message": f"OSError: No space left on device{evil}"}))
+    text = to_text(diagnose(tmp_path))
+    assert "CUDA out of memory" in text or "No space left" in text
+    assert not [letter for letter in text if (ord(letter) < 32 and letter != "\n") or letter in "\x9b\x7f"]
+
+
 def test_last_attempt_of_torchrun_counts(tmp_path: Path) -> None:
     for attempt, rank, text in ((0, 0, "CUDA out of memory"), (1, 3, "OSError: [Errno 28] No space left on device")):
         folder = tmp_path / "none_x" / f"attempt_{attempt}" / str(rank)

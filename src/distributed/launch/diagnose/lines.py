@@ -31,7 +31,8 @@ _TIMES = (
     re.compile(rf"^(?P<name>[A-Z][a-z]{{2}}) +(?P<day>\d{{1,2}}) {_CLOCK}"),
 )
 _MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# Colours and the like, titles of windows, and what is left of control characters: a log must not steer a terminal.
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f\x9b\x9d]")
 
 Moment = tuple[int, int, int, int, float]  # month, day, hour, minute, second: not all logs have a year
 
@@ -66,10 +67,18 @@ def read_lines(path: Path, rank: int | None = None, host: str = "") -> Iterator[
 
 def _lines(path: Path, content: bytes, first: int, rank: int | None, host: str) -> Iterator[LogLine]:
     for number, raw in enumerate(content.split(b"\n"), first):
-        text = _ESCAPES.sub("", raw.decode("utf-8", "replace")).rstrip("\r")
-        *_, text = text.rsplit("\r", 1)  # of a progress bar, what it showed last
+        *_, shown = raw.decode("utf-8", "replace").rstrip("\r").rsplit("\r", 1)  # of a progress bar, its last state
+        text = without_controls(shown)
         if text.strip():
             yield parse_line(_shortened(text), path, number if first else 0, rank, host)
+
+
+def without_controls(text: str) -> str:
+    """
+    >>> without_controls("\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07end\\n")
+    'red end\\n'
+    """
+    return _ESCAPES.sub("", text)
 
 
 def _shortened(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from distributed.core.secrets import mask_text
 from distributed.launch.diagnose.causes import UNKNOWN, known_causes
 from distributed.launch.diagnose.diagnosis import Diagnosis, ShownCause
+from distributed.launch.diagnose.lines import without_controls
 from distributed.launch.diagnose.watchdog import name_ranks
 
 _LONGEST = 300
@@ -15,7 +16,7 @@ _LONGEST = 300
 
 def to_text(diagnosis: Diagnosis) -> str:
     """The whole diagnosis; secrets are masked."""
-    return mask_text("\n".join(_lines(diagnosis)))
+    return mask_text(without_controls("\n".join(_lines(diagnosis))))
 
 
 def to_json(diagnosis: Diagnosis) -> dict[str, Any]:
