@@ -341,6 +341,7 @@ class AutoCompression(StepCompression):
             "kind": self.kind,
             "steps": self._steps,
             "is_timed": self._is_timed,
+            "whole_s": self._whole_s,
             "watch": self._watch.state(),
         }
         if self._losses:
@@ -359,7 +360,7 @@ class AutoCompression(StepCompression):
                 self._send_left("measuring")
             return
         self._watch.load(auto["watch"])
-        self._is_timed = auto["is_timed"]
+        self._is_timed, self._whole_s = auto["is_timed"], auto["whole_s"]
         if "losses" in found:
             rows = found["losses"]
             self._losses = (rows.pieces[0][1] if isinstance(rows, TensorShard) else rows)[0].tolist()
