@@ -114,7 +114,7 @@ def run_cases(folder: str) -> dict[str, dict[str, Any]]:
         "risen": fit("auto", f"{folder}/risen", link=SLOW, steps=90, rises_by=100.0),
         "risen none": fit("none", f"{folder}/risen-none", steps=90),
     }
-    for step in (16, 24):
+    for step in (8, 16, 24):
         path = earlier(cases["slow"]["checkpoint"], step)
         found = fit("auto", f"{folder}/resumed-{step}", link=SLOW, resume_from_checkpoint=path)
         cases[f"resumed {step}"] = found
@@ -160,12 +160,14 @@ def test_slow_link_turns_a_kind_on_and_loses_nothing(cases: dict[str, dict[str, 
         torch.testing.assert_close(weights - RATE * missing, cases["slow none"]["weights"][name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("step", [16, 24])
+@pytest.mark.parametrize("step", [8, 16, 24])
 def test_resumed_run_goes_on_with_what_was_chosen(step: int, cases: dict[str, dict[str, Any]]) -> None:
     found = cases[f"resumed {step}"]
     assert_same(found, cases["slow"])
     assert found["saved"]["auto"] == cases["slow"]["saved"]["auto"]
-    assert any("goes on with" in text for text in found["warned"])
+    assert [*found["switches"], *cases["slow"]["switches"][len(found["switches"]) :]] == cases["slow"]["switches"]
+    said = "goes on with" if step > CHOSEN else f"after step {CHOSEN}"  # as it lies beside that checkpoint
+    assert any(said in text for text in found["warned"])
     assert any("PASS" in text for text in found["certificates"])
 
 

@@ -27,6 +27,21 @@ LOCAL: dict[str, Any] = {"synchronization": "local_sgd", "sync_every_n_steps": 5
 DILOCO: dict[str, Any] = {"synchronization": "diloco", "sync_every_n_steps": 4}
 POST: dict[str, Any] = {"synchronization": "post_local_sgd", "sync_every_n_steps": 3, "local_sgd_start": 5}
 ADAM = {"optimizer": "adamw", "learning_rate": 0.02, "weight_decay": 0.1}
+
+
+class FrozenWithinRound(Callback):
+    """A parameter is frozen after step 5 and unfrozen after step 7, of a round that ends with step 8."""
+
+    NAME, STEPS = "layers.0.weight", (5, 7)
+
+    def meets_after(self, step: int) -> bool:
+        return step in self.STEPS
+
+    def on_step_end(self, run: Any) -> None:
+        if run.step in self.STEPS:
+            run.freeze(self, [self.NAME] if run.step == self.STEPS[0] else [])
+
+
 # What the loop by hand is compared with: each with steps of uneven shares, but where micro-batches are counted.
 BY_HAND: dict[str, dict[str, Any]] = {
     "local": LOCAL | SGD | {"momentum": 0.9, "gradient_clipping": 0.5, "lr_schedule": "cosine", "warmup_steps": 3},
@@ -35,6 +50,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "accumulated": LOCAL | ADAM | {"gradient_accumulation_steps": 2},
     "post": POST | SGD | {"momentum": 0.9},
     "diloco": DILOCO | ADAM,
+    "diloco_frozen": DILOCO | ADAM | {"callbacks": [FrozenWithinRound()], "checkpoint_frequency": "6 steps"},
     "diloco_plain": DILOCO | ADAM | {"outer_learning_rate": 1.0, "outer_momentum": 0.0},
 }
 SAMPLES = {"accumulated": 96, "normalized": 100}
@@ -154,6 +170,7 @@ def run_cases(folder: str) -> dict[str, Any]:
         ("post", 12, BY_HAND["post"]),
         ("diloco", 8, BY_HAND["diloco"]),
         ("diloco", 10, BY_HAND["diloco"]),
+        ("diloco_frozen", 6, BY_HAND["diloco_frozen"]),
         ("scaled", 8, LOCAL | ADAM | scaled),
         ("unused", 8, LOCAL | ADAM | {"leaves_out": True}),
         ("weighted", 8, LOCAL | ADAM | {"training_step": weighted_step}),
@@ -172,7 +189,7 @@ def run_cases(folder: str) -> dict[str, Any]:
 
 RESUMED = (
     "local from 8", "adam from 12", "normalized from 8", "post from 4", "post from 12", "diloco from 8",
-    "diloco from 10", "scaled from 8", "unused from 8", "weighted from 8",
+    "diloco from 10", "diloco_frozen from 6", "scaled from 8", "unused from 8", "weighted from 8",
 )  # fmt: skip
 
 
@@ -227,6 +244,9 @@ def by_hand(settings: dict[str, Any], first: nn.Module, seen: list[list[torch.Te
                 mean = torch.stack([p.grad for p in of_all]).mean(0)
                 for p in of_all:
                     p.grad = mean.clone()
+        if "callbacks" in settings and FrozenWithinRound.STEPS[0] <= step < FrozenWithinRound.STEPS[1]:
+            for replica in replicas:
+                replica.get_parameter(FrozenWithinRound.NAME).grad = None
         for replica, optimizer in zip(replicas, optimizers, strict=True):
             if "gradient_clipping" in settings:
                 nn.utils.clip_grad_norm_(replica.parameters(), settings["gradient_clipping"])

@@ -38,7 +38,7 @@ def test_settings_become_the_plan() -> None:
 
 @pytest.mark.parametrize(("start", "steps"), [(3, 3), ("3 steps", 3), ("2 epochs", 16)])
 def test_start_in_epochs_is_counted_in_steps(start: int | str, steps: int) -> None:
-    found = plan(synchronization="post_local_sgd", local_sgd_start=start).replicate.synchronization
+    found = plan(synchronization="post_local_sgd", local_sgd_start=start, epochs=3).replicate.synchronization
     assert found.start == steps
     assert [step for step in range(1, steps + 40) if found.meets_after(step)] == [steps + 16, steps + 32]
 
@@ -106,6 +106,26 @@ def test_start_that_is_not_known_is_refused() -> None:
         plan(synchronization="post_local_sgd")
     with pytest.raises(PlanError, match="the training data is a stream"):
         plan(synchronization="post_local_sgd", local_sgd_start="1 epoch", samples=None)
+
+
+@pytest.mark.parametrize(
+    ("start", "run"),
+    [
+        (16, {"epochs": 2}),
+        ("2 epochs", {"epochs": 2}),
+        (10, {"max_steps": 10, "epochs": 2}),
+        (5, {"samples": None, "max_steps": 5}),
+        (4, {"limit_train_batches": 2, "epochs": 2}),
+    ],
+)
+def test_start_after_the_end_is_refused(start: int | str, run: dict[str, Any]) -> None:
+    """A start one step earlier is none; what only tries the run may be too short for it."""
+    with pytest.raises(PlanError, match="would have no effect") as refused:
+        plan(synchronization="post_local_sgd", local_sgd_start=start, **run)
+    assert f"local_sgd_start={start!r}, and the run ends after" in str(refused.value)
+    earlier = start - 1 if isinstance(start, int) else 15
+    assert plan(synchronization="post_local_sgd", local_sgd_start=earlier, **run).replicate.synchronization.start
+    plan(synchronization="post_local_sgd", local_sgd_start=start, fast_dev_run=1, **run)
 
 
 def test_loops_and_averages_of_one_replica_are_refused() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from distributed.strategies.data_parallel.bucket_layout import BucketLayout, different
+from distributed.core.env import WorkerEnv
+from distributed.runtime.session import Session
+from distributed.strategies.data_parallel.bucket_layout import BucketChoice, BucketLayout, different, said_of
 from distributed.train.loop_parts.bucket_trial import (
     CAPS_MB,
     BucketTiming,
+    BucketTrial,
     cap_of,
     fastest,
     is_timed,
@@ -64,3 +68,38 @@ def test_an_order_of_other_parameters_is_not_followed() -> None:
     layout = BucketLayout(1.0, order=(1, 2, 0))
     assert layout.in_order([first, second, third]) == [second, third, first]
     assert layout.in_order([first, second]) == [second, first]  # one was frozen since
+
+
+class Replicas:
+    """What a trial asks of a strategy, of a state that was loaded."""
+
+    def __init__(self, choice: BucketChoice) -> None:
+        self.bucket_choice: BucketChoice | None = choice
+
+    def bucket_sizes(self, caps_mb: Sequence[float]) -> list[float]:
+        return [*caps_mb]
+
+    def gradient_order(self) -> tuple[int, ...]:
+        return ()
+
+    def choose_buckets(self, choice: BucketChoice) -> None:
+        self.bucket_choice = choice
+
+
+@pytest.mark.parametrize(("ranks", "begun_at"), [(1, 2), (3, 7)])
+def test_other_ranks_begin_the_measurement_again(ranks: int, begun_at: int) -> None:
+    """A part of it tells nothing of them, and neither does what was chosen by others beside the checkpoint."""
+    replicas = Replicas(BucketChoice(BucketLayout(5.0), begun_at=2, ranks=ranks, caps_mb=(25.0, 5.0)))
+    trial, read = BucketTrial(replicas, Session(WorkerEnv(), torch.device("cpu"), None), tell=lambda text: None), []
+    trial.resumed(7, lambda name: read.append(name))
+    trial.step_begins(8)
+    assert replicas.bucket_choice is not None
+    assert (replicas.bucket_choice.begun_at, replicas.bucket_choice.ranks) == (begun_at, 1)
+    assert read == ["buckets-1.json"]
+
+
+def test_size_that_other_ranks_have_measured_is_said() -> None:
+    choice = BucketChoice(BucketLayout(5.0), begun_at=0, ranks=2, is_settled=True)
+    assert "with 2 ranks; with 3 another size may be faster" in said_of(choice, 3).reason
+    assert "ranks" not in said_of(choice, 2).reason
+    assert BucketChoice.from_saved(choice.to_save()) == choice

@@ -54,7 +54,8 @@ class LocalSteps(Replicated):
         self._outer: OuterNesterov | None = None
         if meets.kind == "diloco":
             self._outer = OuterNesterov(meets.outer_learning_rate, meets.outer_momentum)
-        self._names: set[str] = set()  # of parameters that have been trained since the ranks met
+        self._names: set[str] = set()  # of parameters that have been stepped since the ranks met
+        self._trained_now: set[str] = set()  # names
         self._weights_differ = self._states_differ = False  # between ranks, on purpose
         self._aside: dict[str, torch.Tensor] | None = None  # this replica, while the model has the mean of all
 
@@ -106,6 +107,7 @@ class LocalSteps(Replicated):
         """One step of this replica; the last of a round also averages all replicas."""
         output = super().train_step(microbatches, measure=measure)
         self._steps += 1
+        self._names |= self._trained_now
         if not self._is_alone:
             if self._steps >= self._meets.start:
                 self._agree_on_buffers()
@@ -140,21 +142,20 @@ class LocalSteps(Replicated):
         """Average the replicas, and begin the next round with that, or with the outer step that it makes."""
         live = self._tracked()
         means = self._mean(live)
-        trained = self._trained()
         if self._outer is not None:
-            means |= self._outer.step({name: means[name] for name in trained})
+            self._follow_trained()
+            means |= self._outer.step(means)
         for name, tensor in live.items():
             tensor.copy_(means[name])
-        self._weights_differ, self._names = False, set(trained)
-
-    def _trained(self) -> dict[str, torch.Tensor]:
-        return {name: p for name, p in self.module.named_parameters() if p.requires_grad and not p.is_meta}
+        self._weights_differ, self._names = False, set()
+        self._follow_trained()
 
     def _follow_trained(self) -> None:
-        trained = self._trained()
-        self._names |= set(trained)
+        """Also a parameter that was frozen within a round has to meet: replicas have stepped it apart before."""
+        named = {name: p for name, p in self.module.named_parameters() if not p.is_meta}
+        self._trained_now = {name for name, p in named.items() if p.requires_grad}
         if self._outer is not None:
-            self._outer.follow(trained)
+            self._outer.follow({name: p for name, p in named.items() if name in self._names | self._trained_now})
 
     def _tracked(self) -> dict[str, torch.Tensor]:
         """What steps change: parameters that are trained, and buffers."""
@@ -275,8 +276,9 @@ class LocalSteps(Replicated):
         saved = tree.get(SYNCHRONIZATION, {})
         self._steps = int(saved.get("steps", tree.get("progress", {}).get("step", 0)))
         self._follow_trained()
-        if self._outer is not None:
-            self._outer.load(saved, self._trained())
+        if self._outer is not None:  # what was frozen within the round has its anchor, too
+            names = self._trained_now | saved.get("anchors", {}).keys()
+            self._outer.load(saved, {name: p for name, p in self.module.named_parameters() if name in names})
         if not self._is_alone and self._steps >= self._meets.start:
             self._go_alone()
 

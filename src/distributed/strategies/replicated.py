@@ -45,7 +45,7 @@ class Replicated(MeshStep):
         self._manual: ManualSteps | None = None  # if the task makes gradients and steps itself
         self.why_not_captured = ""
         self._compression: StepCompression | None = None  # if less than the gradients is sent
-        self.tell_choices: Callable[[Callable[[str], None]], None] = lambda tell: None  # made while the run goes on
+        self.choosing: AutoCompression | None = None  # makes choices while the run goes on
 
     def setup(self, task: StepTask, session: Session) -> None:
         super().setup(task, session)
@@ -135,7 +135,7 @@ class Replicated(MeshStep):
         if isinstance(compression, AutoCompression):
             compression.begin(self.module)
             self._take_step = compression.watching(self._take_step, self._send_whole)
-            self.tell_choices = compression.tell_by
+            self.choosing = compression
 
     def _send_whole(self) -> None:
         """Compression is over for good: nothing more of it is called, and DDP reduces by itself."""

@@ -308,8 +308,8 @@ class Loop(LoopParts):
         self._reports.saves(self._state.progress, metrics or known)
         with self._heartbeat.phase(Phase.SAVING):
             self._state.save(metrics, wait=wait)
-        if self._buckets is not None:
-            self._buckets.saved(self._state.progress.step)
+        for measured in self._measured:
+            measured.saved(self._state.progress.step)
         self._reports.tell()
 
     def _saved(self, saved: Saved) -> None:
@@ -326,8 +326,9 @@ class Loop(LoopParts):
                 batch = self._plan.batch.for_ranks(handed_over.tree["ranks"])
                 used = partial(self._train.sample_indices, progress.epoch, progress.steps_in_epoch - 1, batch)
                 complete_ledgers(folder, progress.step, progress.epoch, used, ranks=batch.ranks)
-        if self._buckets is not None and restored is not None:
-            self._buckets.resumed(restored.step, partial(read_beside, restored.path, restored.step))
+        if restored is not None:
+            for measured in self._measured:
+                measured.resumed(restored.step, partial(read_beside, restored.path, restored.step))
         self._session.barrier("restored")
         self._replicas.begin(self._state.progress.step)
         self._session.check()

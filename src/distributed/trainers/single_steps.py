@@ -20,6 +20,7 @@ from distributed.observe.observers import check_extras
 from distributed.runtime.rendezvous import open_session
 from distributed.runtime.session import Session
 from distributed.runtime.torch_compat import tree_flatten
+from distributed.strategies.data_parallel.auto.auto_compression import choosing_of
 from distributed.strategies.joint_optimizer import JointOptimizer
 from distributed.train.callbacks.callback import Callback
 from distributed.train.callbacks.trained import TrainedParameters
@@ -77,8 +78,8 @@ class SingleSteps:
             )
             self.communication: CommunicationShare | None = None  # of the last step that was measured
             self._buckets, self._steps = bucket_trial(plan, strategy, self._session, tell=self._say), 0
-            if plan.is_replicated and plan.replicate.compression.kind == "auto":
-                strategy.tell_choices(self._say)
+            if choosing := choosing_of(strategy):
+                choosing.tell_by(self._say)
             self._strategy, self._trained, self._cap_mb = strategy, None, plan.replicate.bucket_cap_mb
             if not (job.task.has_phases or job.task.is_manual):  # which say themselves what they train
                 self._trained = TrainedParameters(job.task.model)

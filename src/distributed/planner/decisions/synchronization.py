@@ -65,9 +65,7 @@ def _start(config: DistributedConfig, plan: Plan, samples: int | None, problems:
         )
         return 0
     count, unit = parse_start(config.local_sgd_start)
-    if unit == "steps":
-        return count
-    if samples is None:
+    if unit == "epochs" and samples is None:
         problems.append(
             Problem(
                 f"local_sgd_start={config.local_sgd_start!r}, and the training data is a stream",
@@ -76,7 +74,19 @@ def _start(config: DistributedConfig, plan: Plan, samples: int | None, problems:
             )
         )
         return 0
-    return sum(plan.batch.at(epoch).steps(samples) for epoch in range(count))
+    start = count
+    if unit == "epochs" and samples is not None:
+        start = sum(plan.batch.at(epoch).steps(samples) for epoch in range(count))
+    total = plan.total_steps(None if samples is None else plan.batch.steps(samples), samples)
+    if total is not None and start >= total and not plan.is_dev_run:  # which may be too short for it
+        problems.append(
+            Problem(
+                f"local_sgd_start={config.local_sgd_start!r}, and the run ends after {total} steps",
+                why=f"replicas would begin to step alone after step {start}, so the setting would have no effect",
+                do=f"set local_sgd_start to less than {total}, or {_DENSE} and leave local_sgd_start out",
+            )
+        )
+    return start
 
 
 def _refused(config: DistributedConfig, plan: Plan, task: Mapping[str, str]) -> list[Problem]:

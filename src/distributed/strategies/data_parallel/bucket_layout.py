@@ -59,25 +59,34 @@ class BucketChoice:
 
     layout: BucketLayout  # of the coming step
     begun_at: int  # the step after which the measurement began
+    ranks: int  # that measure
     caps_mb: tuple[float, ...] = ()  # of the sizes that are compared
     is_settled: bool = False  # whether it is over
 
     def to_save(self) -> dict[str, object]:
         """As JSON has it."""
-        where = {"begun_at": self.begun_at, "caps_mb": list(self.caps_mb), "is_settled": self.is_settled}
-        return {"cap_mb": self.layout.cap_mb, "order": list(self.layout.order), **where}
+        where = {"begun_at": self.begun_at, "ranks": self.ranks, "is_settled": self.is_settled}
+        sizes = {"cap_mb": self.layout.cap_mb, "caps_mb": list(self.caps_mb)}
+        return {"order": list(self.layout.order), **sizes, **where}
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> BucketChoice:
         """
-        >>> choice = BucketChoice(BucketLayout(5.0, (1, 0)), begun_at=0)
+        >>> choice = BucketChoice(BucketLayout(5.0, (1, 0)), begun_at=0, ranks=2)
         >>> BucketChoice.from_saved(choice.to_save()) == choice
         True
         """
         layout = BucketLayout(float(saved["cap_mb"]), tuple(saved["order"]))
-        return cls(layout, saved["begun_at"], tuple(saved["caps_mb"]), saved["is_settled"])
+        return cls(layout, saved["begun_at"], saved["ranks"], tuple(saved["caps_mb"]), saved["is_settled"])
 
 
-def said_of(choice: BucketChoice) -> Decision:
-    """Of a choice that an earlier part of the run has made."""
-    return Decision(f"buckets of {choice.layout.cap_mb:g} MB", "measured earlier in this run", "bucket_cap_mb")
+def said_of(choice: BucketChoice, ranks: int) -> Decision:
+    """Of a choice that an earlier part of the run has made; `ranks`: of this part.
+
+    >>> said_of(BucketChoice(BucketLayout(5.0), begun_at=0, ranks=2), ranks=3).reason
+    'measured earlier in this run, with 2 ranks; with 3 another size may be faster'
+    """
+    reason = "measured earlier in this run"
+    if choice.ranks != ranks:
+        reason += f", with {choice.ranks} ranks; with {ranks} another size may be faster"
+    return Decision(f"buckets of {choice.layout.cap_mb:g} MB", reason, "bucket_cap_mb")

@@ -179,7 +179,7 @@ class MeshStep(StepByHand):
         if self._plan.replicate.tunes_buckets and "buckets" in tree:
             self.bucket_choice = BucketChoice.from_saved(tree["buckets"])  # followed when the next step begins
             if self.bucket_choice.is_settled:
-                self.decisions.append(said_of(self.bucket_choice))
+                self.decisions.append(said_of(self.bucket_choice, self._session.world_size))
 
     def _pass_and_update(self, microbatches: Sequence[Microbatch], measure: bool) -> StepOutput:
         return self._finish_step(self._pass_explained(microbatches, measure), measure)

@@ -5,7 +5,7 @@
 
 Which buckets a step has before the choice follows from its number alone. The choice follows from clocks, and with three
 and more ranks it decides in which order gradients are added. So it is part of the run's state, and what resumes from a
-checkpoint that is older finds it written down beside that.
+checkpoint that is older finds it written down beside that. Other ranks begin a measurement that is not over again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _WARM = 2  # steps before the first that is timed
 _VISIT = 4  # steps with one size, of which the first is not timed
 _ROUNDS = 2
 _NOISE = 0.03  # of a step's time
-_RECORD = "buckets.json"
 _NAME = "the size of buckets"
 
 
@@ -69,6 +68,7 @@ class BucketTrial:
         self._strategy, self._session, self._tell, self._put = strategy, session, tell, put
         self._timed: list[BucketTiming] = []
         self._saved: list[int] = []  # steps at which checkpoints without the choice were saved
+        self._record = f"buckets-{session.world_size}.json"
         self._recorded: float | None = None  # the choice of who took these steps before
         self._begun = 0.0
         self._is_over = False
@@ -77,9 +77,10 @@ class BucketTrial:
         if self._is_over:
             return
         choice = self._strategy.bucket_choice
-        if choice is None:
+        if choice is None or not (choice.is_settled or choice.ranks == self._session.world_size):
             caps = self._strategy.bucket_sizes(CAPS_MB)
-            choice = BucketChoice(BucketLayout(CAPS_MB[0]), begun_at=step - 1, caps_mb=tuple(caps))
+            layout, ranks = BucketLayout(CAPS_MB[0]), self._session.world_size
+            choice = BucketChoice(layout, begun_at=step - 1, ranks=ranks, caps_mb=tuple(caps))
         if choice.is_settled:  # of a state that was loaded
             self._strategy.choose_buckets(choice)
             self._end()
@@ -120,7 +121,7 @@ class BucketTrial:
         choice = self._strategy.bucket_choice
         if choice is not None and choice.is_settled:
             return
-        found = (read(_RECORD) or b"").decode() if self._session.is_main else None
+        found = (read(self._record) or b"").decode() if self._session.is_main else None
         text = self._session.share_text(f"buckets-{self._session.number()}", found)
         self._recorded = json.loads(text)["cap_mb"] if text else None
         self._saved.append(step)
@@ -147,7 +148,7 @@ class BucketTrial:
         if self._put is not None and self._session.is_main:
             for step in self._saved:
                 try:
-                    self._put(step, _RECORD, json.dumps({"cap_mb": cap_mb}).encode())
+                    self._put(step, self._record, json.dumps({"cap_mb": cap_mb}).encode())
                 except CheckpointError as failed:  # a full disk: who resumes from there measures again
                     self._tell(f"the size of buckets was not written down for step {step}: {failed}")
         self._tell(f"gradients are reduced in buckets of {cap_mb:g} MB: {why} [bucket_cap_mb]")

@@ -16,6 +16,7 @@ from distributed.runtime.heartbeat import Heartbeat
 from distributed.runtime.session import Session
 from distributed.runtime.shutdown import StopRequest
 from distributed.strategies.base import StepOutput, Strategy
+from distributed.strategies.data_parallel.auto.auto_compression import choosing_of
 from distributed.train.callbacks.calls import Callbacks
 from distributed.train.capture.capture import StepCapture
 from distributed.train.capture.compile_trial import TrainStep, steps_of
@@ -117,13 +118,22 @@ class LoopParts:
             on_retrained=self._retrain,
             on_called=self._look_at_callbacks,
         )
-        self._buckets = bucket_trial(plan, strategy, session, tell=self._events.warn, put=self._state.folder.put_beside)
+        self._measure_steps()
         self._capture: StepCapture | None = None
         self._train_step: Callable[..., StepOutput] = steps_of(
             strategy, session, then=self._begin_capture, steps_done=self._steps_done, tell=self._events.warn
         )
         if plan.detect_anomaly:
             self._train_step = AnomalyWatch(plan).around(strategy, self._train_step)
+
+    def _measure_steps(self) -> None:
+        """What the times of the first steps decide."""
+        tell, put = self._events.warn, self._state.folder.put_beside
+        self._buckets = bucket_trial(self._plan, self._strategy, self._session, tell=tell, put=put)
+        choosing = choosing_of(self._strategy)
+        if choosing is not None:
+            choosing.tell_by(tell, put)
+        self._measured = [one for one in (self._buckets, choosing) if one is not None]
 
     def _make_meter(self, task: Task, names: MetricNames) -> Meter:
         plan, session = self._plan, self._session
@@ -163,8 +173,6 @@ class LoopParts:
     def _begin_capture(self) -> TrainStep:
         """What takes the steps of a run, once it is known how the model runs."""
         plan, session, strategy = self._plan, self._session, self._strategy
-        if plan.is_replicated and plan.replicate.compression.kind == "auto":
-            strategy.tell_choices(self._events.warn)  # type: ignore[attr-defined]  # as planned
         if plan.speed.capture == "off" or session.device.type != "cuda":
             return strategy.train_step
         self._capture = StepCapture(strategy, plan, session, self._events.warn, self._steps_done)  # type: ignore[arg-type]  # as planned

@@ -6,17 +6,15 @@
                                        steps are no shorter     is sent with whole gradients
 
 Ranks change over after the same step: they agree on the times, then each makes the same choice. What was chosen after
-which step is written to the run directory, and each checkpoint has where the run stands. So a run that resumes takes
+which step is written down (`SwitchRecord`), and each checkpoint has where the run stands. So a run that resumes takes
 what was chosen after the steps that it repeats, and measures only what was not chosen yet.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal, TypeVar
@@ -28,14 +26,13 @@ from distributed.comm.compression.choice import MARGIN, STEPS_NEEDED, MeasuredSt
 from distributed.comm.compression.feedback import FEEDBACK, ErrorFeedback, row_box
 from distributed.comm.compression.loss_watch import WINDOW, LossWatch
 from distributed.comm.compression.prediction import BucketCost, GradientLink
-from distributed.core.atomic import replace_file
 from distributed.core.plan import Decision
 from distributed.core.plan_parts.compression import CompressionPlan
-from distributed.core.run_dir import RunDir
 from distributed.runtime.session import Session
 from distributed.runtime.tensor_shard import Box, TensorShard
 from distributed.strategies.base import StepOutput
 from distributed.strategies.data_parallel.auto.measured_gradients import MeasuredGradients, medians
+from distributed.strategies.data_parallel.auto.switch_record import KindSwitch, SwitchRecord
 from distributed.strategies.data_parallel.compressed_gradients import CompressedGradients, FedBackGradients
 from distributed.strategies.data_parallel.step_compression import StepCompression, Stepped
 
@@ -49,14 +46,10 @@ _SETTLING, _TIMED = 2, 9  # steps with a kind: first ones, and those that are co
 _AGREED = "times of compression='auto'"
 
 
-@dataclass(frozen=True)
-class KindSwitch:
-    """What was chosen after a step of the run."""
-
-    step: int
-    kind: str
-    reason: str
-    whole_s: float = 0.0  # of a step with whole gradients
+def choosing_of(strategy: object) -> AutoCompression | None:
+    """None: steps measure nothing of compression."""
+    found: AutoCompression | None = getattr(strategy, "choosing", None)
+    return found
 
 
 class AutoCompression(StepCompression):
@@ -69,7 +62,7 @@ class AutoCompression(StepCompression):
         plan: CompressionPlan,
         session: Session,
         *,
-        run_dir: str,
+        record: SwitchRecord,
         kinds: Sequence[str],
         make: Callable[[CompressionPlan], CompressedGradients],
         ranks: int,
@@ -79,8 +72,7 @@ class AutoCompression(StepCompression):
         self._measuring = MeasuredGradients(session)
         super().__init__(self._measuring, session, ranks=ranks, stepped=stepped)
         self._plan, self._kinds, self._make = plan, kinds, make
-        self._settings: list[Any] = [ranks, plan.ratio, plan.rank, plan.min_size]
-        self._file, self._switches = RunDir(run_dir).compression, list[KindSwitch]()
+        self._record = record
         self._module: nn.Module | None = None
         self.stage: Stage = "measuring"
         self.kind, self._steps = "none", 0
@@ -119,21 +111,29 @@ class AutoCompression(StepCompression):
         return []
 
     def begin(self, module: nn.Module) -> None:
-        """Every rank calls it once, before the first step: rank 0 may know what an earlier attempt has chosen."""
-        shapes = [(name, *parameter.shape) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self._settings.append(hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest())
-        text = ""
-        if self._session.is_main:
-            with contextlib.suppress(FileNotFoundError):
-                text = self._file.read_text(encoding="utf-8")
-        text = self._session.share_text("compression", text if self._session.is_main else None)
-        known = json.loads(text) if text else {}
-        if known.get("settings") == self._settings:
-            self._switches = [KindSwitch(**switch) for switch in known["switches"]]
+        """Every rank calls it once, before the first step."""
+        self._record.begin(module)
 
-    def tell_by(self, tell: Callable[[str], None]) -> None:
-        """From now on, report choices so."""
+    def tell_by(self, tell: Callable[[str], None], put: Callable[[int, str, bytes], None] | None = None) -> None:
+        """From now on, report choices so, and write them down so for who resumes from the checkpoint of a step."""
         self._tell = tell
+        self._record.write_by(tell, put)
+
+    def resumed(self, step: int, read: Callable[[str], bytes | None]) -> None:
+        """The state that was loaded is that of the checkpoint of a step; `read`: what lies beside it, by name."""
+        if self._will_choose:
+            self._record.resumed(step, read)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint holds the state after this step."""
+        if self._will_choose:
+            self._record.saved(step)
+
+    @property
+    def _will_choose(self) -> bool:
+        """By clocks."""
+        measures = self.stage == "measuring" or (self.stage == "flushing" and self._then == "measuring")
+        return measures or (self.stage == "compressed" and not self._is_timed)
 
     def watching(self, take: Take, send_whole: Callable[[], None]) -> Take:
         """A step, and what follows from it. `send_whole` is called when compression is over for good."""
@@ -168,10 +168,11 @@ class AutoCompression(StepCompression):
                 self._end()
             return
         suffers = self._look_at_losses() if self.stage == "compressed" else ""
-        chosen = next((switch for switch in self._switches if switch.step == self._steps), None)
+        switches = self._record.switches
+        chosen = next((switch for switch in switches if switch.step == self._steps), None)
         if chosen is not None:  # by an earlier attempt
             self._apply(chosen)
-        elif self._switches and self._switches[-1].step > self._steps:
+        elif switches and switches[-1].step > self._steps:
             return
         elif suffers:
             self._switch("none", suffers)
@@ -258,17 +259,15 @@ class AutoCompression(StepCompression):
     def _switch(self, kind: str, reason: str) -> None:
         """A choice of this attempt, which all ranks make after this step."""
         chosen = KindSwitch(self._steps, kind, reason, self._whole_s)
-        self._switches.append(chosen)
-        if self._session.is_main:
-            written = {"settings": self._settings, "switches": [vars(switch) for switch in self._switches]}
-            try:
-                replace_file(self._file, json.dumps(written))
-            except OSError as failed:
-                why = f"{self._file} cannot be written ({failed}); a rank that dies before the next checkpoint may"
-                self._tell(f"{why} let the run choose anew, and then its bytes differ")
+        self._record.add(chosen)
         self._apply(chosen)
 
     def _apply(self, chosen: KindSwitch) -> None:
+        self._change(chosen)
+        if not self._will_choose:
+            self._record.close()
+
+    def _change(self, chosen: KindSwitch) -> None:
         self._whole_s = chosen.whole_s
         if chosen.kind == self.kind and self.stage == "compressed":
             self._is_timed = True
@@ -339,8 +338,9 @@ class AutoCompression(StepCompression):
             "stage": self.stage,
             "then": self._then if self.stage == "flushing" else "",
             "kind": self.kind,
-            "steps": self._steps,
+            "began": self._record.began,
             "is_timed": self._is_timed,
+            "whole_s": self._whole_s,
             "watch": self._watch.state(),
         }
         if self._losses:
@@ -351,15 +351,17 @@ class AutoCompression(StepCompression):
 
     def load(self, tree: Mapping[str, Any]) -> None:
         found: Mapping[str, Any] = tree.get(FEEDBACK, {})
-        auto = found.get("auto", {"steps": 0, "ranks": 0})
-        self._steps, self._losses = auto["steps"], []
-        if auto["ranks"] != self._ranks:  # what pays is another thing there, and so is what its ranks have left
+        auto = found.get("auto", {"ranks": 0})  # a single rank has none
+        self._steps, self._losses = tree.get("progress", {}).get("step", 0), []
+        is_other = auto["ranks"] != self._ranks
+        self._record.measures_from(self._steps if is_other else auto["began"])
+        if is_other:  # what pays is another thing there, and so is what its ranks have left
             if found.get("left"):
                 self._take_over("none", found)
                 self._send_left("measuring")
             return
         self._watch.load(auto["watch"])
-        self._is_timed = auto["is_timed"]
+        self._is_timed, self._whole_s = auto["is_timed"], auto["whole_s"]
         if "losses" in found:
             rows = found["losses"]
             self._losses = (rows.pieces[0][1] if isinstance(rows, TensorShard) else rows)[0].tolist()

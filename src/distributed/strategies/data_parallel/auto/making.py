@@ -12,6 +12,7 @@ from distributed.core.plan_parts.compression import CompressionPlan
 from distributed.runtime.session import Session
 from distributed.runtime.torch_module_compat import loss_scale_tensors
 from distributed.strategies.data_parallel.auto.auto_compression import AutoCompression
+from distributed.strategies.data_parallel.auto.switch_record import SwitchRecord
 from distributed.strategies.data_parallel.compressed_gradients import (
     CastGradients,
     CompressedGradients,
@@ -30,10 +31,13 @@ def step_compression(
         return None
     if compression.kind != "auto" or ranks == 1:  # a single rank steps by what was left
         return StepCompression(make(compression), session, ranks=ranks, stepped=stepped)
+    batch, precision = plan.batch, plan.precision.kind
+    steps = [batch.per_device, batch.accumulation, precision, plan.speed.parameters]
+    sizes = [compression.ratio, compression.rank, compression.min_size]
     return AutoCompression(
         compression,
         session,
-        run_dir=plan.run_dir,
+        record=SwitchRecord(plan.run_dir, session, ranks=ranks, measured_with=[*steps, *sizes]),
         kinds=_candidates(plan),
         make=make,
         ranks=ranks,
