@@ -154,6 +154,9 @@ def test_a_size_that_is_set_wins_over_the_checkpoint(runs: list[dict[str, Any]],
     assert load(f"{folder}/saved/step-{CHOSEN_AT + 4:06d}", ranks=()).shared["buckets"]["cap_mb"] == 5.0
 
 
+LATE_STEPS = 10
+
+
 class SlowBackward(torch.autograd.Function):
     """Nothing in the forward pass, and a while in the backward pass, when the gradients of later layers are done."""
 
@@ -179,7 +182,7 @@ class LateFirstLayer(nn.Module):
 
 
 def train_late(folder: str) -> dict[str, list[Any]]:
-    how = {"optimizer": "sgd", "batch_size": 4, "max_steps": 4, "log_every_n_steps": 1, "progress": False}
+    how = {"optimizer": "sgd", "batch_size": 4, "max_steps": LATE_STEPS, "log_every_n_steps": 1, "progress": False}
     found = {}
     for name, settings in (
         ("many", {"bucket_cap_mb": 1}),
@@ -197,12 +200,12 @@ def test_hidden_communication_is_what_the_step_did_not_wait_for(tmp_path: Path) 
     shares = {}
     for name in ("many", "one"):
         steps = told[name]
-        assert len(steps) == 4
+        assert len(steps) == LATE_STEPS
         assert all(step.communication_seconds > 0 and 0 <= step.communication_hidden <= 1 for step in steps)
-        shares[name] = sorted(step.communication_hidden for step in steps)[2]
+        shares[name] = max(step.communication_hidden for step in steps)  # of the step that was disturbed the least
     assert shares["many"] > 0.5  # six layers of seven are reduced while the first one computes
     assert shares["many"] > shares["one"]
-    assert [step.communication_hidden for step in told["compressed"]] == [None] * 4
+    assert [step.communication_hidden for step in told["compressed"]] == [None] * LATE_STEPS
 
 
 def batch_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

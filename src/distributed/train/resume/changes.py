@@ -51,7 +51,7 @@ _DIFFERS = """
 """
 _AROUND = """
     activation_checkpointing capture compile num_workers fused_optimizer channels_last tf32 communication_backend
-    bucket_cap_mb fusion_threshold_mb
+    bucket_cap_mb fusion_threshold_mb network_profile
 """
 SETTINGS: Mapping[str, Effect | None] = {
     name: effect
