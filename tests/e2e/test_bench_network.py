@@ -79,7 +79,8 @@ def iperf(hosts: Hosts, *more: str) -> float:
 
 def measured(hosts: Hosts, folder: Path, *more: str) -> dict[str, Any]:
     target = folder / "network.json"
-    nodes = [begin(hosts[0], folder, "--json", str(target), *more), begin(hosts[1], folder)]
+    first = begin(hosts[0], folder, "--node-rank", "0", "--json", str(target), *more)
+    nodes = [first, begin(hosts[1], folder, "--node-rank", "1")]
     for code, shown in ended(nodes):
         assert code == 0, shown
         assert "round trips" in shown

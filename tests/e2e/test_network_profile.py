@@ -67,8 +67,8 @@ def train(*settings: str) -> list[str]:
 
 
 def test_profile_reaches_ranks_and_is_measured(hosts: Hosts, folder: Path) -> None:
-    first = start(hosts[0], folder, train("network_profile=auto"), TP_SOCKET_IFNAME="lo")
-    second = start(hosts[1], folder, train("network_profile=auto"))
+    first = start(hosts[0], folder, train("--node-rank", "0", "network_profile=auto"), TP_SOCKET_IFNAME="lo")
+    second = start(hosts[1], folder, train("--node-rank", "1", "network_profile=auto"))
     shown = finish(first, second)
     assert [node.returncode for node in (first, second)] == [0, 0], shown
     assert '["eth0", "lo", "GLOO_SOCKET_IFNAME"]' in shown[0]
