@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from distributed.comm.parameter_server.messages import MessageLayout
 from distributed.comm.parameter_server.server import ServerSide
@@ -34,6 +33,7 @@ from distributed.runtime.torch_compat import foreach_mul_
 from distributed.strategies.base import MetricSum, ModelCopy, NonFiniteLoss, StateTree, StepOutput, StepTask
 from distributed.strategies.checks.replica_tensors import Named, model_tensors, optimizer_options
 from distributed.strategies.checks.sparse_layers import refuse_sparse
+from distributed.strategies.data_parallel.batchnorm import synced_layer
 from distributed.strategies.data_parallel.whole_batch import NoWholeBatch, WholeBatch
 from distributed.strategies.replicated import Replicated
 from distributed.strategies.steps.mesh_step import MeshStep
@@ -62,7 +62,7 @@ class Asynchronous(Replicated):
     def check(self, task: StepTask) -> None:
         super().check(task)
         refuse_sparse(task.model, _ASKED, "a message to the server has dense gradients")
-        synced = next((name for name, m in task.model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
+        synced = synced_layer(task.model)
         if synced is not None:
             raise TaskError(
                 f"{synced} is a SyncBatchNorm, and {_ASKED}",

@@ -26,6 +26,7 @@ from distributed.runtime.torch_compat import foreach_mul_
 from distributed.strategies.base import MetricSum, NonFiniteLoss, Outcome, StateTree, StepOutput, StepTask, add_sums
 from distributed.strategies.checks.sparse_layers import refuse_sparse
 from distributed.strategies.checks.torch_errors import explain_kernel
+from distributed.strategies.data_parallel.batchnorm import synced_layer
 from distributed.strategies.data_parallel.whole_batch import PartsOfBatch
 from distributed.strategies.steps.evaluation_step import unless_empty
 from distributed.strategies.steps.one_rank_step import OneRankStep
@@ -220,10 +221,10 @@ def _laid_out(gradient: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _refuse_collectives(module: nn.Module) -> None:
-    found = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
-    if found:
+    synced = synced_layer(module)
+    if synced is not None:
         raise TaskError(
-            f"{found[0]} is a SyncBatchNorm",
+            f"{synced} is a SyncBatchNorm",
             why="SyncBatchNorm all-reduces in forward, and under reproducible='bitwise' the ranks run separate leaves",
             do="use BatchNorm, whose statistics are then those of one leaf, or GroupNorm",
         )

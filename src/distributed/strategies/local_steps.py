@@ -31,6 +31,7 @@ from distributed.runtime.torch_compat import foreach_mul_
 from distributed.strategies.base import StateTree, StepOutput, StepTask
 from distributed.strategies.checks.forward_changes import ForwardChanges
 from distributed.strategies.checks.replica_tensors import Named, model_tensors, optimizer_options
+from distributed.strategies.data_parallel.batchnorm import synced_layer
 from distributed.strategies.data_parallel.ddp import release
 from distributed.strategies.data_parallel.whole_batch import WholeBatch
 from distributed.strategies.model.optimizer_state import load_named_state, named_state
@@ -64,7 +65,7 @@ class LocalSteps(Replicated):
         self._refuse_synced(task.model)
 
     def _refuse_synced(self, model: nn.Module) -> None:
-        synced = next((name for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
+        synced = synced_layer(model)
         if synced is not None:
             raise TaskError(
                 f"{synced} is a SyncBatchNorm, and synchronization={self._meets.kind!r}",

@@ -22,6 +22,11 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, BatchNormBase) for module in model.modules())
 
 
+def synced_layer(model: nn.Module) -> str | None:
+    """The first layer that waits for all ranks in its forward pass, for strategies whose ranks do not go together."""
+    return next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+
+
 def normalize_over_ranks(
     x: torch.Tensor,
     *,
