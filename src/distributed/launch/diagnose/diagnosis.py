@@ -115,11 +115,10 @@ def _of_reports(evidence: RunRemains, named: int | None) -> Iterator[ShownCause]
 
 
 def _cause_of_report(report: Reported) -> Cause:
-    causes = [cause for line in report.message.splitlines() for cause in causes_of(line)]
+    causes = _causes_in(report.message)
     if report.is_collateral:
         return next((cause for cause in causes if cause.tier != "cause"), None) or _peer_lost()
-    best = min(causes, key=lambda cause: TIERS.index(cause.tier), default=None)
-    return best or (cause_of_signal(-report.exit_code) if report.exit_code < 0 else None) or UNKNOWN
+    return _strongest(causes) or (cause_of_signal(-report.exit_code) if report.exit_code < 0 else None) or UNKNOWN
 
 
 def _peer_lost() -> Cause:
@@ -166,8 +165,16 @@ def _final(errors: Sequence[Traceback], places: Mapping[int, int]) -> Traceback 
 
 
 def _cause_of(error: Traceback) -> Cause:
-    found = [cause for text in error.message.splitlines() for cause in causes_of(text)]
-    return min(found, key=lambda cause: TIERS.index(cause.tier), default=UNKNOWN)
+    return _strongest(_causes_in(error.message)) or UNKNOWN
+
+
+def _causes_in(message: str) -> list[Cause]:
+    return [cause for line in message.splitlines() for cause in causes_of(line)]
+
+
+def _strongest(causes: Sequence[Cause]) -> Cause | None:
+    """A cause before a symptom, a symptom before a consequence."""
+    return min(causes, key=lambda cause: TIERS.index(cause.tier), default=None)
 
 
 def _root_cause(evidence: RunRemains) -> LogLine | None:
